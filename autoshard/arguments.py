@@ -45,12 +45,7 @@ BACKENDS = ("auto", "inductor", "reference", "triton")
 
 
 def check_model(model: Any, compiled: type | tuple[type, ...] = ()) -> None:
-    """Raise `TraceError` unless `model` is a plain module: not compiled, distributed or scripted.
-
-    Args:
-        model: the argument.
-        compiled: the types of compiled modules.
-    """
+    """Raise `TraceError` unless `model` is a plain module: not distributed or scripted, nor of a type in `compiled`."""
     if isinstance(model, compiled):
         raise TraceError(f"model is a {type(model).__name__}, compiled already; pass the module from before compile.")
     if not isinstance(model, nn.Module):
@@ -84,7 +79,7 @@ def check_backend(name: Any) -> None:
 
 
 def check_flags(**flags: Any) -> None:
-    """Raise `NotAvailableError` for a switch that is not a bool: the string "no" would count as true."""
+    """Raise `NotAvailableError` for a flag that is not a bool: the string "no" would count as true."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise NotAvailableError(f"{name}={value!r} is a {type(value).__name__}; pass True or False.")
@@ -97,10 +92,9 @@ def check_loss(loss_fn: Any) -> None:
 
 
 def checked_plan(plan: Any) -> Plan | None:
-    """Return the plan that `compile` runs, read from its file if `plan` is a path; None for None.
+    """Return the plan for `compile`, read from its file if `plan` is a path; None for None.
 
-    Raises:
-        PlanMismatchError: the argument is no plan, or the plan prices a recipe in another framework.
+    Raises `PlanMismatchError` if the argument is no plan, or prices a recipe in another framework.
     """
     if plan is None:
         return None
@@ -118,12 +112,11 @@ def checked_plan(plan: Any) -> Plan | None:
 
 
 def check_previous(previous: Any, model: nn.Module, *, of_recipes: bool, is_priced: bool) -> None:
-    """Raise `NotAvailableError` for a `previous=` that the search cannot start from.
+    """Raise `NotAvailableError` if the search for a plan cannot start from the plan `previous`.
 
     Args:
-        previous: the earlier plan, or None.
-        model: the model to plan; a plan of specs for another model raises `PlanMismatchError`.
-        of_recipes: whether the search is over recipes.
+        model: the model to plan. A search over specs raises `PlanMismatchError` if `previous` is for another model.
+        of_recipes: whether the search is over recipes; otherwise over specs.
         is_priced: whether the recipe is complete, so that there is no search.
     """
     if previous is None:
@@ -168,7 +161,7 @@ def check_runtime(recipe: Recipe | None, runtime: str | None, global_batch: int 
 
 
 def checked_budget(memory_budget: Any) -> int | None:
-    """Return the memory limit of a device in bytes; raise `NotAvailableError` unless it is a whole number above 0."""
+    """Return a device's memory limit in bytes; raise `NotAvailableError` unless None or a whole number above 0."""
     if memory_budget is None:
         return None
     if not (_is_number(memory_budget) and 0 < memory_budget < math.inf):
@@ -190,7 +183,7 @@ def check_limits(*, time_budget_s: Any, global_batch: Any = None) -> None:
 
 
 def check_agreement(*, check: Any, timeout_s: Any) -> None:
-    """Raise `NotAvailableError` for an unknown `check` or a time-out that is not above 0."""
+    """Raise `NotAvailableError` for an unknown `check` or a `timeout_s` that is not above 0."""
     if check not in _CHECKS:
         raise NotAvailableError(f"check={check!r} must be one of {', '.join(map(repr, _CHECKS))}.")
     if not (_is_number(timeout_s) and timeout_s > 0):
@@ -201,14 +194,9 @@ _CHECKS = ("always", "first", "off")
 
 
 def checked_outputs(outputs: Any, *, gather_outputs: bool) -> Outputs:
-    """Return the kind of outputs that a compiled call returns.
+    """Return the choice of outputs for "loss" (the loss alone) or "all" (all, whole with `gather_outputs`).
 
-    Args:
-        outputs: "loss" for `Outputs.LOSS`, or "all" for all outputs.
-        gather_outputs: for "all", choose `Outputs.WHOLE`, not `Outputs.AS_PLANNED`.
-
-    Raises:
-        NotAvailableError: `outputs` is neither "all" nor "loss".
+    Raises `NotAvailableError` for any other text.
     """
     if outputs not in ("all", "loss"):
         raise NotAvailableError(
@@ -234,7 +222,10 @@ def check_programs(*, dynamic_lengths: Any, max_programs: Any) -> None:
 
 
 def checked_reduce_dtype(model: nn.Module, reduce_dtype: Any) -> torch.dtype | None:
-    """Return the dtype in which gradients are sent; raise `NotAvailableError` if it does not suit this model."""
+    """Return the dtype in which ranks send gradients: bfloat16 for "bf16"; None for None.
+
+    Raises `NotAvailableError` for any other text, or if no trained parameter is float32.
+    """
     if reduce_dtype is None:
         return None
     if reduce_dtype != "bf16":
@@ -300,8 +291,7 @@ def check_on_nonfinite(on_nonfinite: Any) -> None:
 def checked_constraints(constraints: Any) -> dict[str, PartitionSpec]:
     """Return the constraints as a dict from a value's name, or a glob of names, to its spec; empty for None.
 
-    Raises:
-        InvalidSpecError: the argument is no mapping from strings to specs.
+    Raises `InvalidSpecError` unless the argument maps strings to specs.
     """
     if constraints is not None and not isinstance(constraints, Mapping):
         raise InvalidSpecError(
@@ -374,7 +364,7 @@ def check_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def check_has_loss(program: Program) -> None:
-    """Raise `TraceError` for a training step without a loss, or with a loss that trains no parameter."""
+    """Raise `TraceError` if a traced training step has no loss, or a loss that trains no parameter."""
     if not program.trains:
         raise TraceError(
             "A training step needs a loss, but nothing that the model or loss_fn= returns depends on a parameter that "
@@ -393,7 +383,7 @@ def check_traced(program: Program, constraints: Mapping[str, PartitionSpec], opt
 
     Raises:
         InvalidSpecError: a constraint names an output that the program does not have.
-        TraceError: a training step has nothing to train; see `check_has_loss`.
+        TraceError: a training step has no loss, or a loss that trains no parameter.
     """
     if optimizer is not None:
         check_has_loss(program)
@@ -406,10 +396,9 @@ def check_traced(program: Program, constraints: Mapping[str, PartitionSpec], opt
 
 
 def checked_target(target: Any) -> tuple[DeviceMesh | Mesh | Cluster, Cluster | None]:
-    """Return the mesh or cluster to plan for, and the cluster that gives prices; None in its place is this machine.
+    """Return the mesh or cluster to plan for, and the cluster whose hardware is priced; None stands for this machine.
 
-    Raises:
-        MeshError: the argument is neither a mesh nor a cluster.
+    Raises `MeshError` if the argument is neither a mesh nor a cluster.
     """
     if isinstance(target, ClusterMesh):
         return target.mesh, target.cluster
@@ -422,7 +411,7 @@ def checked_target(target: Any) -> tuple[DeviceMesh | Mesh | Cluster, Cluster | 
 
 
 def checked_hardware(cluster: Any, mesh: Any) -> tuple[Any, Cluster | None]:
-    """Return the mesh of `compile`, and the cluster that gives prices; None in its place is this machine.
+    """Return the mesh or cluster for `compile`, and the cluster whose hardware is priced; None stands for this machine.
 
     Raises:
         MeshError: `cluster` is no cluster, comes without a mesh, or has another number of devices than the mesh.
@@ -445,11 +434,7 @@ def checked_hardware(cluster: Any, mesh: Any) -> tuple[Any, Cluster | None]:
 
 
 def checked_cluster(target: Any) -> Cluster:
-    """Return the cluster that recipes are priced for.
-
-    Raises:
-        NotAvailableError: the argument is no cluster.
-    """
+    """Return the cluster for which recipes are priced; raise `NotAvailableError` if the argument is no cluster."""
     if not isinstance(target, Cluster):
         raise NotAvailableError(
             f"A search for another runtime chooses the axes, but was given {target!r}: pass a Cluster, "
@@ -468,9 +453,9 @@ def _is_whole(value: Any) -> bool:
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `step` cannot be called without arguments, as for LBFGS.
+    """Whether the `step` of the optimizer's class needs an argument, as LBFGS's does.
 
-    The class is inspected: a learning-rate schedule replaces the `step` of the object.
+    The object's own `step` says nothing, because learning rate schedules replace it.
     """
     _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -38,9 +38,15 @@ def calibrate(
     budget_s: float = 20.0,
     on_progress: OnProgress | None = None,
 ) -> Calibration:
-    """Measure this machine. With a process group, all ranks measure at once.
+    """Measure this machine, and return the result, whose `cluster` is an argument of `autoshard.plan`.
 
-    Pass `.cluster` of the result to `autoshard.plan`. Arguments: see `cost_models.calibration.calibrate`.
+    With a process group, all ranks measure at once.
+
+    Args:
+        name: name of the measured cluster.
+        memory_bytes: usable bytes per rank; default: the device's own (GPU), or this machine's split over its ranks.
+        budget_s: seconds, a rough limit of all timed runs.
+        on_progress: called before each measurement, e.g. to draw a progress bar.
     """
     found = calibration.calibrate(
         name=name,
@@ -90,12 +96,11 @@ def _native(operator: torch._ops.OpOverload, *arguments: object) -> KernelSample
 
 
 def collectives_that_run(full: Tensor, part: Tensor, group: dist.ProcessGroup) -> Mapping[str, Callable[[], object]]:
-    """Return functions by the name of a collective; each runs the collective once, as compiled programs do, and waits.
+    """Return, by name of a collective, a function that runs it once, as compiled programs do, and waits.
 
     Args:
         full: a whole tensor, [n].
         part: a rank's part of it, [n / ranks].
-        group: the process group.
     """
     ops, size = torch.ops._c10d_functional, group.size()
     return {

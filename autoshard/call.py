@@ -99,18 +99,12 @@ class Options:
 class Call:
     """The checked arguments of `compile`, `plan` or `prove`.
 
+    A field that is not listed below has the value of the argument with its name.
+
     Args:
-        model, optimizer, loss_fn, max_grad_norm, strict, backend, verify, time_budget_s, options: the given values.
-        target: the mesh or the cluster.
-        example_inputs: arguments of an example call, or None.
         fixed: the plan to run or prove; None: search for a plan.
-        constraints: specs by name; with `global_batch`, also values of fields of `Recipe`.
-        memory_budget: bytes, or None.
-        precision: the given name, such as "bf16", or None for the model's own dtypes.
-        micro_batches: the given number; None lets the planner choose.
-        recipe: restrictions of the search.
-        cluster: the hardware to price a mesh for, or None for this machine.
-        global_batch, previous, progress: arguments of `plan`.
+        constraints: specs by name of a value; with `global_batch`, also values by name of a field of `Recipe`.
+        cluster: the hardware for which times on a mesh are predicted; None for this machine.
         runtime: another framework; None for autoshard.
     """
 
@@ -150,20 +144,20 @@ class Call:
 
     @property
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments of the example call."""
+        """Positional and keyword arguments of the example call, which must be given."""
         assert self.example_inputs is not None, "there is an example call"
         return split_inputs(self.example_inputs)
 
     @property
     def outputs(self) -> Outputs:
-        """The kind of outputs that a call returns: `Outputs.LOSS` with an optimizer, otherwise `handed_out`."""
+        """The choice of outputs that a call returns: `Outputs.LOSS` with an optimizer, otherwise `handed_out`."""
         if self.optimizer is not None:
             return Outputs.LOSS
         return self.handed_out
 
     @property
     def handed_out(self) -> Outputs:
-        """The kind of outputs in `options`: all as planned, all gathered, or the loss alone."""
+        """The choice of outputs in `options`: all as planned, all gathered, or the loss alone."""
         return checked_outputs(self.options.outputs, gather_outputs=self.options.gather_outputs)
 
     @property

@@ -26,7 +26,10 @@ from cost_models.topology import GroupLinks
 
 @contextmanager
 def _errors_of_ours() -> Iterator[None]:
-    """Turn errors of cost models into `UnknownHardwareError`. Cost models import no errors of `autoshard`."""
+    """Raise `UnknownHardwareError` of `autoshard` in place of an error of `cost_models` in this context.
+
+    `cost_models` imports nothing of `autoshard`, so it has errors of its own.
+    """
     try:
         yield
     except CostModelError as error:
@@ -83,7 +86,7 @@ class Cluster(PricedCluster):
         """Return a mesh of these devices, for `autoshard.plan` with given axes.
 
         Args:
-            axes: from the name of an axis to its size, the outermost axis first; or a mesh.
+            axes: size of each axis by name, the outermost axis first; or a mesh.
 
         Raises:
             MeshError: the sizes do not multiply to the number of devices.
@@ -98,20 +101,22 @@ class Cluster(PricedCluster):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a cluster file of `save` or `autoshard calibrate`; raise `UnknownHardwareError` for other files."""
+        """Read a cluster file of `save` or `autoshard calibrate`. Raises `UnknownHardwareError` for any other file."""
         with _errors_of_ours():
             found = PricedCluster.load(path)
         return cls(found.node, found.nodes, found.devices_per_node)
 
 
 def device_of_plans(target: Any) -> torch.device:
-    """Return the kind of device to plan for: "cuda" if the cluster has GPUs, else "cpu". A mesh is on this machine."""
+    """Return "cuda" as the device to plan for if the cluster, or this machine for a mesh, has GPUs; else "cpu"."""
     has_gpu = bool(target.device.dispatch_s) if isinstance(target, PricedCluster) else torch.cuda.is_available()
     return torch.device("cuda" if has_gpu else "cpu")
 
 
 def distinct_meshes(meshes: Iterable[Mesh], cluster: PricedCluster) -> list[Mesh]:
-    """Return the meshes without repeats. Meshes repeat if their axes have equal sizes on equal links; the first stays.
+    """Return the meshes without repeats; names and order of a mesh's axes are ignored.
+
+    Two axes are the same if they have equal sizes, and equal links on `cluster`. The first of equal meshes is kept.
 
     Example:
         >>> meshes = [Mesh({"data": 8}), Mesh({"model": 8}), Mesh({"data": 4, "model": 2})]
@@ -148,6 +153,6 @@ def local_cluster(mesh: Mesh) -> PricedCluster:
 
 
 def ranks_per_host(ranks: int) -> int:
-    """Return the number of ranks on each host from `torchrun`; without `torchrun`, the number of all ranks."""
+    """Return the number of ranks on each host of `torchrun`; without `torchrun`, the number of all ranks."""
     found = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if world_size() == ranks > 1 else ranks
     return found if ranks % found == 0 else ranks

@@ -34,26 +34,22 @@ class NoShardingRuleError(AutoshardError):
 
 
 class OperatorError(AutoshardError, ValueError):
-    """An operator name is unknown or ambiguous, has a rule already, or refuses the call."""
+    """An operator name is unknown or ambiguous, has a rule already, or does not accept the given arguments."""
 
 
 class RuleInferenceError(AutoshardError):
-    """No sharding rule can be inferred, because an operator is random, in-place, or refuses drawn inputs."""
+    """No sharding rule can be inferred: the operator is random or in-place, or raises on the drawn inputs."""
 
 
 class DoesNotFitError(AutoshardError):
-    """No plan fits in the memory limit.
-
-    Args:
-        smallest_bytes: the smallest limit with a known plan; 0 if no plan is known.
-    """
+    """No plan fits in the memory limit. `smallest_bytes` is the smallest limit per device with a known plan, or 0."""
 
     def __init__(self, message: str, *, smallest_bytes: int) -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by message and limit, for other processes."""
+        """Pickle by message and limit, because exceptions are unpickled without keyword arguments."""
         return partial(DoesNotFitError, smallest_bytes=self.smallest_bytes), self.args
 
 

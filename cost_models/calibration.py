@@ -1,13 +1,12 @@
 """Measure this machine, and fit a `Cluster`: matrix products, memory, launch overhead, and the group's collectives.
 
-Call `calibrate` on all ranks at once, after `init_process_group`. Ranks that share cores then slow each other down, as
-they do in training. Each number is a mean over sustained, back-to-back runs (including time slices lost to a
-neighbour), averaged over the ranks. Without a process group a single rank is measured.
+Call `calibrate` on all ranks at once, after `init_process_group`; without a process group, one rank is measured. Each
+number is a mean over sustained, back-to-back runs, averaged over the ranks, which slow each other down as in training.
 
 Launch latency is the time of the smallest add. The rate of matrix products is the median over sizes. On a CPU, kernels
 that move bytes and composite kernels get curves over bytes (`throughput`). The measured collectives are those of
-lowered programs (`_c10d_functional`), on the whole group and on all groups of two at once. Each runs behind a matrix
-product, and its time is the time that it adds. So it meets busy cores and late ranks, as it does inside a step.
+lowered programs (`_c10d_functional`), on the whole group and on all groups of two at once. A collective runs right
+after a matrix product, with cores busy and ranks late as in a step. Its time is the time that it adds.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Calibration:
         return {name: exp(residual) for name, residual in self.residuals.items()}
 
     def save(self, path: str | Path) -> None:
-        """Write the cluster as a TOML file. The source of each number names the median absolute residual of the fit."""
+        """Write the cluster as a TOML file; the source of each number states the median absolute error of the fit."""
         typical = statistics.median(abs(value) for value in self.residuals.values())
         source = f"calibrate() on this machine, {self.cluster.size} ranks at once; median |log residual| {typical:.3f}"
         self.cluster.save(path, source=source, date=self.date)
@@ -94,7 +93,7 @@ def calibrate(
     """Measure this machine within its present process group (all ranks must call), or alone without a process group.
 
     Args:
-        name: name of the node type in the result.
+        name: name of the measured cluster.
         memory_bytes: usable bytes per rank; default: the device's own (GPU), or this machine's split over its ranks.
         budget_s: seconds, a rough limit of all timed runs. Each measurement gets a share, and runs at least twice.
         kernels: further operator calls to measure on a CPU; one operator may have calls of several sizes.
@@ -134,7 +133,6 @@ def _kernel_samples(kernels: Sequence[KernelSample]) -> tuple[KernelSample, ...]
 def _calibration(
     name: str, measured: Mapping[str, float], samples: Sequence[KernelSample], ranks: int, memory_bytes: int
 ) -> Calibration:
-    """Return a calibration whose cluster is fitted to the measurements `measured`, which are in seconds."""
     cluster = _with_curves(_fit(name, measured, ranks, memory_bytes), samples, measured)
     residuals = _residuals(cluster, measured) | _kernel_residuals(cluster.device, samples, measured)
     return Calibration(cluster, measured, residuals, datetime.now(UTC).date().isoformat())
@@ -142,8 +140,6 @@ def _calibration(
 
 @dataclass(slots=True)
 class _Note:
-    """Reports each measurement to `on_progress`, with the numbers of finished and of all measurements."""
-
     on_progress: OnProgress | None
     total: int
     done: int = 0
@@ -159,9 +155,9 @@ def _place() -> torch.device:
 
 
 def _mean_time(action: Callable[[], object], share_s: float) -> float:
-    """Return the mean seconds of an action that runs back to back, for `share_s` seconds and at least twice.
+    """Return the mean seconds of a run of `action`, after one untimed run to warm up.
 
-    One run comes before, untimed, to warm up.
+    Runs follow each other without a pause, at least twice, until `share_s` seconds have passed.
     """
     action()
     _synchronize()
@@ -205,7 +201,7 @@ def _device_actions() -> dict[str, Callable[[], Callable[[], object]]]:
 def _matmul_sizes(dtype: str, place: torch.device) -> Sequence[tuple[int, int, int]]:
     """Return the sizes (m, n, k) to measure: all for f32, the smallest for f16 on a CPU, the third for other dtypes.
 
-    A product of f16 of the third size takes 1.6 s on an AMD EPYC, which has no instructions for it (2026-11-28).
+    A product of f16 of the third size takes 1.6 s on an AMD EPYC, which has no instructions for f16 (2026-11-28).
     """
     if dtype == "f32":
         return MATMUL_SIZES
@@ -215,7 +211,7 @@ def _matmul_sizes(dtype: str, place: torch.device) -> Sequence[tuple[int, int, i
 def _measure_device(
     actions: Mapping[str, Callable[[], Callable[[], object]]], share_s: float, note: _Note
 ) -> dict[str, float]:
-    """Return the seconds of each action; for "launch", which launches many kernels, the seconds of one launch."""
+    """Return the mean seconds of one run of each action, by name; for "launch", those of one launch of the run."""
     measured: dict[str, float] = {}
     for name, action in actions.items():
         note.next(name)
@@ -225,7 +221,7 @@ def _measure_device(
 
 
 def _group_sizes(ranks: int) -> list[int]:
-    """Return the sizes of groups to measure: all ranks, and two if `ranks` is even; no group for one rank."""
+    """Return group sizes: all ranks, and two if `ranks` is even; no group for one rank."""
     if ranks == 1:
         return []
     return sorted({2, ranks}) if ranks % 2 == 0 else [ranks]
@@ -260,7 +256,7 @@ def _group_of(size: int, ranks: int) -> distributed.ProcessGroup:
 def functional_collectives(
     full: torch.Tensor, part: torch.Tensor, group: distributed.ProcessGroup
 ) -> Mapping[str, Callable[[], object]]:
-    """Return functions that run PyTorch's functional collectives, as described at `CollectiveCalls`."""
+    """Return, by name, functions that each run one of PyTorch's functional collectives once, and wait for it."""
     ops, size, name = torch.ops._c10d_functional, group.size(), group.group_name
     pieces = [part.numel()] * size
     return {
@@ -310,7 +306,7 @@ def _added_time(collective: Callable[[], object], product: Callable[[], object],
 
 
 def _turn_time(product: Callable[[], object], then: Callable[[], object]) -> float:
-    """Return the seconds of one turn. For each number n in `PRODUCTS`, `product` runs n times, and `then` runs once.
+    """Return the seconds of one turn: for each n in `PRODUCTS`, `product` runs n times, then `then` runs once.
 
     All ranks begin the turn together.
     """
@@ -326,11 +322,11 @@ def _turn_time(product: Callable[[], object], then: Callable[[], object]) -> flo
 
 
 def _nothing() -> None:
-    """Run in place of a collective in turns without one."""
+    """Do nothing: a turn without a collective calls this function in place of the collective."""
 
 
 def _agree(measured: Mapping[str, float], ranks: int) -> dict[str, float]:
-    """Return the mean of each measurement over all ranks, equal on all ranks."""
+    """Average each measurement over all ranks, so that it is equal on all of them."""
     if ranks == 1:
         return dict(measured)
     values = torch.tensor(list(measured.values()), dtype=torch.float64, device=_place())
@@ -357,7 +353,6 @@ def _fit(name: str, measured: Mapping[str, float], ranks: int, memory_bytes: int
 
 
 def _with_curves(cluster: Cluster, samples: Sequence[KernelSample], measured: Mapping[str, float]) -> Cluster:
-    """Return the cluster with a throughput curve for each sampled kernel."""
     if not samples:
         return cluster
     times: dict[str, list[tuple[float, float]]] = {}
@@ -370,7 +365,7 @@ def _with_curves(cluster: Cluster, samples: Sequence[KernelSample], measured: Ma
 
 
 def _kernel_residuals(unit: Device, samples: Sequence[KernelSample], measured: Mapping[str, float]) -> dict[str, float]:
-    """Return log(predicted / measured) of each sample: zero, unless a larger sample was faster than a smaller one."""
+    """Return log(predicted / measured) by a sample's key: 0 unless a larger sample was faster than a smaller one."""
     return {
         sample.key: log(work_time(sample.work, unit, sample.name) / measured[sample.key])
         for sample in samples
@@ -379,7 +374,7 @@ def _kernel_residuals(unit: Device, samples: Sequence[KernelSample], measured: M
 
 
 def _matmul_rate(measured: Mapping[str, float], dtype: str, launch_s: float) -> float:
-    """Return the FLOP/s of matrix products of a dtype, without the launch: the median over the measured sizes."""
+    """Return FLOP/s of matrix products without the launch: the median over the measured sizes."""
     rates = []
     for key, seconds in measured.items():
         if key.startswith(f"matmul.{dtype}."):
@@ -392,7 +387,7 @@ def _fit_link(measured: Mapping[str, float], ranks: int) -> Link:
     """Fit a link. A phase takes start + (n - 1) * latency + (n - 1)/n * bytes / bandwidth; an all-reduce is two phases.
 
     1. The smallest collectives of two group sizes give start and latency. With one group size, the latency is zero.
-    2. The large collectives give bandwidth: bytes over the time without start and latency (at least a tenth of all).
+    2. The large collectives give bandwidth: bytes over the time without start and latency, at least 1/10 of the time.
     3. The phases of a reduce-scatter are the median of its measured time over the fitted time of one phase, at least 1.
     """
     if ranks == 1:
@@ -433,7 +428,7 @@ def _collectives(measured: Mapping[str, float]) -> tuple[MeasuredCollective, ...
 
 
 def _non_negative(rows: Sequence[Sequence[float]], used: Sequence[int]) -> list[float]:
-    """Return the x >= 0 that minimises |rows @ x - 1|^2. Entries of x outside the columns `used` are 0.
+    """Minimise |rows @ x - 1|^2 over x >= 0. Entries of x outside the columns `used` are 0.
 
     Least squares are solved for each subset of `used`, with scaled columns for good conditioning. The best solution
     without a negative entry counts.
@@ -475,7 +470,6 @@ def _samples(measured: Mapping[str, float]) -> list[_Sample]:
 
 
 def _residuals(cluster: Cluster, measured: Mapping[str, float]) -> dict[str, float]:
-    """Return log(predicted / measured) of each measured matrix product and collective."""
     residuals: dict[str, float] = {}
     for sample in _samples(measured):
         group = GroupLinks(sample.group, sample.group, 1, cluster.node.intra, None)

@@ -81,8 +81,9 @@ def all_to_all_time(local_bytes: float, group: GroupLinks) -> float:
 def shift_time(message_bytes: float, group: GroupLinks) -> float:
     """Seconds for every member to send `message_bytes` to the next member around a ring, all at the same time.
 
-    The time is start, latency and bytes / bandwidth of the slowest link, as one message leaves each node and each pod.
-    An all-gather around the ring is size - 1 shifts, so a measured all-gather is divided by size - 1.
+    The time is start, latency and bytes / bandwidth of the slowest link. Over the network and the spine, one message
+    leaves each node and each pod. An all-gather around the ring is size - 1 shifts, so a measured all-gather is divided
+    by size - 1.
     """
     if measured := _measured("all_gather", group.size * message_bytes, group):
         return measured / (group.size - 1)
@@ -92,9 +93,10 @@ def shift_time(message_bytes: float, group: GroupLinks) -> float:
 def dispatch_time(local_bytes: float, copies: float, group: GroupLinks) -> float:
     """Seconds to send each token's row to the ranks of its experts, or to send the experts' sums back.
 
-    `local_bytes` counts a row `copies` times, once for each of its experts. Experts are on any rank with equal
-    probability. A row crosses the network once for each node that has some of its experts. The node then sends the row
-    once to each rank with such an expert (DeepSeek-V3, Liu et al. 2024, section 3.2.2).
+    A row is the values of one token, and `copies` is the number of experts for each token. `local_bytes` counts each
+    row `copies` times. Each expert of a token is on any rank with equal probability. A row crosses the network once for
+    each node that has some of its experts. The node then sends the row once to each rank with such an expert
+    (DeepSeek-V3, Liu et al. 2024, section 3.2.2).
     """
     _check(local_bytes)
 
@@ -124,14 +126,14 @@ def point_to_point_time(message_bytes: float, link: Link) -> float:
 
 
 def _measured(collective: str, full_bytes: float, group: GroupLinks) -> float:
-    """Seconds of a collective, as measured on the group's link; 0 without a measurement, and for one rank."""
+    """Seconds as measured on the group's link; 0 without a measurement, and for one rank."""
     _check(full_bytes)
     found = group.measured(collective) if group.size > 1 else None
     return 0.0 if found is None else found.seconds(full_bytes, group.size)
 
 
 def _fastest(time: Callable[[float, GroupLinks], float], moved_bytes: float, group: GroupLinks) -> float:
-    """Seconds of the algorithm `time` with its fastest protocol, starts included; 0 for a group of one."""
+    """Seconds of `time(moved_bytes, group)` with the fastest protocol of the group; 0 for a group of one rank."""
     _check(moved_bytes)
     if group.size == 1:
         return 0.0
@@ -140,7 +142,7 @@ def _fastest(time: Callable[[float, GroupLinks], float], moved_bytes: float, gro
 
 @lru_cache(maxsize=4096)
 def _variants(group: GroupLinks) -> tuple[GroupLinks, ...]:
-    """Return the group itself, for the protocol Simple, and a copy for each other protocol that all its links have."""
+    """The group itself, for the protocol Simple, and a copy for each other protocol that all its links have."""
     shared = [name for name in _names(group.links[0]) if all(name in _names(link) for link in group.links)]
     return (group, *(_with_protocol(group, name) for name in shared))
 
@@ -165,23 +167,20 @@ def _with_protocol(group: GroupLinks, name: str) -> GroupLinks:
 
 
 def _ring_phase(full_bytes: float, group: GroupLinks) -> float:
-    """Seconds of one phase of a ring: start, latency of a round, and (n - 1)/n * bytes over the slowest link.
-
-    The slowest link is the fabric, a node's share of the network, or a pod's share of the spine.
-    """
+    """Seconds of a ring's start, latency, and (n - 1)/n * bytes over the slowest of fabric, network and spine share."""
     carried = (group.size - 1) / group.size * full_bytes
     inside = _transfer(carried, group.intra)
     return _start(group) + _around(group) + max(inside, _outside(carried, group))
 
 
 def _tree(operand_bytes: float, group: GroupLinks) -> float:
-    """Seconds of a ring in each node and a tree over the nodes, pipelined."""
+    """Seconds of an all-reduce by a ring within each node and a tree over the nodes; the two run at once, in chunks."""
     n = group.per_node
     return _over_nodes(operand_bytes, group, 2 * _transfer((n - 1) / n * operand_bytes, group.intra), 2 * (n - 1))
 
 
 def _switch(operand_bytes: float, group: GroupLinks) -> float:
-    """Seconds of a reduction in each node's switch and a tree over the nodes, pipelined."""
+    """Seconds of an all-reduce by each node's switch and a tree over the nodes; the two run at once, in chunks."""
     link, n = group.intra, group.per_node
     assert link is not None
     carried = (n + 1) / n * operand_bytes
@@ -190,7 +189,7 @@ def _switch(operand_bytes: float, group: GroupLinks) -> float:
 
 
 def _over_nodes(operand_bytes: float, group: GroupLinks, inside: float, steps: int) -> float:
-    """Seconds of an all-reduce with a tree over nodes, given seconds of transfer and number of hops in each node."""
+    """Seconds of an all-reduce by a tree over nodes, given `inside` seconds of transfer and `steps` hops per node."""
     if group.nodes == 1:
         return 2 * _start(group) + inside + _steps(steps, 0, group)
     crossings = 1 if group.nodes == 2 else 2
@@ -213,45 +212,43 @@ def _shift(message_bytes: float, group: GroupLinks) -> float:
 def _starts(group: GroupLinks) -> float:
     """Seconds of start and latency of an exchange in which every rank has a message for every other rank.
 
-    A message to another node first goes to the rank there that has the sender's place in its node.
+    A message to another node first goes to the rank that has, in that node, the same place as the sender has in its
+    own.
     """
     return _start(group) + _steps(group.per_node - 1, group.nodes - 1, group)
 
 
 def _direct(carried_bytes: float, link: Link | None) -> float:
-    """Seconds to send bytes over a link, without the ramp of its bandwidth: bytes / bandwidth; 0 for an absent link."""
+    """Seconds of bytes / bandwidth, without the ramp of the bandwidth; 0 for an absent link."""
     return 0.0 if link is None else carried_bytes / link.reached_bytes_per_s
 
 
 def _outside(carried_bytes: float, group: GroupLinks) -> float:
-    """Seconds to send bytes once out of each node, over all its cards in use, and at the same time out of each pod."""
+    """Seconds to move bytes out of each node over all used network cards, and at the same time out of each pod."""
     network = _transfer(carried_bytes / group.used_cards, group.inter)
     return max(network, _transfer(carried_bytes / (group.size / group.pods), group.spine))
 
 
 def ceil_log2(count: int) -> int:
-    """Smallest e with 2**e >= count."""
+    """Smallest whole e with 2**e >= count, such as the steps of a tree over `count` nodes."""
     return (count - 1).bit_length()
 
 
 def _transfer(carried_bytes: float, link: Link | None) -> float:
-    """Seconds to send bytes over a link, with the ramp of its bandwidth; 0 for an absent link."""
+    """Seconds of bytes / bandwidth, with the ramp of the bandwidth; 0 for an absent link."""
     if link is None:
         return 0.0
     return carried_bytes / link.reached_bytes_per_s + _ramp(carried_bytes, link)
 
 
 def _ramp(carried_bytes: float, link: Link) -> float:
-    """Seconds to fill the pipeline: 2 * sqrt(t * r), at most t, with t and r as in the module's docstring."""
+    """Seconds to fill the pipeline: 2 * sqrt(t * r), at most t = bytes / bandwidth; r is the time of `ramp_bytes`."""
     bulk = carried_bytes / link.reached_bytes_per_s
     return min(bulk, 2 * sqrt(bulk * link.ramp_bytes / link.reached_bytes_per_s))
 
 
 def _around(group: GroupLinks) -> float:
-    """Seconds of latency of a full round of a ring: size - 1 hops, of which nodes - 1 cross the network.
-
-    NCCL's tuner counts the same hops (src/graph/tuning.cc: nInterSteps and nsteps of the ring).
-    """
+    """Seconds of latency of a round along a ring: size - 1 hops, nodes - 1 of them over the network, as in NCCL."""
     return _steps(group.size - group.nodes, group.nodes - 1, group)
 
 
@@ -261,7 +258,6 @@ def _steps(inside: int, outside: int, group: GroupLinks) -> float:
 
 
 def _start(group: GroupLinks) -> float:
-    """Seconds of start of one phase: the longest start among the links in use."""
     return max(link.start_s for link in group.links)
 
 

@@ -79,7 +79,7 @@ def matmul_time(m: int, n: int, k: int, batch: int, dtype: str, device: Device) 
 def work_time(work: Work, device: Device, operator: str = "") -> float:
     """Seconds of one operator from its `Work`: products by tiles, attention by its kernel, all else by roofline.
 
-    If a measured device has a curve for the operator's name, the curve counts instead (`Device.throughput`).
+    If the device has a measured curve for the operator's name (`Device.throughput`), the seconds come from the curve.
     """
     moved, kernel = work.bytes_read + work.bytes_written, kernel_of(operator)
     if kernel in device.throughput:
@@ -95,16 +95,16 @@ def work_time(work: Work, device: Device, operator: str = "") -> float:
 
 
 def known_time(work: Work, device: Device) -> float:
-    """Seconds of an operator that its measured curve does not include: its launches and its matrix products.
+    """Seconds of an operator's launches and matrix products, which its measured curve does not contain.
 
-    The products of attention are part of its curve.
+    Curves of attention contain attention's products.
     """
     products = sum(_product_time(product, work.dtype, device) for product in work.products)
     return work.steps * device.launch_latency_s + products
 
 
 def curve_bytes(work: Work) -> float:
-    """Bytes at which an operator's measured curve is read (`throughput`): bytes moved, or `attended_bytes`."""
+    """Bytes at which an operator's measured curve is read: bytes moved, or for attention `attended_bytes`."""
     if work.attention is None:
         return work.bytes_read + work.bytes_written
     return attended_bytes(work.attention, work.dtype)
@@ -155,7 +155,7 @@ def _attention_time(shape: AttentionShape, dtype: str, device: Device) -> float:
 
 
 def _product_time(shape: MatmulShape, dtype: str, device: Device) -> float:
-    """Seconds of matrix products with the fastest tile, without launch and memory."""
+    """Seconds with the fastest tile, without launch and memory."""
     m, n, k, batch = shape
     curve = device.matmul
     rate = device.matmul_rate(dtype)

@@ -46,10 +46,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class HardwareFile:
-    """A parsed file: plain texts (`name`, ...) and constants by dotted path (`peak_flops.bf16`).
-
-    `origin` names the file in errors.
-    """
+    """A parsed file: texts (`name`) and constants by dotted path (`peak_flops.bf16`). Errors name its `origin`."""
 
     texts: Mapping[str, str]
     constants: Mapping[str, Constant]
@@ -74,7 +71,10 @@ class HardwareFile:
         return constant.value
 
     def count(self, path: str, unit: str) -> int:
-        """Return the constant at a dotted path as an int. Raises HardwareFileError as `number`, or for a fraction."""
+        """Return the constant at a dotted path as an int.
+
+        Raises HardwareFileError if the constant is missing, has another unit, or is no whole number.
+        """
         value = self.number(path, unit)
         if value != int(value):
             raise HardwareFileError(f"{self.origin}: {path!r} has value={value!r}; a whole number of {unit} is needed.")
@@ -92,7 +92,7 @@ class HardwareFile:
 
 
 def check_file(path: object) -> Path:
-    """Check the path of a hardware file. Raises HardwareFileError if the file is missing."""
+    """Return the path of a hardware file. Raises HardwareFileError if there is no such file."""
     if not isinstance(path, str | Path):
         raise HardwareFileError(f"path={path!r} is a {type(path).__name__}; pass the path of a file.")
     if not Path(path).is_file():
@@ -109,10 +109,7 @@ def read(path: Path) -> HardwareFile:
 
 @lru_cache(maxsize=256)
 def _read(path: Path, changed_ns: int, size: int) -> HardwareFile:
-    """Parse a file; the time of its last change and its size are part of the cache's key.
-
-    The cache matters because plans are priced by the thousand, and each reads a dozen files.
-    """
+    """Parse a file, cached by time of change and size, because plans are priced by the thousand."""
     return parse(read_document(path), str(path))
 
 
@@ -173,7 +170,7 @@ def _constant(table: Mapping[str, object], path: str, origin: str) -> Constant:
 
 
 def _check_range(value: float, unit: str, path: str, origin: str) -> None:
-    """Refuse an impossible number: negative, not finite, a zero divisor, or unreasonably large."""
+    """Raise `HardwareFileError` for a negative, infinite or unreasonably large number, or for a divisor of zero."""
     largest = _LARGEST.get(unit, _LARGEST_OF_OTHERS)
     divides = unit in _RATES or any(part in _DIVISORS for part in path.split("."))
     if not 0 <= value <= largest or (divides and not value):
@@ -202,7 +199,10 @@ def names(folder: str) -> tuple[str, ...]:
 
 
 def load(folder: str, name: str) -> HardwareFile:
-    """Read the data file of a device, node type etc. Raises UnknownHardwareError, which lists the known names."""
+    """Read the data file `name` in a folder of `data`, such as "devices" or "nodes".
+
+    Raises UnknownHardwareError, with the known names, if there is no such file.
+    """
     if not isinstance(name, str):
         kind = folder.removesuffix("s")
         raise UnknownHardwareError(f"{kind}={name!r} is a {type(name).__name__}; pass the name of a {kind}.")
@@ -216,7 +216,7 @@ def load(folder: str, name: str) -> HardwareFile:
 
 
 def _suggestion(folder: str, name: str) -> str:
-    """Suggest known names that contain a name or are spelled like it; without any, list all known names."""
+    """Return a sentence with the known names that contain `name` or are spelled like it; else with all names."""
     known = names(folder)
     lowered = name.lower()
     near = [item for item in known if lowered and lowered in item] or get_close_matches(lowered, known)

@@ -32,12 +32,12 @@ def operator_cost(*names: str) -> Callable[[Counter], Counter]:
 
 
 def size_bytes(tensors: Sequence[TensorInfo]) -> int:
-    """Return the bytes of all tensors together."""
+    """Return the bytes of all tensors together, each counted by its local shape."""
     return sum(prod(shape) * itemsize for shape, itemsize, _ in tensors)
 
 
 def numel(tensor: TensorInfo) -> int:
-    """Return the number of elements of a tensor."""
+    """Return the number of elements of a tensor's local shape."""
     return prod(tensor.shape)
 
 

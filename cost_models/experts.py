@@ -36,7 +36,7 @@ def busiest_rows(rows: float, ranks: int) -> float:
 
 
 def _forward(inputs: Tensors, outputs: Tensors, rows: float) -> Work:
-    """Count the forward with `rows` rows on a rank: both products.
+    """Return the work of a forward: both products of the layer.
 
     inputs: (x [T, H], index [T, k], weights, gate_up, its optional bias, down).
     """
@@ -45,7 +45,7 @@ def _forward(inputs: Tensors, outputs: Tensors, rows: float) -> Work:
 
 
 def _backward(inputs: Tensors, outputs: Tensors, rows: float) -> Work:
-    """Count the backward: the first product once more, and the products of all gradients.
+    """Return the work of a backward: the first product again, and the products of all gradients.
 
     inputs: the gradient of the result, then the inputs of the forward.
     """
@@ -55,20 +55,19 @@ def _backward(inputs: Tensors, outputs: Tensors, rows: float) -> Work:
 
 
 def _gradients(first: MatmulShape, second: MatmulShape) -> tuple[MatmulShape, ...]:
-    """Return the products of the backward: those for gradients of rows, then those for gradients of matrices."""
+    """Return the products for gradients of rows, then those for gradients of matrices."""
     shapes = (first, second)
     return (*map(_turned, shapes), *(MatmulShape(s.k, s.n, s.m, s.batch) for s in shapes))
 
 
 def _turned(shape: MatmulShape) -> MatmulShape:
-    """Return the product for the gradient of a product's rows."""
     return MatmulShape(shape.m, shape.k, shape.n, shape.batch)
 
 
 def _products(inputs: Tensors, rows: float) -> tuple[MatmulShape, MatmulShape]:
-    """Return both products of the forward, with an equal number of rows for each expert, rounded up to `_ALIGNED`.
+    """Return the forward's two products, with an equal number of rows for each expert, rounded up to `_ALIGNED`.
 
-    A grouped kernel takes any number of rows as fast as an aligned number, because its operands' rows stay aligned.
+    A grouped kernel needs no aligned number of rows to be fast, because the elements within each row stay aligned.
     """
     hidden, intermediate, gated = _widths(inputs)
     experts = inputs[-1].shape[0]
@@ -85,11 +84,7 @@ def _widths(inputs: Tensors) -> tuple[int, int, int]:
 
 
 def _work(inputs: Tensors, outputs: Tensors, products: tuple[MatmulShape, ...], rows: float, passes: int) -> Work:
-    """Return the work of a layer with these products.
-
-    Rows are copied to their experts and back. Each product's operands and results are moved once. `passes` is the
-    number of operands [R, H] that are sorted by expert.
-    """
+    """Return the work of the products, of `passes` copies of rows [R, H] to experts, and of one copy of rows back."""
     dtype, itemsize = compute_dtype(inputs), inputs[0].itemsize
     hidden = inputs[0].shape[1]
     inner = sum(shape.m * shape.batch * (shape.n + shape.k) for shape in products) * itemsize
@@ -99,7 +94,7 @@ def _work(inputs: Tensors, outputs: Tensors, products: tuple[MatmulShape, ...], 
 
 
 def _own_rows(x: Tensors, held: int, experts: int) -> float:
-    """Return the rows of the busiest rank, if each rank holds `held` of `experts`; x = (tokens, index, ...)."""
+    """Return the expected rows of the busiest rank, if a rank holds `held` of `experts`; x = (tokens, index, ...)."""
     return busiest_rows(_assignments(x), max(1, experts // held))
 
 
@@ -110,7 +105,7 @@ def _assignments(x: Tensors) -> int:
 
 @operator_cost("autoshard.experts.default")
 def experts(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count a layer on the busiest rank. A rank may hold some of the experts, and computes the rows that choose these.
+    """Return the work of a layer on the busiest rank. A rank computes the rows of the experts that it holds.
 
     arguments: (x, index, weights, gate_up, gate_up_bias, down, experts, ...).
     """
@@ -119,34 +114,31 @@ def experts(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("autoshard.experts_backward.default")
 def experts_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count the backward of `experts`.
-
-    arguments: (grad_out, x, index, weights, gate_up, gate_up_bias, down, experts, ...).
-    """
+    """Return the work of the backward of `experts`. arguments: the gradient of the result, then those of `experts`."""
     return _backward(inputs, outputs, _own_rows(inputs[1:], inputs[-1].shape[0], _count(arguments[7])))
 
 
 @operator_cost("autoshard.exchanged_experts.default")
 def exchanged_experts(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count a layer whose rows are exchanged between ranks, on the rank that receives most rows."""
+    """Return the work of a layer that exchanges rows between ranks, on the rank that receives most rows."""
     return _forward(inputs, outputs, _arriving(inputs, _count(arguments[6])))
 
 
 @operator_cost("autoshard.exchanged_experts_backward.default")
 def exchanged_experts_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count the backward of `exchanged_experts`, on the rank that receives most rows."""
+    """Return the work of the backward of `exchanged_experts`, on the rank that receives most rows."""
     return _backward(inputs, outputs, _arriving(inputs[1:], _count(arguments[7])))
 
 
 @operator_cost("autoshard.exchanged_experts_keeping.default")
 def exchanged_experts_keeping(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count `exchanged_experts` with values saved for the backward: its work is that of `exchanged_experts`."""
+    """Return the work of `exchanged_experts` that saves values for the backward. Saving adds no work."""
     return exchanged_experts(inputs, outputs[:1], arguments)
 
 
 @operator_cost("autoshard.exchanged_experts_kept_backward.default")
 def exchanged_experts_kept_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count the backward with saved rows and saved first products: the products of all gradients.
+    """Return the work of a backward with saved rows and saved first products: the products of all gradients.
 
     arguments: (grad_out, index, weights, gate_up, gate_up_bias, down, rows, u, counts, experts, ...).
     """
@@ -156,12 +148,12 @@ def exchanged_experts_kept_backward(inputs: Tensors, outputs: Tensors, arguments
 
 
 def _operands_of_kept(inputs: Tensors) -> Tensors:
-    """Return the forward's operands from those of the kept backward; the gradient, which is like x, stands for x."""
+    """Return operands in the order of the forward, with the result's gradient in the place of x (of equal shape)."""
     return inputs[:-3]
 
 
 def _arriving(x: Tensors, experts: int) -> float:
-    """Return the rows that reach the busiest rank, if each rank has own operands x = (tokens, index, ..., down)."""
+    """Return the expected rows that reach the busiest rank; x = (tokens, index, ..., down): a rank's own operands."""
     ranks = experts // x[-1].shape[0]
     return busiest_rows(ranks * _assignments(x), ranks)
 
@@ -172,9 +164,9 @@ def _count(experts: object) -> int:
 
 
 def _sent_forward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
-    """Return the all-to-alls of the forward: numbers of rows for each expert, rows to their experts, results back.
+    """Return the exchanges of a forward, on the rank that receives most rows.
 
-    Their bytes are those of the rank that receives most rows.
+    Numbers of rows and the rows go to the experts, and results come back.
     """
     experts = _count(arguments[6])
     rows = _arriving(inputs, experts) * _row_bytes(inputs[0])
@@ -182,11 +174,12 @@ def _sent_forward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
 
 
 def _sent_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
-    """Return the all-to-alls of the backward.
+    """Return the exchanges of a backward, on the rank that receives most rows.
 
-    Numbers of rows, rows, and gradients with their router weights go to the experts. Gradients of rows and of weights
-    go back. The first product overlaps with the arrival of gradients. The gradients of matrices overlap with the
-    gradients of rows on their way back.
+    Numbers of rows, rows, gradients and router weights go to the experts. Gradients of rows and of weights come back.
+
+    The first product overlaps with the arrival of gradients. The gradients of matrices overlap with the gradients of
+    rows on their way back.
     """
     operands, experts = inputs[1:], _count(arguments[7])
     arriving = _arriving(operands, experts)
@@ -198,10 +191,11 @@ def _sent_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
 
 
 def _sent_kept_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
-    """Return the all-to-alls of the backward with saved rows.
+    """Return the exchanges of a backward with saved rows, on the rank that receives most rows.
 
-    Gradients of results and router weights go to the experts. Gradients of rows and of weights go back. The gradients
-    of rows overlap with half of the call's computation.
+    Gradients of results and router weights go to the experts. Gradients of rows and of weights come back.
+
+    The gradients of rows overlap with half of the call's computation.
     """
     operands = _operands_of_kept(inputs)
     arriving = _arriving(operands, _count(arguments[9]))
@@ -219,13 +213,15 @@ def _counts_bytes(experts: int) -> float:
 
 
 def _workspace_forward(inputs: Tensors, rows: float, activation: object) -> float:
-    """Return the bytes of `_workspace_keeping` plus those of the first product's result."""
+    """Return the bytes of a forward's workspace, if the first product's result is not saved for the backward."""
     _, _, gated = _widths(inputs)
     return _workspace_keeping(inputs, rows, activation, also=gated)
 
 
 def _workspace_keeping(inputs: Tensors, rows: float, activation: object, also: int = 0) -> float:
     """Return the bytes of a forward's workspace, for `rows` rows on a rank: the larger of two peaks.
+
+    `also` is a further number of values for each row, such as those of the first product's result.
 
     * Around the second product, a row needs `also` values and the larger of two numbers of values. The gate needs I
       values (five I if its activation is clamped). The second product's operand and result are I + H values.
@@ -242,16 +238,17 @@ def _workspace_keeping(inputs: Tensors, rows: float, activation: object, also: i
 
 
 def _workspace_backward(inputs: Tensors, rows: float, activation: object) -> float:
-    """Return the bytes of `_workspace_kept_backward` plus those of the rows and of the first product's result."""
+    """Return the bytes of a backward's workspace, if the rows and the first product's result are not saved."""
     hidden, _, gated = _widths(inputs[1:])
     return _workspace_kept_backward(inputs[1:], rows, activation, also=hidden + gated)
 
 
 def _workspace_kept_backward(operands: Tensors, rows: float, activation: object, also: int = 0) -> float:
-    """Return the bytes of a backward's workspace, for `rows` rows on a rank.
+    """Return the bytes of a backward's workspace, for `rows` rows on a rank, if the forward saved values.
 
-    A row needs `also` values and the larger of two peaks. At the gate it needs a gradient and five I values (nine I if
-    the activation is clamped). Behind the gate it needs the operands and results of the last products.
+    A row needs `also` values, such as those of its copy, and the larger of two peaks. At the gate it needs a gradient
+    and five I values (nine I if the activation is clamped). Behind the gate it needs the operands and results of the
+    last products.
     """
     hidden, intermediate, gated = _widths(operands)
     at_gate = hidden + (9 if activation == _CLAMPED_SILU else 5) * intermediate

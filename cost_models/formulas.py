@@ -41,14 +41,14 @@ def ceil_div(size: Size, pieces: Size) -> Size:
 
 
 def grid(axes: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return all points of a grid. `axes` has the values along each axis."""
+    """Return all points of a grid, in row-major order. `axes` has the values along each axis."""
     return list(product(*axes))
 
 
 def interpolate(symbols: Sequence[sympy.Symbol], axes: Sequence[Sequence[Any]], values: Mapping[Any, Size]) -> Size:
-    """Return the exact polynomial through `values` on a grid; its degree in a symbol is the number of points less one.
+    """Return the exact polynomial through `values` on a grid, in Lagrange's form over the rationals.
 
-    It is built in Lagrange's form, one symbol after the other, over the rationals.
+    Its degree in a symbol is the number of points along the symbol's axis, less one.
 
     Args:
         symbols: the symbol of each axis of the grid.
@@ -74,17 +74,15 @@ def interpolate(symbols: Sequence[sympy.Symbol], axes: Sequence[Sequence[Any]], 
 
 
 def value_at(size: Size, sizes: Mapping[sympy.Symbol, int]) -> sympy.Expr:
-    """Return the value of an expression if its symbols have these values."""
+    """Return the value of an expression of `size_symbol`s if its symbols have these sizes."""
     bare: Any = sympy.sympify(size)
     return bare.subs(dict(sizes))
 
 
 def published(formula: Size, *, even: bool = False) -> sympy.Expr:
-    """Return a formula for users: expanded, with exact fractions and plain symbols.
+    """Return a formula of `size_symbol`s for users: expanded, with exact fractions and plain symbols.
 
-    Args:
-        formula: an expression in symbols of `size_symbol`.
-        even: whether to leave out ceilings. The formula then holds only if all splits are even.
+    With `even`, ceilings are left out. The formula then holds only if all splits are even.
     """
     exact: Any = sympy.nsimplify(sympy.sympify(formula), rational=True)
     if even:
@@ -95,9 +93,6 @@ def published(formula: Size, *, even: bool = False) -> sympy.Expr:
 
 def vectorise(formula: sympy.Expr) -> Callable[..., NDArray[np.float64]]:
     """Turn a formula into a numpy function, for sweeps over many sizes at once.
-
-    Args:
-        formula: result of `Plan.formula`.
 
     Returns:
         A function with one keyword argument for each symbol: numbers, or arrays that broadcast to each other. Its

@@ -53,9 +53,6 @@ class NodeType:
     """A kind of node: its device, the number of devices, the fabric inside and the network outside.
 
     Args:
-        name: name in the data files, or a name that the caller chooses.
-        device: the device of each rank.
-        devices_per_node: number of devices in a complete node.
         intra: the fabric in the node, as a link of one device: all direct links of the device together.
         inter: the network: one device's share of the node's network cards. None if nodes are not joined.
         wiring: links and network cards that devices share.
@@ -120,7 +117,7 @@ class NodeType:
         return replace(self, inter=link, wiring=wiring)
 
     def with_device(self, unit: str | Device) -> NodeType:
-        """Return the node with another device. Raises UnknownHardwareError if no data file describes it."""
+        """Return the node with another device. Raises UnknownHardwareError if no data file has the device's name."""
         return replace(self, device=device(unit) if isinstance(unit, str) else unit)
 
 
@@ -128,7 +125,6 @@ class NodeParts(TypedDict, total=False):
     """Parts of a node besides its device, as keyword arguments of `assemble_node`.
 
     Args:
-        devices_per_node: devices of one node.
         fabric: a fabric of the data files ("nvlink3_nvswitch", "pcie4"), or a `Link` of a switch that joins all
             devices. None for the fabric of the device's usual boards, which its file names.
         network: a network of the data files ("infiniband_hdr200", "roce_v2"), or a `Link`. None if nodes are not
@@ -189,10 +185,9 @@ class Cluster:
 
     Args:
         node: a node type's name ("h100_sxm") or a `NodeType`.
-        nodes: number of nodes.
         devices_per_node: number of devices used in each node; None for all.
-        in_step: slowdown of kernels and collectives in a step, compared with a benchmark. The default is the fitted
-            factors for several GPUs, else `ALONE`.
+        in_step: slowdown of kernels and collectives in a step, compared with a benchmark. Default: the fitted factors
+            for a cluster of several GPUs, and no slowdown (`ALONE`) for any other cluster.
 
     Raises:
         UnknownHardwareError: the node type is unknown, or several nodes have no network.
@@ -238,11 +233,10 @@ class Cluster:
 
     @classmethod
     def of(cls, unit: str | Device, devices: int, **parts: Unpack[NodeParts]) -> Self:
-        """Make a cluster of `devices` devices from parts. If they do not fill a node, they are a part of one node.
+        """Make a cluster of `devices` devices from parts. Fewer devices than a node has are a part of one node.
 
         Args:
             unit: a device of the data files ("a100_sxm_40gb"), or a `Device`.
-            devices: number of devices of the cluster.
             parts: the keys of `NodeParts`; `devices_per_node` is required.
 
         Raises:
@@ -275,7 +269,7 @@ class Cluster:
 
     @property
     def size(self) -> int:
-        """Number of devices."""
+        """Number of devices of the cluster: nodes times used devices per node."""
         return self.nodes * self.devices_per_node
 
     @property
@@ -285,11 +279,9 @@ class Cluster:
         return None if total is None else total / self.devices_per_node
 
     def group_links(self, mesh_axes: Mapping[str, int], axes: tuple[str, ...]) -> GroupLinks:
-        """Return the links of a group of ranks over one or several mesh axes.
+        """Return the links of a group of ranks over mesh axes, e.g. ("data", "model") for a reshard over both.
 
-        Args:
-            mesh_axes: name of a mesh axis to its size, outermost axis first.
-            axes: the axes of the group, e.g. ("data", "model") for a reshard over both.
+        `mesh_axes` maps the name of a mesh axis to its size, outermost axis first.
         """
         shape, node = tuple(mesh_axes.items()), self.node
         places = (self.nodes, self.devices_per_node, self.intra, self.inter, node.wiring, node.devices_per_node)
@@ -297,13 +289,16 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a cluster file, as written by `save` or by calibration. Raises HardwareFileError."""
+        """Read a cluster file that `save` or a calibration wrote. Raises HardwareFileError for any other file."""
         file = constants.read(constants.check_file(path))
         return cls.of_file(file)
 
     @classmethod
     def of_file(cls, file: HardwareFile) -> Self:
-        """Read a cluster from a parsed file. Raises HardwareFileError."""
+        """Make a cluster of a parsed file that `save` wrote.
+
+        Raises HardwareFileError if a constant is missing or wrong.
+        """
         kind = _node(file, read_device(file, file.text("device")))
         used = file.count("used_devices_per_node", "devices")
         return cls(kind, nodes=file.count("nodes", "nodes"), devices_per_node=used)
@@ -323,7 +318,7 @@ class Cluster:
 
 
 def node_type(name: str) -> NodeType:
-    """Load a node type of the data files. Raises UnknownHardwareError, which lists the known names."""
+    """Load a node type of the data files. Raises UnknownHardwareError, with the known names, for an unknown name."""
     file = constants.load("nodes", name)
     for key, folder, prefix in (("fabric", "fabrics", "intra."), ("network", "networks", "inter.")):
         if key in file.texts:

@@ -44,7 +44,7 @@ def cycled(operator: Callable[..., Any], *arguments: Any, **options: Any) -> Cal
 
 
 def _copy(leaf: Any) -> Any:
-    """Return a copy of a tensor with the same strides; any other object itself."""
+    """Copy a tensor with its strides; other objects are returned as they are."""
     return (
         torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).copy_(leaf)
         if isinstance(leaf, Tensor)
@@ -56,10 +56,8 @@ def _copy(leaf: Any) -> Any:
 class KernelSample:
     """One operator call to time, made by `of`.
 
-    Args:
-        name: name of the throughput curve that the sample is a point of: the operator's kernel, or "memory".
-        work: the call's work in the cost models.
-        prepare: returns a function that runs the call once (`cycled`). It holds the operands.
+    `name` is that of the throughput curve of which the sample is a point: the operator's kernel, or "memory". `prepare`
+    returns a function that runs the call once (`cycled`), and holds the operands.
     """
 
     name: str
@@ -70,13 +68,10 @@ class KernelSample:
     def of(
         cls, operator: Any, *arguments: Any, name: str | None = None, runs: Any = None, **options: Any
     ) -> KernelSample:
-        """Make a sample of an operator on tensors. The operator runs once, for the shapes of its results.
+        """Make a sample of an `OpOverload` on tensors. The operator runs once, for the shapes of its results.
 
-        Args:
-            operator: an `OpOverload`, e.g. torch.ops.aten.tanh.default.
-            arguments, options: arguments of the call.
-            name: name of the sample's curve; default: the operator's kernel.
-            runs: function that programs call in place of the operator, with the same arguments; default: the operator.
+        `name` is that of the sample's curve, by default the operator's kernel. `runs` is the function that is timed,
+        because programs call it in place of the operator; by default it is the operator.
         """
         runs = operator if runs is None else runs
         inputs = [_info(leaf) for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
@@ -88,7 +83,7 @@ class KernelSample:
 
     @property
     def bytes_moved(self) -> float:
-        """Bytes at which the sample is a point of its curve."""
+        """Bytes at which the sample is a point of its throughput curve."""
         return curve_bytes(self.work)
 
     @property
@@ -97,9 +92,9 @@ class KernelSample:
         return f"kernel.{self.name}.{round(self.bytes_moved)}"
 
     def point(self, seconds: float, device: Device) -> tuple[float, float]:
-        """Return the sample's point on its curve (bytes, seconds), given the measured seconds of the call.
+        """Return (bytes, seconds), the sample's point on its curve, for a run of `seconds`.
 
-        Launches and products that are priced separately are subtracted.
+        Launches and products that are priced separately on `device` are subtracted from the seconds.
         """
         return self.bytes_moved, max(seconds - known_time(self.work, device), 0.1 * seconds)
 
@@ -115,11 +110,7 @@ _BACKWARD = ("tanh", "sigmoid", "silu", "gelu")
 
 
 def aten_samples(rows: Sequence[int] = ROWS) -> Iterator[KernelSample]:
-    """Yield samples of operators that compute much for each byte, or read with strides.
-
-    Each operator has one sample for each number in `rows`. Operands are float32, with this number of rows of 768
-    elements.
-    """
+    """Yield operators that compute much per byte, or read with strides, on float32 [rows, 768] for all `rows`."""
     aten = torch.ops.aten
     weight, bias = torch.ones(COLUMNS), torch.zeros(COLUMNS)
     for count in rows:

@@ -39,14 +39,10 @@ MOMENTS: Mapping[str, int] = {
 
 
 def workspace_bytes(architecture: str, handles: int | None = None) -> int:
-    """Bytes of cuBLAS workspaces that PyTorch takes from its allocator.
+    """Bytes of cuBLAS workspaces that PyTorch takes from its allocator, for an architecture such as "hopper".
 
-    Args:
-        architecture: name in the devices' files ("hopper").
-        handles: threads and streams that issue products; default: two, the forward thread and that of autograd.
-
-    Raises:
-        UnknownHardwareError: the architecture is unknown. The message lists the known ones.
+    `handles` counts the threads and streams that issue products; by default two, the forward thread and that of
+    autograd. Raises `UnknownHardwareError`, with the known architectures, for an unknown architecture.
     """
     file = load("software", "torch_cublas")
     known = file.family("workspace", "B")
@@ -74,7 +70,7 @@ def communicator_bytes(communicators: int, channels: int | None = None, connecti
 
 
 def context_bytes() -> int:
-    """Bytes of the CUDA context with the kernels that a training step loads."""
+    """Bytes of one process's CUDA context, with the kernels that a training step loads."""
     return int(load("software", "cuda_context").number("context", "B"))
 
 
@@ -83,12 +79,9 @@ def room_bytes(device: Device, axes: int) -> int:
 
         (memory - context - communicators - cuBLAS workspaces) / fragmentation
 
-    On a CPU, values may take all memory of `Device`. On a GPU each axis of the mesh has two communicators: one for
-    values, one for gradients or parameters. Fragmentation is the allocator's memory over the memory of its tensors.
-
-    Args:
-        device: device of the values.
-        axes: number of mesh axes larger than one.
+    On a CPU, values may take all memory of `Device`. On a GPU each of the mesh's `axes` axes larger than one has two
+    communicators: one for values, one for gradients or parameters. Fragmentation is the allocator's memory over the
+    memory of its tensors.
     """
     if not device.dispatch_s:
         return device.memory_bytes

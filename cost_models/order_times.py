@@ -40,13 +40,9 @@ Floats = NDArray[np.float64]
 
 
 class Transfer(NamedTuple):
-    """A value that one stage sends to another stage in each micro-batch.
+    """A value that one stage (`maker`) sends to another stage (`reader`) in each micro-batch.
 
-    Args:
-        name: name of the value.
-        maker: stage whose forward or backward makes the value.
-        reader: stage whose forward or backward reads it.
-        is_forward: whether forwards make and read the value; otherwise, backwards do.
+    `is_forward` says whether forwards make and read the value; otherwise, backwards do.
     """
 
     name: str
@@ -86,12 +82,9 @@ class StageTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """Parts of the step on one pipeline rank, in seconds; they sum to the step.
+    """Seconds of computation and waiting on one pipeline rank, which sum to the step; the update is computation.
 
-    Args:
-        compute_s: computation of forwards and backwards, of work that runs once, and of the update.
-        exposed_send_s: time in which the rank waits for transfers under way.
-        bubble_s: time in which the rank waits for other ranks.
+    `exposed_send_s` is waiting for transfers under way, and `bubble_s` is waiting for other ranks.
     """
 
     compute_s: float
@@ -114,7 +107,6 @@ class _Node(NamedTuple):
         kind: a number that says which action or transfer this is. An action has len(ActionKind) * stage + its kind;
             transfers have larger numbers.
         rank: rank of the action, or of the transfer's maker.
-        micro_batch: number of the micro-batch.
         waits: indices of the earlier nodes. For an action, the rank's previous action comes first, if there is one.
     """
 
@@ -134,15 +126,9 @@ def neighbours(stages: int) -> tuple[Transfer, ...]:
 def _nodes(
     orders: Sequence[Rows], owners: Sequence[int], transfers: Sequence[Transfer], *, overlap_sends: bool
 ) -> list[_Node]:
-    """Return all actions and transfers, each after the nodes that it waits for.
+    """Return all actions and transfers of a step as nodes, each after the nodes that it waits for.
 
-    Ranks take turns; in each turn a rank runs as many actions as have their inputs.
-
-    Args:
-        orders: the actions of each rank, in order.
-        owners: the rank of each stage.
-        transfers: the values that stages exchange.
-        overlap_sends: whether transfers overlap with computation.
+    The ranks take turns. In its turn, a rank runs its next actions until an action lacks an input.
     """
     made: dict[tuple[int, bool], list[int]] = {}
     read: dict[tuple[int, bool], list[int]] = {}
@@ -181,7 +167,6 @@ def _nodes(
 
 
 def _ends(nodes: Sequence[_Node], durations: Sequence[float]) -> list[float]:
-    """Return the second at which each node ends, given the seconds that each node takes."""
     ends: list[float] = []
     for node, seconds in zip(nodes, durations, strict=True):
         waits = node.waits
@@ -207,7 +192,7 @@ def order_times(
         owners: the rank of each stage.
         actions_s: seconds of each kind of action of each stage, [stages, kinds].
         transfers: each value that stages exchange, with its seconds between two ranks.
-        once_s: seconds by which the first forward of each stage is longer, [stages].
+        once_s: seconds that the first forward of each stage takes beyond those of later forwards, [stages].
         update_s: seconds of each stage's update, after the rank's last action, [stages].
         clips_norm: whether updates wait for the gradients of all ranks.
     """
@@ -245,13 +230,12 @@ def order_times(
 
 
 def _action(node: _Node, stages: int) -> Action | None:
-    """Return the action of a node; None for a transfer."""
     stage, kind = divmod(node.kind, len(ActionKind))
     return Action(stage, ActionKind(kind), node.micro_batch) if stage < stages else None
 
 
 def _durations(nodes: Sequence[_Node], actions_s: Floats, sends_s: Sequence[float], once_s: Floats) -> list[float]:
-    """Return the seconds of each node; the first forward of a stage takes `once_s` more."""
+    """Return the seconds of each node; a stage's first forward takes `once_s` more."""
     of_kinds = [*actions_s.ravel().tolist(), *sends_s]
     durations = [of_kinds[node.kind] for node in nodes]
     firsts: dict[int, int] = {}
@@ -277,10 +261,10 @@ def schedule_time(
         stages: times of the stages, in the order of the model.
         micro_batches: micro-batches of a step (per data parallel replica).
         virtual_stages: number of stages on each rank.
-        overlap_sends: whether transfers overlap with computation.
+        overlap_sends: whether transfers overlap with computation; otherwise each rank waits for its sends.
 
     Raises:
-        CostArgumentError: the schedule does not allow these numbers.
+        CostArgumentError: the schedule does not allow these numbers of ranks, micro-batches and stages on each rank.
 
     Example:
         >>> schedule_time("1F1B", (StageTimes(1.0, 1.0, 1.0),) * 4, 100_000, overlap_sends=True)
@@ -310,7 +294,7 @@ def schedule_time(
 def _schedule_nodes(
     schedule: str, ranks: int, micro_batches: int, virtual_stages: int, *, overlap_sends: bool
 ) -> list[_Node]:
-    """Return the nodes of a step under a schedule, if stages send to their neighbours only."""
+    """Return the nodes of a schedule whose stages send to their neighbours only."""
     orders, owners = (
         order_rows(schedule, ranks, micro_batches, virtual_stages),
         stage_ranks(schedule, ranks, virtual_stages),

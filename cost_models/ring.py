@@ -27,7 +27,7 @@ _WIDE = 4
 
 
 def _work(inputs: Tensors, outputs: Tensors, operands: Tensors, arguments: Arguments, backward: bool) -> Work:
-    """Return the work of ring attention, forward or backward, on the busiest rank.
+    """Return the work on the busiest rank.
 
     In a causal ring without pairs this is the last rank, which computes on all keys but half of its own. In a paired
     causal ring, each rank computes on half of all keys.
@@ -46,20 +46,26 @@ def _work(inputs: Tensors, outputs: Tensors, operands: Tensors, arguments: Argum
 
 @operator_cost(FORWARD)
 def ring_attention(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count ring attention on the busiest rank. inputs: a rank's (q [B, H, S, D], k [B, G, T, D], v, ...)."""
+    """Return the work of ring attention on the busiest rank.
+
+    inputs: a rank's (q [B, H, S, D], k [B, G, T, D], v, ...).
+    """
     return _work(inputs, outputs, inputs[:3], arguments, False)
 
 
 @operator_cost(BACKWARD)
 def ring_attention_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count the backward of ring attention. inputs: the gradient of the result, then the inputs of the forward."""
+    """Return the work of the backward of ring attention on the busiest rank.
+
+    inputs: the gradient of the result, then the inputs of the forward.
+    """
     return _work(inputs, outputs, inputs[1:4], arguments, True)
 
 
 def _passed_forward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
-    """Return the messages of the forward: keys and values to the next rank, each beside the computation of a hop.
+    """Return the exchanges of a forward: in each hop, keys and values go to the next rank during computation.
 
-    A paired ring also reshards operands before and results behind it.
+    A paired ring also reshards operands before the ring, and results behind it.
     """
     q, k, v = inputs[:3]
     hops = len(_lengths(arguments))
@@ -68,10 +74,11 @@ def _passed_forward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
 
 
 def _passed_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
-    """Return the messages of the backward: keys and values, and their gradients one hop behind.
+    """Return the exchanges of a backward: keys and values go around, and their gradients follow one hop behind.
 
-    Gradients have the accumulation type. The last message overlaps with no computation. A paired ring also reshards
-    operands before and results behind it.
+    Gradients are sent in the accumulation type. Nothing overlaps with the last message.
+
+    A paired ring also reshards operands before the ring, and results behind it.
     """
     grad, q, k, v = inputs[:4]
     hops, held, sums = len(_lengths(arguments)), size_bytes((k, v)), _wide_bytes((k, v))
@@ -90,7 +97,7 @@ def _between(arguments: Arguments, before: Tensors, round_trip: list[Exchanged],
 def _workspace_forward(inputs: Tensors, arguments: Arguments) -> float:
     """Return the bytes of a forward's workspace.
 
-    The workspace has pieces of other ranks, a hop's own result, and sums of results in the accumulation type.
+    It has pieces of other ranks, one hop's result, and sums of results in the accumulation type.
     """
     q, k, v = inputs[:3]
     out, relaid = _out(q, v), size_bytes((q,)) if arguments[_PAIRED] else 0
@@ -100,9 +107,7 @@ def _workspace_forward(inputs: Tensors, arguments: Arguments) -> float:
 def _workspace_backward(inputs: Tensors, arguments: Arguments) -> float:
     """Return the bytes of a backward's workspace.
 
-    The workspace has pieces of other ranks, a hop's own gradients, and sums of gradients that leave, arrive and are
-    computed.
-    Gradients that become a result are not part of the workspace.
+    It has pieces of other ranks, one hop's gradients, and sums of gradients that are not results.
     """
     grad, q, k, v = inputs[:4]
     relaid = size_bytes((grad, q, grad)) if arguments[_PAIRED] else 0
@@ -111,7 +116,7 @@ def _workspace_backward(inputs: Tensors, arguments: Arguments) -> float:
 
 
 def _visiting(arguments: Arguments) -> int:
-    """Return the most pieces of keys and values on a rank at once, beside its own operands."""
+    """Return how many pieces of keys and values of other ranks a rank holds at most at once."""
     return min(2, len(_lengths(arguments)) - 1 + bool(arguments[_PAIRED]))
 
 
@@ -135,7 +140,7 @@ def _wide_bytes(tensors: Tensors) -> int:
 
 
 def _wider_bytes(result: TensorInfo) -> int:
-    """Return the bytes of a result's sum in the accumulation type; 0 if the result has this type and is the sum."""
+    """Return the bytes of a result's sum in the accumulation type; 0 if the result has this type."""
     return _wide_bytes((result,)) if result.itemsize < _WIDE else 0
 
 

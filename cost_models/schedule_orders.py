@@ -10,14 +10,11 @@ two: I for the stage's input, W for its weights. The previous stage waits for I;
   micro-batches.
 * LoopedBFS (Lamy-Poirier 2022) runs all micro-batches of a stage before the next stage.
 * InterleavedZeroBubble (Qi et al. 2023, ZB-H1) is Interleaved1F1B with I as early as possible, and W in the bubble.
-* ZBVZeroBubble (Qi et al. 2023, section 6) has two stages a rank, laid out as a V. So the first rank also has the last
-  stage.
+* ZBVZeroBubble (Qi et al. 2023, section 6) has two stages a rank, in a V: on ranks 0 to p - 1, then back.
 * DualPipeV (DeepSeek-AI 2024, and Qi et al.'s cut-in-half form) has the same V. In its middle, F and B run as one.
 
-In a looped schedule, stage s is on rank s mod p. The stages of a V are on ranks 0 to p - 1, then back to rank 0.
-
-To add a schedule, write a function that takes a shape and a rank and returns rows, and add a `Schedule` to `SCHEDULES`.
-Recipes, the search, prices, proofs and runs read all properties of a schedule there.
+In a looped schedule, stage s is on rank s mod p. To add a schedule, write a function from a shape and a rank to rows,
+and add a `Schedule` to `SCHEDULES`. All other code reads the properties of schedules there.
 """
 
 from __future__ import annotations
@@ -73,7 +70,7 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The size of a pipeline: p ranks, v stages on each rank, m micro-batches."""
+    """A pipeline of p ranks, v stages on each rank, and m micro-batches."""
 
     ranks: int
     virtual_stages: int
@@ -85,7 +82,7 @@ class _Shape:
 
     @property
     def rounds(self) -> int:
-        """Number of groups of micro-batches. An interleaved schedule runs one group through all stages of a rank."""
+        """The number of groups of micro-batches that an interleaved schedule runs one after the other."""
         return max(1, self.micro_batches // self.ranks)
 
     @property
@@ -95,16 +92,7 @@ class _Shape:
 
 @lru_cache(maxsize=16)
 def rank_orders(schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> tuple[tuple[Slot, ...], ...]:
-    """Return the actions of each pipeline rank, in order.
-
-    Args:
-        schedule: a key of `SCHEDULES`.
-        ranks: p, pipeline ranks.
-        micro_batches: m, micro-batches of a step.
-        virtual_stages: v, stages on each rank.
-
-    Returns:
-        One sequence of slots for each rank.
+    """Return the actions of each pipeline rank, in order, under a schedule of `SCHEDULES`.
 
     Raises:
         CostArgumentError: the schedule is unknown, or does not allow these numbers. The message says what it allows.
@@ -117,7 +105,10 @@ def rank_orders(schedule: str, ranks: int, micro_batches: int, virtual_stages: i
 
 
 def order_rows(schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> list[Rows]:
-    """Return the actions of each pipeline rank as a table of rows; arguments and errors are those of `rank_orders`."""
+    """Return the actions of each pipeline rank as an array `Rows`, [n, 4]: stage, kind, micro-batch, is fused.
+
+    Raises `CostArgumentError` if the schedule is unknown, or does not allow these numbers.
+    """
     _check(schedule, ranks, micro_batches, virtual_stages)
     shape = _Shape(ranks, virtual_stages, micro_batches)
     return [SCHEDULES[schedule].rows(shape, rank) for rank in range(ranks)]
@@ -138,12 +129,7 @@ def repeating_micro_batches(schedule: str, ranks: int, micro_batches: int) -> in
 
 
 def settled_micro_batches(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> int:
-    """Return the number of micro-batches after which a schedule's steady state has occurred twice.
-
-    If the schedule has no steady state, the number has no meaning.
-    The numbers were found by experiment. Interleaved schedules with one stage on each of two or three ranks need some
-    more micro-batches.
-    """
+    """Return the number of micro-batches, found by experiment, after which a steady state has occurred twice."""
     found = SCHEDULES[schedule]
     if found.in_rounds:
         return (3 if virtual_stages > 2 else 4) * _Shape(ranks, virtual_stages, micro_batches).round_size
@@ -151,7 +137,7 @@ def settled_micro_batches(schedule: str, ranks: int, micro_batches: int, virtual
 
 
 def stage_ranks(schedule: str, ranks: int, virtual_stages: int = 1) -> tuple[int, ...]:
-    """Return the rank of each stage, in the order of the model."""
+    """Return the pipeline rank of each stage, in the order of the model."""
     if SCHEDULES[schedule].is_v:
         return (*range(ranks), *reversed(range(ranks)))
     return tuple(range(ranks)) * virtual_stages
@@ -197,12 +183,11 @@ def cuts_backward(schedule: str) -> bool:
 
 
 def usual_schedule(virtual_stages: int) -> str:
-    """Return the default schedule of a pipeline with this number of stages on each rank."""
+    """Return the default schedule's name for a pipeline with this number of stages on each rank."""
     return "1F1B" if virtual_stages == 1 else "Interleaved1F1B"
 
 
 def _rows(stage: int | Rows, kind: ActionKind, micro_batches: Rows) -> Rows:
-    """Return rows for actions of one kind, of one stage or of several, on these micro-batches."""
     return np.stack(np.broadcast_arrays(stage, kind, micro_batches, 0), axis=1)
 
 
@@ -229,7 +214,7 @@ def _interleaved(shape: _Shape, rank: int) -> Rows:
 
 
 def _interleaved_zero_bubble(shape: _Shape, rank: int) -> Rows:
-    """Return a rank's rows. Each W runs after `rank` further I have run since its own I; the remaining W run last."""
+    """Return a rank's rows, in which each W follows after `rank` more I than its own; the remaining W come last."""
     rows = _alternate(
         _rounds(shape, rank, F), _rounds(shape, rank, I), int(_warm_up(shape, shape.virtual_stages, rank, 1))
     )
@@ -242,16 +227,16 @@ def _interleaved_zero_bubble(shape: _Shape, rank: int) -> Rows:
 def _warm_up(shape: _Shape, virtual_stages: int | Rows, rank: int | Rows, per_hop: int) -> Rows:
     """Return the number of forwards on a rank before its first backward, in an interleaved schedule.
 
-    Each rank has `per_hop` more forwards than the next rank. `virtual_stages` and `rank` may be arrays.
+    Each rank has `per_hop` more forwards than the next rank. `virtual_stages` and `rank` are numbers or arrays.
     """
     last_rank = (virtual_stages - 1) * shape.round_size
     return np.minimum(last_rank + per_hop * (shape.ranks - 1 - rank), virtual_stages * shape.micro_batches)
 
 
 def _rounds(shape: _Shape, rank: int, kind: ActionKind) -> Rows:
-    """Return a rank's actions of one kind, round by round, with the rank's stages in turn in each round.
+    """Return a rank's actions of one kind, round by round and stage by stage.
 
-    Forwards begin with the rank's first stage, backwards with its last stage.
+    Forwards begin with the rank's first stage, backwards with its last.
     """
     stages = np.arange(rank, shape.stages, shape.ranks)[:: 1 if kind is F else -1]
     starts = np.arange(0, shape.micro_batches, shape.round_size)
@@ -273,7 +258,7 @@ class _Counting:
     Args:
         rows: (stage, kind, micro-batch, fused with the previous action) of each action so far.
         forwards, backwards, weights: stage to its number of F, of B and I, and of W so far.
-        put_off: (stage, micro-batch) of each W that a backward has put off, the oldest first.
+        put_off: (stage, micro-batch) of each W that has not run since its I, the oldest first.
     """
 
     rows: list[tuple[int, ActionKind, int, bool]] = field(default_factory=list)
@@ -283,7 +268,6 @@ class _Counting:
     put_off: deque[tuple[int, int]] = field(default_factory=deque)
 
     def run(self, stage: int, *kinds: ActionKind) -> None:
-        """Append the stage's next action of each kind, one after the other."""
         for kind in kinds:
             self._next(stage, kind)
 
@@ -299,7 +283,7 @@ class _Counting:
             self.rows.append((stage, W, index, False))
 
     def _next(self, stage: int, kind: ActionKind, joined: bool = False) -> None:
-        """Append the next action of one kind; B and I of a stage share one count."""
+        """Append an action on the next micro-batch of a stage. B and I of a stage share one count of micro-batches."""
         counts = self.forwards if kind is F else self.weights if kind is W else self.backwards
         index = counts[stage]
         counts[stage] = index + 1
@@ -338,7 +322,7 @@ def _zero_bubble_v(shape: _Shape, rank: int) -> Rows:
 
 
 def _dual_pipe_v(shape: _Shape, rank: int) -> Rows:
-    """Return a rank's rows: the eight phases of DualPipe's order, for a rank of its V."""
+    """Return a rank's rows in the eight phases of DualPipe's order."""
     p, first, last = shape.ranks, rank, shape.stages - 1 - rank
     after = p - rank - 1
     made = _Counting()
@@ -365,9 +349,9 @@ def _dual_pipe_v(shape: _Shape, rank: int) -> Rows:
 
 
 def _wind_down(made: _Counting, rank: int, first: int, last: int, after: int) -> None:
-    """Append the last backwards of DualPipeV. From halfway on, they are cut in two.
+    """Append the last backwards of a rank: whole backwards first, then I, and at the end the W that were put off.
 
-    `after` is the number of ranks behind this rank, `first` and `last` are the rank's stages.
+    `after` is the number of ranks behind this rank.
     """
     for turn in range(2 * (rank + 1)):
         made.run(last if turn % 2 == 0 else first, B if turn <= rank else I)
@@ -455,7 +439,7 @@ def _check(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -
 
 
 def _refusal(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> str | None:
-    """Return an error message that says why a schedule does not allow these numbers; None if it allows them."""
+    """Return a text on why a schedule does not allow these numbers; None if it allows them."""
     if schedule not in SCHEDULES:
         return f"Unknown pipeline schedule {schedule!r}. Known: {', '.join(SCHEDULES)}."
     if min(ranks, micro_batches, virtual_stages) < 1:

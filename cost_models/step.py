@@ -15,12 +15,9 @@ from cost_models import constants
 
 @dataclass(frozen=True, slots=True)
 class InStep:
-    """Factors by which times in a step are longer than times in a benchmark.
+    """Factors by which kernels, and collectives between nodes, take longer in a step than in a benchmark.
 
-    Args:
-        kernels: factor on the times of all kernels.
-        network: factor on the times of collectives between nodes.
-        ramp: factor on the time in which the bandwidth of collectives within a node ramps up.
+    `ramp` is the factor on the time in which the bandwidth of collectives within a node ramps up.
     """
 
     kernels: float = 1.0

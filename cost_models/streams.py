@@ -5,20 +5,17 @@ program order. Computation runs on one stream, one operation after the other. A 
 links:
 
 * It starts when its operands are computed and its stream is free. Each stream runs its operations in order of issue.
-* Only the operations that read its result wait for it. A barrier segment and the end of the step wait for all
-  communication.
-* Communication that needs no result of the step is issued early, `prefetch` segments ahead, at the start of that
-  segment. FSDP gathers parameters in this way (Zhao et al. 2023).
+* Only the operations that read its result wait for it, and barrier segments and the end of the step.
+* Communication that needs no result of the step is issued early, `prefetch` segments ahead, as in FSDP (Zhao et al.
+  2023).
 * While any communication runs, computation takes (1 + slowdown) times as long, because both use the same processors and
   memory.
-* The host issues operations in program order, `dispatch_s` apart, ahead of the device. No operation starts before its
-  issue.
+* The host issues operations in program order, `dispatch_s` apart, ahead of the device.
 
-Without overlap, each communication runs at its place in the program, and everything waits for it. The time of the step
-is then the sum over operations.
+Without overlap, each communication runs at its place in the program, and everything waits for it.
 
 Repeated segments are compressed once: neighbouring computations between which no communication is awaited or started
-become one operation. So the simulation costs a few events for each communication, however many operations there are.
+become one operation.
 """
 
 from __future__ import annotations
@@ -69,11 +66,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How a runtime overlaps communication with computation.
+    """How a runtime overlaps communication with computation, which then takes 1 + `slowdown` times as long.
 
-    Args:
-        prefetch: how many segments before their use parameters are gathered.
-        slowdown: computation beside communication takes 1 + slowdown times as long.
+    Parameters are gathered `prefetch` segments before their use.
     """
 
     prefetch: int = 1
@@ -107,10 +102,7 @@ def slowed(computation_s: float, communication_s: float) -> float:
 
 @lru_cache(maxsize=1)
 def measured_slowdown() -> float:
-    """Return the slowdown of a GPU's computation beside communication, a published mean.
-
-    The number is in `data/runtime/overlap.toml`.
-    """
+    """Return the slowdown of a GPU's computation beside communication, a mean in `data/runtime/overlap.toml`."""
     return _number("compute_slowdown")
 
 
@@ -204,7 +196,6 @@ class _Compiled(NamedTuple):
     """A segment that is ready to run.
 
     Args:
-        is_barrier: whether the segment is a barrier.
         early: early communications with their indices in the segment.
         ops: all other operations with their indices, in order of issue. A communication comes right after the last of
             its operands.
@@ -218,10 +209,9 @@ class _Compiled(NamedTuple):
 
 
 def _compile(segment: Segment, overlaps: bool, dispatch_s: float, merge: bool) -> _Compiled:
-    """Return a segment with its operations in order of issue.
+    """Return `segment` ready to run, with its operations in order of issue.
 
-    If `merge` is true, neighbouring computations are merged (`_merge`). Operations keep their indices in the segment,
-    and a merged operation has the index of its last part.
+    Operations keep their indices. If `merge`, computations are merged, and the result has the index of its last part.
     """
     early = tuple((index, op) for index, op in enumerate(segment.ops) if op.early and overlaps)
     ops = [(index, op) for index, op in enumerate(segment.ops) if not (op.early and overlaps)]
@@ -238,15 +228,12 @@ def _compile(segment: Segment, overlaps: bool, dispatch_s: float, merge: bool) -
 
 
 def _place(op: Op, ops: Sequence[Op]) -> int:
-    """Return the index of the last computation that a communication needs, directly or through other communications.
-
-    The result is -1 if the communication needs no computation.
-    """
+    """Return the index of the last computation that a communication needs, directly or through others; -1 for none."""
     return max((need if ops[need].stream == COMPUTE else _place(ops[need], ops) for need in op.needs), default=-1)
 
 
 def _merge(ordered: Sequence[tuple[int, _Chain]], ops: Sequence[Op], dispatch_s: float) -> list[tuple[int, _Chain]]:
-    """Merge neighbouring computations into one, up to the next communication or the next wait for a communication."""
+    """Merge neighbouring computations, as far as no communication starts or is awaited between them."""
     merged: list[tuple[int, _Chain]] = []
     for index, chain in ordered:
         waits = any(ops[need].stream != COMPUTE for need in chain.op.needs)
@@ -259,12 +246,7 @@ def _merge(ordered: Sequence[tuple[int, _Chain]], ops: Sequence[Op], dispatch_s:
 
 @dataclass(slots=True)
 class _Stream:
-    """A stream of communications.
-
-    Args:
-        ran: (start, end, label) of each communication that was issued, in order.
-        first: index of the first communication that may not have ended yet.
-    """
+    """A stream's issued communications (start, end, label). All communications before index `first` have ended."""
 
     ran: list[tuple[float, float, str]] = field(default_factory=list)
     first: int = 0
@@ -276,15 +258,9 @@ class _Stream:
 
 @dataclass(slots=True)
 class _StreamState:
-    """The state of a simulation.
+    """The state of a simulation. The compute stream is free from `clock` on, and the host from `host` on.
 
-    Args:
-        segments, overlap, dispatch_s, record: arguments of `simulate_streams`, with segments compiled.
-        clock, host: the times from which the compute stream and the host are free.
-        slowdown_s, host_s, exposed: the sums so far, as in `StreamTimes`.
-        streams: name of a stream to its communications.
-        early: number of a segment to its early communications: index to (start, end, stream).
-        spans: the timeline so far, if recorded.
+    `early` maps the number of a segment to its early communications: index to (start, end, stream).
     """
 
     segments: Sequence[_Compiled]
@@ -314,7 +290,6 @@ class _StreamState:
         self._wait_for_all()
 
     def times(self) -> StreamTimes:
-        """Return the times of the simulated step."""
         compute: dict[str, float] = defaultdict(float)
         busy: dict[str, float] = defaultdict(float)
         for segment in self.segments:
@@ -378,7 +353,7 @@ class _StreamState:
         return start, end
 
     def _wait(self, until: float, name: str) -> None:
-        """Let the compute stream wait for the stream `name` until the time `until`, and count this time.
+        """Let the compute stream wait for the stream `name`, and count this time.
 
         Meanwhile, communication on that stream is exposed. While that stream is idle too, communication on other
         streams is exposed. The remaining time is waiting for the host.
@@ -394,7 +369,7 @@ class _StreamState:
         self.clock = until
 
     def _expose(self, stream: _Stream, idle: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-        """Count a stream's communication within the idle intervals as exposed; return the rest of the intervals."""
+        """Count communication within idle intervals as exposed; return the rest of the intervals."""
         left = []
         for first, last in idle:
             for start, end, label in reversed(stream.ran):
@@ -414,9 +389,9 @@ class _StreamState:
             self._wait(stream.free, name)
 
     def _compute(self, chain: _Chain) -> float:
-        """Run a chain of computations, and return the time at which it ends.
+        """Run operations back to back on the compute stream, and return the time at which the last ends, in seconds.
 
-        Computation is slower beside communication, and does not start before the host has issued it.
+        Communication slows the operations. None of them starts before the host has issued it.
         """
         start, issued = self.clock, self.host
         if self._is_alone():
@@ -438,7 +413,7 @@ class _StreamState:
         return self.overlap is None or self.overlap.slowdown == 0 or not self.streams
 
     def _slowed_end(self, seconds: float) -> float:
-        """Return the end of `seconds` of computation that starts at the clock and is slowed by communication."""
+        """Return the time at which `seconds` of computation end, if they start now and communication slows them."""
         assert self.overlap is not None
         now, left, rate = self.clock, seconds, 1 / (1 + self.overlap.slowdown)
         while True:
@@ -450,7 +425,7 @@ class _StreamState:
             now = change
 
     def _next_change(self, now: float) -> tuple[float, bool]:
-        """Return the time of the next start or end of a communication, and whether a communication runs at `now`."""
+        """Return the next time at which a communication starts or ends, and whether a communication runs at `now`."""
         change, busy = float("inf"), False
         for stream in self.streams.values():
             while stream.first < len(stream.ran) and stream.ran[stream.first][1] <= now:

@@ -1,11 +1,9 @@
 """Links, the wiring of devices, and the links of a group of ranks.
 
 Links have three levels. Devices of a node share a fabric (`intra`), nodes share a network (`inter`), and pods of nodes
-share a spine that may be oversubscribed. A group has per_node members in each of several nodes. All groups along an
-axis communicate at once (SPMD), so each member has its own share of each level. The group's network bandwidth at a node
-is per_node times the share of one device, never the whole node's bandwidth. If devices are connected without a switch,
-the bandwidth of a group is that of its narrowest cut. This is the bound on all-gather, which trees reach (Zhao et al.
-2024, "ForestColl", section 3).
+share a spine that may be oversubscribed. All groups along an axis communicate at once (SPMD). So a group's bandwidth
+at a node is its members there times the share of one device. Without a switch, it is the bandwidth of the group's
+narrowest cut. This is the bound on all-gather, which trees reach (Zhao et al. 2024, "ForestColl", section 3).
 """
 
 from __future__ import annotations
@@ -199,8 +197,6 @@ class GroupLinks:
     is pessimistic.
 
     Args:
-        size: number of members.
-        per_node, nodes: number of members in each node, and number of nodes.
         intra: the fabric in a node; None unless per_node > 1.
         inter: the network; None unless nodes > 1.
         pods: number of pods that the group spans.
@@ -220,10 +216,7 @@ class GroupLinks:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Compute the hash once, because prices are looked up by group very often.
-
-        The hash depends on numbers alone, so it is equal in every process.
-        """
+        """Compute the hash once, because prices are often looked up by group; it is equal in every process."""
         numbers = tuple(number for link in self.links for number in link.numbers)
         object.__setattr__(self, "_hash", hash((self.size, self.per_node, self.nodes, self.pods, self.cards, numbers)))
 
@@ -243,7 +236,7 @@ class GroupLinks:
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """The links in use, innermost first."""
+        """The links that the group uses, innermost first: fabric, network, spine."""
         return tuple(link for link in (self.intra, self.inter, self.spine) if link is not None)
 
 
@@ -267,10 +260,6 @@ def group_links(
 
     Args:
         shape: name and size of each mesh axis, outermost first.
-        axes: the axes of the group.
-        nodes, devices_per_node: number of nodes, and of devices used in each node.
-        intra, inter: the fabric in a node, and the network between nodes.
-        wiring: links and network cards that devices share.
         wired_devices: number of devices in a complete node, which the layout is for; 0 for `devices_per_node`.
 
     Raises:
@@ -318,26 +307,28 @@ def _groups(shape: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> list[l
 
 
 def _common_profile(groups: Sequence[Sequence[int]], unit: int) -> tuple[int, int]:
-    """Return (members in each unit, number of units) of all groups, if ranks are cut into units of `unit` ranks.
+    """Return (members in each unit, number of units) of all groups; (0, 0) if these numbers differ.
 
-    The result is (0, 0) if these numbers differ between groups or units.
+    A unit is a node or a pod, of `unit` consecutive ranks.
     """
     profiles = {_profile(group, unit) for group in groups}
     return profiles.pop() if len(profiles) == 1 else (0, 0)
 
 
 def _profile(ranks: Sequence[int], unit: int) -> tuple[int, int]:
-    """Return (members in each unit, number of units) of one group; (0, 0) if units differ in their members' number."""
+    """Return (members in each unit, number of units) of one group; (0, 0) if units have different numbers of members.
+
+    A unit is a node or a pod, of `unit` consecutive ranks.
+    """
     counts = Counter(rank // unit for rank in ranks)
     different = set(counts.values())
     return (different.pop(), len(counts)) if len(different) == 1 else (0, 0)
 
 
 def _inside(groups: Sequence[Sequence[int]], per_node: int, intra: Link, wiring: Wiring, wired: int) -> Link:
-    """Return the link, within nodes, of the slowest group.
+    """Return the link of the slowest group in a node: its share of direct links, or the host's bus if that is faster.
 
-    Raises:
-        UnknownHardwareError: no direct links join the group, and the node type has no host bus.
+    Raises `UnknownHardwareError` if a group has no direct links and the node has no host bus.
     """
     if wiring.layout is NodeWiring.SWITCH:
         return intra
@@ -355,7 +346,7 @@ def _inside(groups: Sequence[Sequence[int]], per_node: int, intra: Link, wiring:
 
 
 def _parts(ranks: Sequence[int], per_node: int) -> set[tuple[int, ...]]:
-    """Return the devices that a group has in each of its nodes, as indices in the node. Equal nodes count once."""
+    """Return the sets of devices that a group uses in its nodes, each as indices in the node. Equal sets count once."""
     found: dict[int, list[int]] = {}
     for rank in ranks:
         found.setdefault(rank // per_node, []).append(rank % per_node)

@@ -19,7 +19,7 @@ class Kind(Enum):
 
 
 class TensorInfo(NamedTuple):
-    """A tensor's local shape, bytes per element and dtype name ("bf16", "f16", "f32", "f64", "f8", "i64", "bool")."""
+    """A tensor's local shape, bytes per element, and dtype name, such as "bf16", "f32", "f8", "i64" or "bool"."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -71,7 +71,6 @@ class Work(NamedTuple):
     Args:
         flops, bytes_read, bytes_written: floating-point operations, and bytes moved from and to memory.
         kind: kind of the operator.
-        dtype: name of the dtype of its arithmetic.
         products: the matrix products that it consists of, if any.
         attention: shape of a fused attention.
         steps: number of sequential parts, e.g. the panels of a factorisation; each has its own launch.

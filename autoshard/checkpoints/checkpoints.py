@@ -31,12 +31,7 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """The first rank's decision before a save, which it sends to all ranks.
-
-    Args:
-        folder: the folder to write to.
-        differing: the keywords whose objects differ between ranks, so that each rank saves its own.
-    """
+    """The first rank's decision before a save: the folder to write, and the keywords whose objects differ by rank."""
 
     folder: Path
     differing: frozenset[str]
@@ -44,12 +39,7 @@ class _Begun:
 
 @dataclass(frozen=True, slots=True)
 class _Saving:
-    """A save in progress.
-
-    Args:
-        at: the number of steps done.
-        ended: a future that ends when the checkpoint is complete.
-    """
+    """A save in progress after `at` steps; the future ends when the checkpoint is complete."""
 
     at: int
     ended: Future[None]
@@ -150,7 +140,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: the checkpoint could not be written.
-            LostRankError: see `save`.
+            LostRankError: a rank ended, or showed no sign of life for `timeout_s`.
         """
         failure = self._end()
         if failure is not None:
@@ -162,7 +152,7 @@ class Checkpoints:
         Each rank reads its shards. Pass `example_inputs=` to `compile`, so that parameters are sharded before `load`.
 
         Args:
-            step: see `save`.
+            step: the result of `compile`, or a plain module.
             stateful: saved objects to load, under the keywords of `save`.
 
         Returns:
@@ -170,7 +160,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: on every rank: the checkpoint is damaged, or of another model. Nothing has been changed.
-            LostRankError: see `save`.
+            LostRankError: a rank ended, or showed no sign of life for `timeout_s`.
         """
         self.wait()
         state, ranks = TrainingState(step, stateful), self._ranks_of(step)
@@ -201,7 +191,6 @@ class Checkpoints:
         return self._ranks
 
     def _end(self) -> CheckpointError | None:
-        """Wait for the save in progress; return its error, or None."""
         saving, self._saving = self._saving, None
         if saving is None:
             return None
@@ -214,7 +203,6 @@ class Checkpoints:
         return None
 
     def _begin(self, step: Any, at: int, stateful: Mapping[str, Any]) -> None:
-        """Take a snapshot, and write it; in a thread if `asynchronous`."""
         state, ranks = TrainingState(step, stateful), self._ranks_of(step)
         with torch.no_grad():
             parts = take(state.parts(at), ranks, copies=self.asynchronous)
@@ -227,7 +215,6 @@ class Checkpoints:
         executor.shutdown(wait=False)
 
     def _write(self, parts: list[PartSnapshot], at: int, ranks: Ranks, mesh: str, plan: Plan | None) -> None:
-        """Write a snapshot as a complete checkpoint."""
         action = f"Saving step {at} to {self.folder}"
         digests = {part.keyword: part.digest() for part in parts if part.spread is Spread.UNKNOWN and ranks.size > 1}
         _, begun = ranks.merge(action, lambda: {"at": str(at), **digests}, partial(self._begin_together, at))
@@ -244,7 +231,10 @@ class Checkpoints:
         _LOGGER.info("saved step %d to %s", at, self.folder)
 
     def _begin_together(self, at: int, everyone: Sequence[Mapping[str, str]]) -> _Begun:
-        """On the first rank: choose the folder, and find the keywords under which ranks hold different values."""
+        """On the first rank: choose the folder to write, and find the keywords whose objects differ between ranks.
+
+        Raises `CheckpointError` if ranks save at different steps, or save other keywords.
+        """
         calls = [(digests["at"], *sorted(digests)) for digests in everyone]
         if len(set(calls)) > 1:
             raise CheckpointError(f"Ranks save different things: {calls}. Call save(...) alike on every rank.")
@@ -258,15 +248,10 @@ class Checkpoints:
 
 
 def _read(stored: Stored, state: dict[str, Any], ranks: Ranks, action: str) -> dict[str, Any]:
-    """Read items of a checkpoint into `state`, and return `state`.
+    """Read items of a checkpoint into `state`, by name in the checkpoint, and return `state`.
 
-    No rank reads before every rank has checked that the bytes it needs are undamaged.
-
-    Args:
-        stored: the checkpoint.
-        state: by name in the checkpoint: a tensor to write over, or None for a state, which is replaced by its bytes.
-        ranks: the processes that load together.
-        action: the name of the action, for error messages.
+    A tensor is filled in place; None is replaced by the item's bytes. No rank reads before every rank has checked the
+    bytes that it needs.
     """
     reads = ranks.do(action, lambda: stored.plan_reads(state))
     ranks.do(action, reads.run)

@@ -33,14 +33,7 @@ NAME = "metadata.json"
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A range of bytes in a file.
-
-    Args:
-        file: the file's name in the checkpoint's folder.
-        start: the first byte.
-        length: the number of bytes.
-        crc32: the checksum of the bytes; None in checkpoints of earlier releases.
-    """
+    """A range of bytes in a file of a checkpoint. Checkpoints of earlier releases have no checksum `crc32`."""
 
     file: str
     start: int
@@ -50,13 +43,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """A rectangular piece of a tensor.
-
-    Args:
-        offset: the index of the piece's first element in the tensor.
-        shape: the piece's shape.
-        extent: the piece's bytes in a file.
-    """
+    """A rectangular piece of a tensor; `offset` is the index of its first element in the tensor."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -72,10 +59,10 @@ class StoredTensor:
     pieces: tuple[StoredPiece, ...]
 
     def is_whole(self) -> bool:
-        """Whether the pieces can be the whole tensor.
+        """Whether the pieces can make up the tensor.
 
-        Each piece lies in the tensor and has bytes for its shape. The pieces together have at least as many elements as
-        the tensor; whether pieces overlap is not checked.
+        Each piece must lie in the tensor, and have as many bytes as its shape needs. All pieces together must have at
+        least the tensor's number of elements.
         """
         itemsize = dtype_named(self.dtype).itemsize
         for piece in self.pieces:
@@ -91,18 +78,16 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The places of a checkpoint's tensors and states in its files, by name."""
+    """The places of a checkpoint's tensors and states in its files, by their names in the checkpoint."""
 
     tensors: Mapping[str, StoredTensor]
     states: Mapping[str, Extent]
 
     @classmethod
     def of(cls, metadata: Metadata, extents: Mapping[MetadataIndex, Extent]) -> Contents:
-        """Convert metadata of `torch.distributed.checkpoint`.
+        """Return the contents for the metadata of torch.distributed.checkpoint.
 
-        Args:
-            metadata: names, dtypes and shapes of the tensors and their pieces, and the names of the states.
-            extents: the place of each piece and each state in the files.
+        `extents` has the place of each piece and state in the files.
         """
         tensors, states = {}, {}
         for name, item in metadata.state_dict_metadata.items():
@@ -122,10 +107,9 @@ class Contents:
 
     @classmethod
     def read(cls, folder: Path, files: Mapping[str, Sums]) -> Contents:
-        """Read the contents of the checkpoint in `folder`, which consists of `files`.
+        """Read the contents of the checkpoint in `folder`, whose manifest has `files` (name to size and checksums).
 
-        Raises:
-            CheckpointError: `to_json` did not write the table, or the table names bytes that no file has.
+        Raises `CheckpointError` if the table is missing, is damaged, or names bytes that no file has.
         """
         path = folder / NAME
         try:

@@ -43,13 +43,7 @@ _SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A report of the files that one rank wrote.
-
-    Args:
-        plan: torch's plan of this rank's writes.
-        extents: the place of each written tensor piece and state.
-        files: the size and checksums of each file, by the file's name.
-    """
+    """One rank's report: torch's plan of its writes, each item's place, and each file's size and checksums."""
 
     plan: SavePlan
     extents: Mapping[MetadataIndex, Extent]
@@ -57,7 +51,7 @@ class Written:
 
 
 class _SummedFile(io.RawIOBase):
-    """A file that passes the bytes written to it to `summer`, which computes their checksums."""
+    """A file for writing that also passes the written bytes to `summer`, which computes checksums."""
 
     def __init__(self, path: Path, file: io.IOBase, summer: Summer) -> None:
         self._path, self._file, self._summer = path, file, summer
@@ -86,7 +80,7 @@ class _SummedFile(io.RawIOBase):
 
 
 class _SummedFiles(FileSystem):
-    """A file system for writing. It computes the checksums of all its files; `sums` returns them by file name."""
+    """A file system for writing that computes the checksums of its files, by file name."""
 
     def __init__(self) -> None:
         self.summers: dict[str, Summer] = {}
@@ -103,7 +97,7 @@ class _SummedFiles(FileSystem):
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Within the context, add `path` to an `OSError` that names no file."""
+    """Add `path` to an `OSError` that names no file."""
     try:
         yield
     except OSError as error:
@@ -113,9 +107,9 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """A planner that holds the items' values by name. It drops a value when the value is fetched to be written.
+    """A planner of writes that keeps each value only until it is written.
 
-    `writing` is the name of the last fetched item, for error messages.
+    `writing` is the name of the value that was fetched last, for error messages.
     """
 
     def __init__(self, items: Mapping[str, Item]) -> None:
@@ -132,12 +126,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class Writer:
-    """Writes a checkpoint into a folder that is not complete yet.
-
-    Args:
-        folder: the checkpoint's folder.
-        rank: this process's rank among the writing ranks.
-    """
+    """Writes this rank's part of a checkpoint into a folder. `rank` is this rank's number among the saving ranks."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = folder
@@ -145,7 +134,9 @@ class Writer:
         self._files = _SummedFiles()
 
     def write(self, items: dict[str, Item]) -> Written:
-        """Write this rank's items to the disk. Empties `items`, so that each copy is freed when it is written.
+        """Write this rank's items to the disk, and return what was written.
+
+        `items` is emptied, so written copies are freed.
 
         Raises:
             CheckpointError: a file cannot be written; the message names the file and the tensor.
@@ -177,7 +168,7 @@ class Writer:
             everyone: the `Written` of each rank.
             step: the number of steps done.
             mesh: the mesh as text, for people.
-            plan: the text of the plan, or None.
+            plan: the plan as JSON text, or None.
 
         Raises:
             CheckpointError: a file cannot be written, or the file of a rank is missing.
@@ -225,11 +216,11 @@ class Stored:
     """A complete checkpoint, to read.
 
     Args:
-        folder: the checkpoint's folder.
         trust_pickle: also read a checkpoint that an earlier release pickled; reading it runs the code in it.
 
     Raises:
-        CheckpointError: the sizes or the table show damage, or the checkpoint is pickled and not trusted.
+        CheckpointError: a file's size or the table of contents shows damage, or the checkpoint is pickled and not
+            trusted.
     """
 
     def __init__(self, folder: Path, *, trust_pickle: bool = False) -> None:
@@ -274,9 +265,7 @@ class Stored:
     def plan_reads(self, state: dict[str, Any]) -> Reads:
         """Plan this rank's reads, and check the bytes that they need. `Reads.run` then reads.
 
-        Args:
-            state: by name in the checkpoint: a tensor, which will be written over, or another value, which will be
-                replaced.
+        `state` maps names in the checkpoint to the tensors that are overwritten, or to other values that are replaced.
 
         Raises:
             CheckpointError: a byte to read differs from the written byte.
@@ -402,11 +391,10 @@ class CheckpointReader(FileSystemReader):
 
 
 _Held = Mapping[str, Sequence[tuple[Extent, str]]]
-"""From the name of a file to the byte ranges in it, each with the name of its tensor or state."""
+"""Name of a file → the byte ranges in it, each with the name of its tensor or state."""
 
 
 def _extents_of(metadata: Metadata) -> Mapping[MetadataIndex, Extent]:
-    """Return where each tensor piece and state lies, also in a checkpoint of an earlier release."""
     return {
         index: place if isinstance(place, Extent) else Extent(place.relative_path, place.offset, place.length)
         for index, place in metadata.storage_data.items()
@@ -414,10 +402,7 @@ def _extents_of(metadata: Metadata) -> Mapping[MetadataIndex, Extent]:
 
 
 def _damaged_items(path: Path, there: Sequence[tuple[Extent, str]]) -> list[tuple[Extent, str]]:
-    """Return the entries of `there` whose bytes in the file `path` differ from their checksum.
-
-    An entry is a byte range with the name of its tensor or state.
-    """
+    """Return the entries of `there` (bytes of the file, tensor's name) whose bytes do not match their checksum."""
     found = []
     with path.open("rb") as file:
         for extent, tensor in there:
@@ -447,7 +432,7 @@ def _check_sizes(folder: Path, files: Mapping[str, Sums], held: _Held) -> None:
 
 
 def _holding(tensors: Sequence[str]) -> str:
-    """Return the names of tensors as text, such as ` (of model.a, model.b and 3 more)`; "" without names."""
+    """Return the names of tensors as text, e.g. ` (of model.a, model.b and 3 more)`; "" without names."""
     if not tensors:
         return ""
     more = f" and {len(tensors) - _SHOWN} more" if len(tensors) > _SHOWN else ""

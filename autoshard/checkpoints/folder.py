@@ -47,8 +47,7 @@ def latest(folder: Path) -> Path | None:
 def begin(folder: Path, step: int) -> Path:
     """Return the path under which to write the checkpoint of `step`, and remove the remains of crashes.
 
-    Raises:
-        CheckpointError: there is a checkpoint of more steps, which would stay the latest.
+    Raises `CheckpointError` if the folder has a complete checkpoint of more steps, which would stay the latest.
     """
     folder.mkdir(parents=True, exist_ok=True)
     sweep(folder)
@@ -118,7 +117,7 @@ def _remove(path: Path) -> None:
 
 
 def _delete(path: Path, name: str) -> None:
-    """Delete the checkpoint at `path`, named `name`. The rename before the removal hides it from every reader."""
+    """Delete the checkpoint at `path`. It is first renamed after `name`, with a dot in front, so no reader finds it."""
     gone = path.with_name(f".{name}.deleted-{secrets.token_hex(4)}")
     path.rename(gone)
     sync(path.parent)
@@ -126,7 +125,7 @@ def _delete(path: Path, name: str) -> None:
 
 
 def discard(written: Path) -> None:
-    """Remove a checkpoint that cannot become complete."""
+    """Remove the folder of a checkpoint that cannot become complete; errors are ignored."""
     shutil.rmtree(written, ignore_errors=True)
 
 

@@ -1,8 +1,7 @@
-"""The manifest of a checkpoint: the size of every file, and a checksum of each of its blocks.
+"""The manifest of a checkpoint: the size of every file, and a checksum (CRC-32) of each of its blocks.
 
-The checksums make damage visible. They are computed while the files are written, from the bytes passed to the operating
-system. The manifest has a checksum of its own. Checksums are CRC-32: they detect every change of one byte, and miss 1
-in 4 billion other changes.
+The checksums are computed while the files are written, from the bytes passed to the operating system. They detect every
+change of one byte, and miss 1 in 4 billion other changes. The manifest has a checksum of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Sums:
 
 
 class Summer:
-    """Computes the size and the block checksums of a file from the file's bytes, which `add` takes in order."""
+    """Computes a file's size and block checksums from the bytes that `add` receives in order."""
 
     def __init__(self) -> None:
         self._size_bytes = 0
@@ -42,7 +41,7 @@ class Summer:
         self._last = 0
 
     def add(self, data: memoryview) -> None:
-        """Take the next bytes of the file."""
+        """Append bytes to the file that is summed."""
         while len(data):
             part = data[: BLOCK_BYTES - self._size_bytes % BLOCK_BYTES]
             self._last = zlib.crc32(part, self._last)
@@ -53,13 +52,13 @@ class Summer:
             data = data[len(part) :]
 
     def sums(self) -> Sums:
-        """Return the size and the checksums of all bytes so far."""
+        """Return the size and the block checksums of all bytes added so far."""
         last = (self._last,) if self._size_bytes % BLOCK_BYTES else ()
         return Sums(self._size_bytes, (*self._blocks, *last))
 
 
 def sums_of(data: bytes) -> Sums:
-    """Return the size and the checksums of a file that consists of `data`."""
+    """Return the size and the block checksums of a file that consists of `data`."""
     summer = Summer()
     summer.add(memoryview(data))
     return summer.sums()
@@ -73,8 +72,7 @@ class Manifest:
         step: the number of steps done at the save.
         ranks: the number of ranks that saved.
         mesh: the mesh as text, for people.
-        files: the size and the checksums of each file, by name.
-        version: the version of the file format.
+        files: name of a file → its size and checksums.
     """
 
     step: int
@@ -84,7 +82,7 @@ class Manifest:
     version: int = VERSION
 
     def write(self, folder: Path) -> None:
-        """Write the manifest into a folder, to the disk."""
+        """Write the manifest into a folder, and return when its bytes are on the disk."""
         write_through(folder / NAME, _text(self._as_json()).encode())
 
     def _as_json(self) -> dict[str, Any]:
@@ -95,10 +93,9 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Read the manifest of the checkpoint in `folder`.
+        """Read a checkpoint's manifest.
 
-        Raises:
-            CheckpointError: the manifest is missing or damaged, or Checkpoints of this release did not write it.
+        Raises `CheckpointError` if it is missing, damaged, or of an unknown version.
         """
         path = folder / NAME
         try:
@@ -137,7 +134,7 @@ def _count(value: object) -> int:
 
 
 def refused(folder: Path) -> str:
-    """Return the last sentence of each error about a damaged checkpoint, which says how to go on."""
+    """Return the last sentence of each error about a damaged checkpoint: how the user can go on."""
     return f"Restore the file, or delete {folder} to go on from the previous checkpoint."
 
 

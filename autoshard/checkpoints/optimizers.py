@@ -26,7 +26,6 @@ class NamedOptimizer:
     """An optimizer whose state is saved and loaded by the names of its parameters.
 
     Args:
-        optimizer: the optimizer.
         parameters: the parameters by name, in the order of the optimizer's state dict.
         model: the model whose plans say how the optimizer's state is sharded; None if there are no plans.
     """
@@ -37,37 +36,35 @@ class NamedOptimizer:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, model: nn.Module) -> NamedOptimizer:
-        """Name the parameters of an optimizer as `model` does; parameters outside the model have names like `#3`."""
+        """Return `optimizer` with its parameters named as in `model`.
+
+        A parameter outside the model gets a name like `#3`, by its place in the optimizer.
+        """
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         every = [item for group in optimizer.param_groups for item in group["params"]]
         parameters = {names.get(id(item), f"#{number}"): item for number, item in enumerate(every)}
         return cls(optimizer, parameters, model if isinstance(model, ShardedModule) else None)
 
     def planned(self) -> dict[str, LocalSlot]:
-        """Return the planned shape, dtype and sharding of each state tensor.
+        """Return the program input of each planned state tensor, by a name such as `exp_avg:layers.0.weight`.
 
-        The keys are names such as `exp_avg:layers.0.weight`. The dict is empty if the model is not compiled.
+        The input has the tensor's shape and spec. Without plans the dict is empty.
         """
         programs = () if self.model is None else self.model.programs
         slots = (slot for program in programs for slot in program.phased.lowered.inputs)
         return {slot.slot.name: slot for slot in slots if slot.slot.kind is InputKind.STATE}
 
     def state(self) -> dict[str, Any]:
-        """Return the state to save: the optimizer's class, its groups, and the state of each parameter by name.
-
-        Groups list their parameters by name.
-        """
+        """Return the state to save: the optimizer's class, groups, and parameter states, with parameters by name."""
         found, names = self.optimizer.state_dict(), list(self.parameters)
         state = {names[number]: dict(held) for number, held in found["state"].items()}
         groups = [{**group, "params": [names[number] for number in group["params"]]} for group in found["param_groups"]]
         return {"kind": type(self.optimizer).__name__, "groups": groups, "state": _counted(state)}
 
     def check(self, saved: Mapping[str, Any], keyword: str) -> None:
-        """Raise `CheckpointError` unless `saved` is of the same class of optimizer, over the same parameters.
+        """Raise `CheckpointError` unless `saved`, a result of `state`, is of the same class, over the same parameters.
 
-        Args:
-            saved: the result of `state` from a checkpoint.
-            keyword: the name under which the user passed this optimizer, for the error message.
+        `keyword` is the name under which the user passed this optimizer.
         """
         kind = type(self.optimizer).__name__
         if saved["kind"] != kind:
@@ -82,7 +79,7 @@ class NamedOptimizer:
             )
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Load the result of `state`."""
+        """Load a result of `state` into the optimizer in place."""
         numbers = {name: number for number, name in enumerate(self.parameters)}
         state = {numbers[name]: _tensors_of(held) for name, held in saved["state"].items()}
         groups = [self._group(group, saved["groups"], numbers) for group in self.optimizer.param_groups]
@@ -91,12 +88,10 @@ class NamedOptimizer:
     def _group(
         self, group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], numbers: Mapping[str, int]
     ) -> dict[str, Any]:
-        """Return a group for `load_state_dict`, with the options under which its parameters were saved.
+        """Return a parameter group for the optimizer's `load_state_dict`, with the options of the group in `saved`.
 
-        Args:
-            group: a group of this optimizer, whose implementation options (`_HOW`) are kept.
-            saved: the saved groups.
-            numbers: the number of each parameter in the optimizer's state dict, by name.
+        Options of the implementation (`_HOW`) keep their present values. `numbers` has the index of each parameter by
+        name.
         """
         ids = {id(item) for item in group["params"]}
         names = [name for name, item in self.parameters.items() if id(item) in ids]
@@ -142,10 +137,7 @@ class NamedOptimizer:
 
 
 def _empty(like: torch.Tensor, shape: torch.Size, dtype: torch.dtype, *, is_sharded: bool) -> torch.Tensor:
-    """Return an uninitialised tensor, sharded as the parameter `like` if the shapes are equal.
-
-    With another shape the tensor is whole, on the parameter's device; it is a replicated DTensor if `is_sharded`.
-    """
+    """Return an uninitialised tensor, sharded as the parameter `like` if the shapes are equal, and otherwise whole."""
     if like.shape == shape:
         return torch.empty_like(like, dtype=dtype)
     if not (is_sharded and isinstance(like, DTensor)):

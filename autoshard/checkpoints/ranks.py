@@ -1,8 +1,7 @@
 """The processes that save and load together. If one rank fails, every rank raises the same error.
 
-One rank may write for longer than another rank. So ranks first meet over a `ControlChannel`, and then communicate. On
-the channel, ranks wait as long as a missing rank shows signs of life. If that rank ended or hangs, all ranks raise an
-error with its name after a time limit.
+One rank may write for longer than another rank. So ranks first meet over a `ControlChannel`, and then communicate. A
+rank that shows no sign of life for a time limit is named in an error on all ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class _FailedPart:
-    """The text of an error, which a failed rank sends in place of its result."""
+    """The error text that a failed rank sends in place of its result."""
 
     error: str
 
@@ -56,7 +55,6 @@ class Ranks:
         All of these processes must call `of`.
 
         Args:
-            model: the model to save or load.
             timeout_s: seconds to wait for a rank that shows no sign of life. Default: the timeout of `model`, or 60.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -79,19 +77,18 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """The rank of this process in the group."""
+        """The rank of this process in the group of saving ranks; 0 without a group."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     @property
     def size(self) -> int:
-        """The number of processes."""
+        """The number of processes that save and load together."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     def do(self, action: str, mine: Callable[[], T]) -> T:
-        """Run `mine` on each rank, and return this rank's result if all ranks succeed.
+        """Run `mine` on each rank, and return this rank's result.
 
-        Raises:
-            CheckpointError: on every rank, if one rank fails.
+        If one rank fails, every rank raises `CheckpointError`. `action` says what failed, in the error's text.
         """
         return self.merge(action, mine, merge=lambda _: None, shared=lambda _: None)[0]
 
@@ -106,7 +103,7 @@ class Ranks:
         """Run `mine` on each rank, merge the results on the first rank, and send the merged result to all.
 
         Args:
-            action: the name of the action, for the error message.
+            action: words for the text of errors, such as "Looking for checkpoints".
             mine: computes this rank's result.
             merge: merges the results of all ranks, in rank order. Its result is sent to every rank, so keep it small.
             undo: runs on the first rank if a rank failed.
@@ -132,9 +129,9 @@ class Ranks:
         return value, merged
 
     def _settle(self, action: str, sent: Any, merge: Callable[[Sequence[Any]], R], undo: Callable[[], None]) -> Any:
-        """Merge the results of all ranks on the first rank, and send the merged result to every rank.
+        """Gather what each rank sends, merge it on the first rank, and return the merged value on every rank.
 
-        Return the merged result, or a `_FailedPart` if a rank or the merge failed.
+        The value is a `_FailedPart` if a rank or the merge failed.
         """
         self._meet(action)
         everyone = self._to_first(sent)
@@ -144,7 +141,7 @@ class Ranks:
         return self._from_first(merged)
 
     def _meet(self, action: str) -> None:
-        """Wait until all ranks are here. Raise `LostRankError` if a missing rank shows no sign of life."""
+        """Wait until all ranks are here. A missing rank without a sign of life raises a `LostRankError`."""
         if self.channel is not None:
             self.channel.exchange(b"", f"go on with {action[:1].lower()}{action[1:]}")
 
@@ -152,7 +149,7 @@ class Ranks:
         return nullcontext() if self.channel is None else self.channel.showing_life(action)
 
     def _to_first(self, value: Any) -> list[Any] | None:
-        """Send this rank's value to the first rank. Return the values of all ranks there, and None on other ranks."""
+        """Return on the first rank the values of all ranks, in rank order; return None on other ranks."""
         if self.group is None:
             return [value]
         found: list[Any] | None = [None] * self.size if self.rank == 0 else None
@@ -161,7 +158,6 @@ class Ranks:
         return found
 
     def _from_first(self, value: Any) -> Any:
-        """Return the first rank's `value` on every rank."""
         if self.group is None:
             return value
         held = [value]
@@ -183,13 +179,7 @@ def _merged(action: str, everyone: Sequence[Any], merge: Callable[[Sequence[Any]
 
 
 def _describe(action: str, failed: dict[int, str], size: int) -> str:
-    """Return one error text for all ranks that failed; ranks with the same error are listed together.
-
-    Args:
-        action: the name of the action.
-        failed: the error text of each failed rank.
-        size: the number of ranks; with one rank, ranks are not named.
-    """
+    """Return one error text for all ranks that failed; ranks with the same error are listed together."""
     by_text: dict[str, list[int]] = {}
     for rank, text in failed.items():
         by_text.setdefault(text, []).append(rank)

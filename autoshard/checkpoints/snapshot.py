@@ -89,9 +89,7 @@ class PartSnapshot:
     def to_write(self, ranks: Ranks, *, differs: bool) -> Iterator[tuple[str, Item]]:
         """Yield the items that this rank writes, each with its name in the checkpoint.
 
-        Args:
-            ranks: the processes that save together.
-            differs: whether ranks hold different values. Each rank then writes its own value, such as `ema.decay@3`.
+        If the object `differs` between ranks, each rank writes its own value, such as `ema.decay@3`.
         """
         for name, item in self.items.items():
             if item.is_sharded or not differs:
@@ -142,13 +140,16 @@ def _take(part: Part, choice: _WriterChoice, known: dict[Any, torch.Tensor], *, 
 
 
 def refuse_meta(name: str, tensor: torch.Tensor) -> None:
-    """Raise `CheckpointError` for a tensor without memory."""
+    """Raise `CheckpointError` for a tensor on the meta device, which has no values."""
     if tensor.is_meta:
         raise CheckpointError(f"{name!r} is on the meta device, without values. Give the model memory first.")
 
 
 def _copied(tensor: torch.Tensor, known: dict[Any, torch.Tensor]) -> torch.Tensor:
-    """Copy a tensor to the host, unless `known` already holds a copy of the same memory. Return the copy."""
+    """Return a copy of a tensor on the host.
+
+    `known` has the copies so far. A second tensor on the same memory gets the same copy.
+    """
     key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
     if key not in known or not tensor.numel():
         known[key] = _copy(tensor)
@@ -166,9 +167,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 class _Holders:
     """The ranks that hold the same piece of a tensor.
 
-    Args:
-        sizes: the sizes of the mesh axes along which the tensor is replicated.
-        place: the position of this rank among the holders; None if this rank is not on the mesh.
+    `sizes` are of the mesh axes along which the tensor is replicated. `place` is this rank's position among the
+    holders; None if this rank is not on the mesh.
     """
 
     sizes: tuple[int, ...]
@@ -176,7 +176,6 @@ class _Holders:
 
     @classmethod
     def of(cls, tensor: DTensor) -> _Holders:
-        """Find the ranks that hold the same piece of `tensor` as this rank."""
         mesh, own = tensor.device_mesh, tensor.device_mesh.get_coordinate()
         copied = [dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
         sizes = tuple(mesh.size(dim) for dim in copied)
@@ -191,8 +190,8 @@ class _Holders:
 class _WriterChoice:
     """Chooses which rank writes a piece that several ranks hold: the holder with the fewest bytes to write so far.
 
-    The ranks do not communicate. Each rank makes the choices for all ranks, from names and shapes that are equal on
-    all ranks. Bytes are counted separately for each replication (the sizes of the mesh axes that hold copies).
+    The ranks do not communicate. Each rank makes the choices for all ranks, from names and shapes that are equal on all
+    ranks. Bytes are counted separately for each replication (the sizes of the mesh axes that hold copies).
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -202,11 +201,9 @@ class _WriterChoice:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first rank."""
         return self._ranks.rank == 0
 
     def is_mine(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether this rank writes its piece of a tensor."""
         if not isinstance(tensor, DTensor):
             return self._share((self._ranks.size,), tensor.nbytes) == self._ranks.rank
         spec = tensor._spec
@@ -218,10 +215,7 @@ class _WriterChoice:
         return self._share(holders.sizes, tensor.numel() * tensor.element_size()) == holders.place
 
     def _share(self, sizes: tuple[int, ...], size_bytes: int) -> int:
-        """Choose the holder that writes a piece of `size_bytes`; return its position among the holders.
-
-        `sizes` are the sizes of the mesh axes along which the holders have copies.
-        """
+        """Choose the holder that writes a piece; return its position among the holders."""
         held = self._bytes.setdefault(sizes, [0] * math.prod(sizes))
         chosen = held.index(min(held))
         held[chosen] += size_bytes + 1
@@ -238,5 +232,5 @@ def _check_placements(name: str, tensor: DTensor) -> None:
 
 
 def differing(everyone: Sequence[Mapping[str, str]]) -> Set[str]:
-    """Return the keywords whose digests are not equal on all ranks. `everyone`: digests by keyword, for each rank."""
+    """Return the keywords whose digests differ between ranks; `everyone` has each rank's digests by keyword."""
     return {keyword for keyword in everyone[0] if len({digests.get(keyword) for digests in everyone}) > 1}

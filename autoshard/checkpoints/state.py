@@ -29,13 +29,13 @@ _SHOWN = 8
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that can be saved under a keyword."""
+    """A user's object that can be saved under a keyword."""
 
     def state_dict(self) -> Any:
         """Return the state to save."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """Load a result of `state_dict`."""
+        """Load a result of `state_dict` in place."""
 
 
 class TrainingState:
@@ -43,7 +43,7 @@ class TrainingState:
 
     Args:
         step: the result of `compile`, or a plain module.
-        stateful: by keyword: objects with `state_dict` and `load_state_dict`.
+        stateful: the user's further objects, by keyword.
 
     Raises:
         CheckpointError: an object lacks `state_dict` or `load_state_dict`, or a keyword is taken.
@@ -85,11 +85,6 @@ class TrainingState:
     def wanted(self, stored: Stored, rank: int, size: int) -> dict[str, str]:
         """Return the name under which each object's state without tensors is stored, by the object's keyword.
 
-        Args:
-            stored: the checkpoint.
-            rank: this process's rank, because some states are stored for each rank.
-            size: the number of ranks that load.
-
         Raises:
             CheckpointError: nothing is saved under a keyword, or the states are per rank and for another number of
                 ranks.
@@ -102,7 +97,6 @@ class TrainingState:
         """Return the tensors to read into, by their names in the checkpoint.
 
         Args:
-            stored: the checkpoint.
             rests: the stored state of each object without tensors, by keyword.
             names: the result of `wanted`.
 
@@ -153,9 +147,7 @@ class TrainingState:
     def load(self, rests: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Load states and tensors into the model, the optimizers and the user's objects, and set the random states.
 
-        Args:
-            rests: the stored state of each object without tensors, by keyword.
-            tensors: the tensors of `places`, filled, by their names in the checkpoint.
+        `rests` has the stored states without tensors, by keyword, and `tensors` the filled tensors of `places`.
         """
         state = self.model.state_dict()
         loaded = join(rests[MODEL], tensors)
@@ -173,19 +165,12 @@ class TrainingState:
 
 
 def _state_of(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict of a model.
-
-    For a compiled model it holds the parameters themselves, because detaching DTensors is slow.
-    """
+    """Return a model's state dict, for a compiled model without detaching, which is slow for DTensors."""
     return dict(model.state_dict(keep_vars=True) if isinstance(model, ShardedModule) else model.state_dict())
 
 
 def model_of(step: Any) -> nn.Module:
-    """Return the module of `step`: the model of a `TrainStep`, or `step` itself if it is a module.
-
-    Raises:
-        CheckpointError: `step` is neither.
-    """
+    """Return the module of a `TrainStep`, or `step` itself if it is a module; else raise a `CheckpointError`."""
     model = step.sharded if isinstance(step, TrainStep) else step
     if not isinstance(model, nn.Module):
         raise CheckpointError(
@@ -205,7 +190,10 @@ def mesh_of(step: Any) -> str:
 
 
 def ranks_of(step: Any, timeout_s: float | None = None) -> Ranks:
-    """Return the processes that run the model of `step`, all of which must call; `timeout_s` as for `Ranks.of`."""
+    """Return the processes that run the model of `step`. All of these processes must call `ranks_of`.
+
+    `timeout_s` limits the wait for a rank that shows no sign of life. Default: the timeout of the model, or 60 seconds.
+    """
     return Ranks.of(model_of(step), timeout_s)
 
 
@@ -238,7 +226,10 @@ def _places_in_optimizer(stored: Stored, optimizer: NamedOptimizer, rest: Mappin
 
 
 def _place(stored: Stored, slot: Slot, now: torch.Tensor | None) -> torch.Tensor:
-    """Return a tensor to read a slot into: the object's present tensor `now` if it fits, else a new whole tensor."""
+    """Return the tensor into which the stored tensor of `slot` is read.
+
+    This is `now`, the saved object's present tensor, if shape and dtype fit. Otherwise it is a new whole tensor.
+    """
     shape, dtype = stored.tensor(slot.name)
     if now is not None and now.shape == shape and now.dtype == dtype:
         return now.detach()
@@ -246,7 +237,6 @@ def _place(stored: Stored, slot: Slot, now: torch.Tensor | None) -> torch.Tensor
 
 
 def _random_state() -> dict[str, Any]:
-    """Return the states of this process's random number generators: "torch", "python", "numpy" and "accelerator"."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return {
         "torch": _bytes_of(torch.get_rng_state()),

@@ -41,7 +41,7 @@ def split(keyword: str, state: Any) -> tuple[dict[str, torch.Tensor], Any]:
 
 
 def slots_in(rest: Any) -> list[Slot]:
-    """Return the placeholders in the rest that `split` returned."""
+    """Return the placeholders of tensors in a state without tensors (the rest that `split` returned)."""
     return [leaf for leaf in pytree.tree_leaves(rest) if isinstance(leaf, Slot)]
 
 
@@ -63,8 +63,7 @@ def own_slots(rest: Any, suffix: str) -> Any:
 def described(value: Any) -> str:
     """Return a text that is the same for equal values on every rank.
 
-    Containers are described item by item. A value of a common type gives its `repr`. Any other value gives the `repr`
-    of its bytes from `packed`.
+    Values of uncommon types give the `repr` of their bytes from `packed`.
     """
     if isinstance(value, Mapping):
         return f"{{{','.join(f'{described(key)}:{described(item)}' for key, item in value.items())}}}"

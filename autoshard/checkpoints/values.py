@@ -26,12 +26,7 @@ from autoshard.ir.read_json import parse
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The placeholder of a tensor in a state.
-
-    Args:
-        name: the name under which the tensor is saved.
-        is_sharded: whether the tensor was a DTensor.
-    """
+    """The placeholder of a tensor in a state: its name in the checkpoint, and whether it was a DTensor."""
 
     name: str
     is_sharded: bool
@@ -46,7 +41,7 @@ class StepCount:
     shape: torch.Size
 
     def tensor(self) -> torch.Tensor:
-        """Return the count as a tensor on the CPU."""
+        """Return the count as a tensor on the CPU, of the saved dtype and shape."""
         return torch.full(self.shape, self.value, dtype=self.dtype)
 
 
@@ -70,11 +65,7 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:
-    """Return the value from the text that `packed` returned.
-
-    Raises:
-        ValueError: `packed` did not write `data`.
-    """
+    """Return the value from the text that `packed` returned. Raises `ValueError` for any other text."""
     try:
         return _decoded(parse(bytes(data).decode()))
     except (KeyError, TypeError, AttributeError, RuntimeError, RecursionError, pickle.UnpicklingError) as error:
@@ -82,7 +73,7 @@ def unpacked(data: bytes) -> Any:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype with a name such as "float32"; raise `ValueError` if there is none."""
+    """Return the dtype with a name such as "float32". Raises `ValueError` if there is none."""
     found = getattr(torch, name, None) if name.isidentifier() else None
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name[:60]!r} is not a dtype")
@@ -121,11 +112,7 @@ def _encoded(value: Any) -> Any:
 
 
 def _saved(value: Any) -> bytes:
-    """Return a value as `torch.save` writes it, after checking that `weights_only=True` can read it.
-
-    Raises:
-        CheckpointError: `weights_only=True` cannot read it.
-    """
+    """Return a value as the bytes of `torch.save`. Raises `CheckpointError` if `weights_only=True` cannot load it."""
     file = io.BytesIO()
     try:
         torch.save(value, file)
@@ -168,7 +155,7 @@ _KINDS: Mapping[type, tuple[str, Callable[[Any], Any]]] = {
     torch.dtype: ("dtype", name_of),
     torch.device: ("device", str),
 }
-"""The JSON key of each type, and the function that encodes its values."""
+"""Type → its key in JSON, and the function that encodes its values."""
 
 
 def _decoded(data: Any) -> Any:

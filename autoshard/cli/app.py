@@ -1,8 +1,8 @@
-"""The commands: plan a model for a cluster, and ask whether this machine is ready.
+"""The commands of `autoshard`: plan, explain, report, price, verify, calibrate and doctor.
 
 With `--json`, a command prints JSON instead of text for a person. The exit status is 0 after success, and 1 after an
 error, which one clear sentence describes. It is 2 if the command or an option does not exist or lacks its value. It is
-130 after Ctrl-C before there was anything to print.
+130 if Ctrl-C ends the command before it has a result to print.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ app = typer.Typer(
 console = Console(highlight=False)
 
 _PRODUCTS = {"f32": torch.float32, "f16": torch.float16}
-"""From the value of `--precision` to the dtype of a model that is priced in another framework; default: bfloat16."""
+"""Value of `--precision` → dtype of a model that is priced in another framework; default: bfloat16."""
 
 _WRONG_USAGE = 2
 """Exit status for a command line that cannot be understood. Unix's own commands use it too."""
@@ -84,7 +84,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of table
 
 
 def main() -> None:
-    """Run the command line; a user's mistake ends in one sentence and exit status 1, or 2 for wrong usage."""
+    """Run the command line. A user's mistake prints one sentence; the exit status is then 1, or 2 for wrong usage."""
     try:
         if app(standalone_mode=False) == _INTERRUPTED:
             _fail("interrupted before there was anything to print.", _INTERRUPTED)
@@ -100,7 +100,6 @@ def _fail(sentence: str, status: int = 1) -> None:
 
 
 def _print_version(is_wanted: bool) -> None:
-    """Print the version and end, where `--version` is given."""
     if is_wanted:
         console.print(f"autoshard {__version__}")
         raise typer.Exit
@@ -201,7 +200,6 @@ def _plan(
     trust_remote_code: bool = False,
     previous: Plan | None = None,
 ) -> Plan:
-    """Make the plan for the options of the command line."""
     is_price = global_batch is not None and runtime != "autoshard"
     dtype = _PRODUCTS.get(precision, torch.bfloat16) if is_price else None
     loaded = load_model(model, batch=batch, seq=seq, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -257,7 +255,6 @@ def report(
 
 
 def _bytes(memory_gib: float | None) -> int | None:
-    """Return the memory limit of `--memory-gib` in bytes; None without the option."""
     if memory_gib is None:
         return None
     if not 0 < memory_gib < math.inf:
@@ -266,18 +263,17 @@ def _bytes(memory_gib: float | None) -> int | None:
 
 
 def _named(optimizer: str | None) -> str | None:
-    """Return the optimizer named by `--optimizer`; None for "none"."""
     return None if optimizer == "none" else optimizer
 
 
 def _check_folder(out: Path | None) -> None:
-    """Raise `AutoshardError` if the folder of `out` does not exist, before the search starts."""
+    """Raise `AutoshardError` before a search starts, if the plan could not be written: there is no folder for `out`."""
     if out is not None and not out.parent.is_dir():
         raise AutoshardError(f"--out {out} cannot be written: there is no folder {out.parent}. Make the folder first.")
 
 
 def _write(out: Path, save: Callable[[Path], None]) -> None:
-    """Call `save(out)`; turn an `OSError` into an `AutoshardError` with one sentence for the user."""
+    """Call `save(out)`. Raises `AutoshardError`, of one sentence, in place of an `OSError`."""
     try:
         save(out)
     except OSError as error:
@@ -285,7 +281,6 @@ def _write(out: Path, save: Callable[[Path], None]) -> None:
 
 
 def _existing(path: str) -> Path:
-    """Return the path; raise `AutoshardError` if there is no such file."""
     if not Path(path).is_file():
         raise AutoshardError(f"there is no file {path}; pass a plan that `autoshard plan --out` or Plan.save wrote.")
     return Path(path)
@@ -406,11 +401,7 @@ def doctor(
 
 
 def _examine_machine(as_json: bool) -> None:
-    """Print a report on this machine, with a compile of a small model on the simulator as a test.
-
-    Raises:
-        AutoshardError: an examination found that autoshard cannot work here.
-    """
+    """Print a report on this machine; raise `AutoshardError` if autoshard cannot work here."""
     findings = diagnose()
     if as_json:
         _show([{"name": item.name, "found": item.found, "is_good": item.is_good} for item in findings])
@@ -422,7 +413,7 @@ def _examine_machine(as_json: bool) -> None:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Parse `NODE_TYPE:NODESxDEVICES` (`NODE_TYPE` alone is one whole node), or the name of a .toml file.
+    """Return the cluster `NODE_TYPE:NODESxDEVICES`, one whole node for `NODE_TYPE`, or the cluster of a .toml file.
 
     Raises:
         MeshError: the text is not of this form.
@@ -443,13 +434,12 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _place(cluster: str, mesh: str | None) -> Cluster | ClusterMesh:
-    """Return the named cluster, or with `--mesh` a mesh of its devices."""
     found = parse_cluster(cluster)
     return found if mesh is None else found.mesh(parse_mesh(mesh))
 
 
 def parse_mesh(text: str) -> Mesh:
-    """Parse a mesh like `data=8,model=8`.
+    """Return the mesh of a text such as `data=8,model=8`.
 
     Raises:
         MeshError: the text is not of this form.
@@ -475,7 +465,6 @@ def _findings_table(findings: tuple[Finding, ...]) -> Table:
 
 
 def _show(content: Any) -> None:
-    """Print text, a table, or data as JSON."""
     if isinstance(content, (dict, list)):
         content = json.dumps(content, indent=1)
     if isinstance(content, str):

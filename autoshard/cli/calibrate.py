@@ -64,7 +64,7 @@ def keep_freed_memory() -> None:
 
 
 def _measure(budget_s: float) -> Calibration | None:
-    """Make a process group, and measure with all its ranks. Return the calibration on rank 0, None on other ranks."""
+    """Make a process group, and measure with all its ranks; only rank 0 returns the calibration."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
@@ -83,10 +83,7 @@ def _measure(budget_s: float) -> Calibration | None:
 
 
 def calibration_table(found: Calibration, path: Path) -> Table:
-    """Return a table of the measured times, each with the ratio of predicted to measured time on the fitted cluster.
-
-    The title of the table names `path`, the written file.
-    """
+    """Return a table of measured times and their ratios predicted / measured; its title names the written file."""
     title = f"{found.cluster.size} ranks of this machine, written to {path}"
     table = Table("measurement", "measured", "predicted / measured", title=title)
     for name, seconds in found.measured_s.items():
@@ -96,5 +93,5 @@ def calibration_table(found: Calibration, path: Path) -> Table:
 
 
 def calibration_json(found: Calibration) -> dict[str, Any]:
-    """Return the calibration as JSON data."""
+    """Return the times in seconds and the ratios predicted / measured, as JSON data."""
     return {"date": found.date, "measured_s": dict(found.measured_s), "predicted_over_measured": found.ratios}

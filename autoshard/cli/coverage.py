@@ -24,7 +24,6 @@ class Row:
 
     Args:
         kind: "without rule", "replicated" or "inferred rule".
-        item: the operator, its line and its time.
         share: the operator's share of the step's predicted time, including the resharding of its operands.
     """
 
@@ -54,7 +53,7 @@ def _share(item: OperatorCoverage, plan: Plan) -> float:
 
 
 def coverage_json(plan: Plan) -> dict[str, Any]:
-    """Return the report as JSON data; shares are of the step's predicted time."""
+    """Return the rows and the numbers of calls as JSON data; shares are of the step's predicted time."""
     return {
         "step_time_s": plan.predicted.step_time_s,
         "operators": [{"kind": row.kind, "share": row.share, **asdict(row.item)} for row in coverage_rows(plan)],
@@ -65,7 +64,7 @@ def coverage_json(plan: Plan) -> dict[str, Any]:
 
 
 def coverage_summary(plan: Plan) -> str:
-    """Return the report in one sentence."""
+    """Return one sentence: how many calls of a step are split, replicated by choice, or without a rule."""
     counts = {kind: sum(item.calls for item in items) for kind, items in plan.coverage.items()}
     shares = {kind: sum(_share(item, plan) for item in items) for kind, items in plan.coverage.items()}
     return (
@@ -77,7 +76,7 @@ def coverage_summary(plan: Plan) -> str:
 
 
 def coverage_table(rows: tuple[Row, ...]) -> Table:
-    """Return the rows of the report as a table."""
+    """Return the rows as a table for the terminal, in which long operator names and lines wrap."""
     names = ("", "operator", "line", "calls", "time", "reshards", "share")
     table = Table(*names, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     for column in table.columns:

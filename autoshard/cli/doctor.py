@@ -30,7 +30,7 @@ class Finding:
 
 
 def diagnose() -> tuple[Finding, ...]:
-    """Examine everything that a compile and a run need, and return all results."""
+    """Examine everything that a compile and a run need, from packages to one small compile as a test."""
     return tuple(look() for look in _LOOKS)
 
 
@@ -70,7 +70,7 @@ def _hardware_files() -> Finding:
 
 
 def _small_compile() -> Finding:
-    """Compile a small model for two simulated ranks and compare its output with one device's."""
+    """Compile a small model for two simulated ranks, and report how far its output is from one device's."""
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     features = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
     sharded = api.compile(copy.deepcopy(model), Mesh({"data": 2}), example_inputs=(features,))

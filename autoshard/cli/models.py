@@ -1,9 +1,8 @@
 """Models named on the command line: a function in a file, a function in a package, or a transformers config.
 
-A model is built on the meta device, so models larger than this machine can be planned. A function named on the command
-line returns `(model, example_inputs)`. It gets `batch` and `seq` if it has parameters of these names. The named file or
-package is run. A config is data: neither its custom code nor kernels from a repository run, unless the user trusts
-them.
+A model is built on the meta device, so models larger than this machine can be planned. A named function returns
+`(model, example_inputs)`, and gets `batch` and `seq` if it has parameters of these names. A config is data: neither its
+custom code nor kernels from a repository run, unless the user trusts them.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class NamedModel:
     inputs: tuple[Any, ...] | Mapping[str, Any]
 
     def to(self, dtype: torch.dtype) -> NamedModel:
-        """Return the model and its inputs with all floating-point parameters and inputs of type `dtype`."""
+        """Return a model and inputs whose floating-point parameters and tensors have type `dtype`."""
         return NamedModel(self.model.to(dtype), cast_floats(self.inputs, dtype))
 
 
@@ -92,7 +91,7 @@ _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 @contextlib.contextmanager
 def _named(reference: str) -> Iterator[None]:
-    """Within the context, turn an error of the user's code into a `ModelReferenceError` that names its line."""
+    """Turn an error that the user's code raises in this context into a `ModelReferenceError` with the user's line."""
     try:
         yield
     except AutoshardError:
@@ -206,7 +205,7 @@ def _check_config(path: Path, reference: str, trusts: bool) -> None:
 
 
 def _layer_counts(data: object) -> Iterator[tuple[str, int]]:
-    """Yield name and value of each field that counts layers ("num_layers"), in a config and its nested parts."""
+    """Yield each field that counts layers ("num_layers") with its value, in a config and its nested parts."""
     for name, value in data.items() if isinstance(data, dict) else ():
         if isinstance(value, int) and name.endswith(("layer", "layers")):
             yield name, value
@@ -224,7 +223,7 @@ _BUILT_IN: Mapping[str, Sequence[str | None]] = {
     "attn_implementation": (None, "eager", "sdpa", "flex_attention"),
     "experts_implementation": (None, "eager", "batched_mm", "grouped_mm"),
 }
-"""From the name of a config's field to the values of the field for which transformers contains the code.
+"""Field of a config → the values for which transformers contains the code.
 
 Other implementations, such as flash attention, may be fetched from a repository.
 """
@@ -245,11 +244,7 @@ def _refuse_fetched(config: Any, reference: str) -> None:
 
 
 def _language_model(config: Any, trusts: bool) -> Any:
-    """Return the transformers class that builds a config's model with a loss over predicted tokens.
-
-    Raises:
-        ModelReferenceError: transformers has no such model for the config.
-    """
+    """Return the transformers class that builds a config's model with a loss over predicted tokens."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
     from transformers.models.auto import modeling_auto
 

@@ -64,7 +64,7 @@ def parse_constraints(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def named_twice(names: Iterable[str]) -> str | None:
-    """Return the first repeated name, or None."""
+    """Return the first name that occurs a second time, or None."""
     return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
@@ -74,7 +74,6 @@ def is_whole(text: str) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the fields of a recipe in a JSON file, by name."""
     if not path.is_file():
         raise RecipeError(f"there is no file {path}, which --recipe names.")
     try:
@@ -95,7 +94,7 @@ def _recipe(values: dict[str, Any]) -> Recipe:
 
 
 def _value(name: str, text: str) -> object:
-    """Return the value of a field as an int, bool, None, tuple (from a list such as 4+4+3) or str."""
+    """Return a field's value as an int, bool, None, str, or tuple (from a list such as 4+4+3)."""
     if name not in _TEXTS and text.lower() in _WORDS:
         return _WORDS[text.lower()]
     if is_whole(text):

@@ -1,4 +1,4 @@
-"""Operands whose memory the results of a call may share. A write to such a result changes the operand too.
+"""Operands whose memory the results of a call may share, so that a write to a result changes the operand.
 
 An operator's schema says which results are views. Some operators return an operand or a view of it although their
 schema does not say so. This file lists these operators, and a test compares the list with runs of torch's operators.
@@ -26,9 +26,7 @@ An aten operator is named by its overload packet, such as "dropout". Other opera
 
 
 def aliased_operands(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the operands of `node` whose memory its results may share.
-
-    For a plain Python function, these are all operands. For a node that is no call, the tuple is empty.
+    """Return the operands of `node` whose memory its results may share; all operands of a plain Python function.
 
     Example:
         >>> graph = fx.Graph()
@@ -52,7 +50,6 @@ def _returns_operands(target: torch._ops.OpOverload) -> bool:
 
 
 def _annotated(node: fx.Node, target: torch._ops.OpOverload) -> tuple[fx.Node, ...]:
-    """Return the operands that the operator's schema marks as aliases, such as `Tensor(a) self` of `view`."""
     found: dict[fx.Node, None] = {}
     for position, name in _aliased_arguments(target):
         given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
@@ -62,10 +59,7 @@ def _annotated(node: fx.Node, target: torch._ops.OpOverload) -> tuple[fx.Node, .
 
 @cache
 def _aliased_arguments(target: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
-    """Return position and name of each argument that the schema marks as an alias.
-
-    The tuple is empty if the schema marks no result as an alias.
-    """
+    """Return position and name of each argument whose memory a result may share, according to the schema."""
     if not any(item.alias_info is not None for item in target._schema.returns):
         return ()
     arguments = enumerate(target._schema.arguments)

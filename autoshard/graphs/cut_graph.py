@@ -1,6 +1,6 @@
-"""Cuts a graph in two. The first graph computes some results, and the second graph computes the other results.
+"""Cuts a graph in two. The first graph computes some of the results; the second computes the other results.
 
-The second graph reads intermediate values that the first graph returns.
+The second graph takes values that the first graph computed.
 """
 
 from __future__ import annotations
@@ -56,11 +56,7 @@ def cut_graph(
 
 
 def _needed(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the calls that compute `results`.
-
-    If a call returns a tuple, all its `getitem` nodes are included. If a call starts a collective, the collective's
-    wait is included.
-    """
+    """Return the calls that compute `results`, with all `getitem` nodes of tuples and all waits of collectives."""
     needed, waiting = set[fx.Node](), list(results)
     while waiting:
         node = waiting.pop()

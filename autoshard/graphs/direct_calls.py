@@ -1,11 +1,9 @@
 """Replaces calls of `torch.ops` by calls of torch's Python functions, which start the same kernels with less overhead.
 
 Before → after: `torch.ops.aten.mm.default(x, y)` → `torch.mm(x, y)`; `torch.ops.aten.view.default(x, shape)` →
-`x.view(shape)`. The pass serves graphs that run as they are, without a compiler such as Inductor.
-
-A call of `torch.ops` matches its arguments to a schema and puts the arguments on a stack. Functions of torch parse
-arguments in generated code. Between large kernels, which empty the caches, this saves some microseconds a call. The
-tables have the most frequent operators whose functions take the same arguments.
+`x.view(shape)`. The pass serves graphs that run as they are, without a compiler such as Inductor. A call of `torch.ops`
+matches its arguments to a schema; functions of torch parse arguments in generated code, which saves some microseconds a
+call. The tables have the most frequent operators whose functions take the same arguments.
 """
 
 from __future__ import annotations
@@ -69,7 +67,7 @@ FUNCTIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
 
 
 def call_directly(graph_module: fx.GraphModule) -> None:
-    """Replace the operators of the tables by functions and methods, in the given graph module itself."""
+    """Replace calls of operators in `FUNCTIONS` and `METHODS` by calls of torch's functions and methods, in place."""
     for node in graph_module.graph.nodes:
         if not node.args or isinstance(node.args[0], int | float):
             continue  # operators take a number for a tensor

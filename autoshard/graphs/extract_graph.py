@@ -10,10 +10,7 @@ CopyNode = Callable[[fx.Graph, fx.Node, Callable[[fx.Node], fx.Node]], fx.Node]
 
 
 def placeholder_like(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Add a placeholder to `graph` with the name and the metadata of `node`, and return the placeholder.
-
-    `fx.Graph.placeholder` would turn capital letters into small letters, and parameters' names may have capitals.
-    """
+    """Add a placeholder with `node`'s name and metadata; `fx.Graph.placeholder` would lower the name's capitals."""
     made = graph.create_node("placeholder", node.name, name=node.name)
     made.meta = dict(node.meta)
     return made
@@ -26,17 +23,14 @@ def extract_graph(
     results: Sequence[fx.Node],
     copy_node: CopyNode = fx.Graph.node_copy,
 ) -> fx.Graph:
-    """Return a new graph that computes `results` from `inputs` with copies of `calls`.
+    """Return a new graph that computes `results` from `inputs` with copies of `calls`, all of them nodes of `whole`.
 
-    Other nodes that the calls read, such as scalars and constants, are copied too. Unused calls are left out.
+    `inputs` become the placeholders, in order. Scalars, constants and other nodes that the calls read are copied too.
+    Unused calls are left out.
 
     Args:
-        whole: the graph that has all these nodes.
-        inputs: nodes of `whole` that become the placeholders of the new graph, in this order.
-        calls: calls of `whole` to copy.
-        results: nodes of `whole` whose copies the new graph returns, in this order.
-        copy_node: `copy_node(graph, node, copy_of)` adds a copy of `node` to `graph`. `copy_of` maps an operand to its
-            copy.
+        copy_node: `copy_node(graph, node, copy_of)` adds a copy of `node` to `graph`, where `copy_of` maps an operand
+            to its copy.
     """
     graph = fx.Graph()
     copies = {node: placeholder_like(graph, node) for node in inputs}

@@ -52,11 +52,11 @@ _ALIGNED_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A value that a bucket packs, usually a gradient.
+    """A value, usually a gradient, that a bucket packs.
 
     Args:
         flat: the `view` of the value as [elements], or as [ranks, elements] for a reduce-scatter.
-        computed: the call that computes the value and can write into the buffer. None if the value is copied.
+        computed: the call that computes the value directly into the buffer. None if the value is copied.
     """
 
     flat: fx.Node
@@ -64,27 +64,27 @@ class Member:
 
     @property
     def value(self) -> fx.Node:
-        """The node of the value: `computed`, or the operand of the view `flat` if `computed` is None."""
+        """The node of the value, before its flattening into `flat`."""
         return self.flat.all_input_nodes[0] if self.computed is None else self.computed
 
     @property
     def size_bytes(self) -> int:
-        """Size of the value in bytes."""
+        """Size of the value on a rank, in bytes."""
         value = self.flat.meta["val"]
         return value.numel() * value.element_size()
 
 
 def fill_buckets(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of the graph module in which values are written into their buckets.
+    """Return a copy of the graph module in which values are written into the buffers of their buckets.
 
-    If the graph has no buckets, return the graph module itself.
+    A graph without buckets is returned as it is.
     """
     graph = filled(graph_module.graph)
     return graph_module if graph is graph_module.graph else lazy_module(graph_module, graph)
 
 
 def filled(graph: fx.Graph) -> fx.Graph:
-    """Return the rewritten copy of `graph`, as `fill_buckets` does for a graph module."""
+    """Return a copy of `graph` in which values are written into the buffers of their buckets."""
     packed = graph.find_nodes(op="call_function", target=_aten.cat.default)
     buckets = {node: members for node in packed if (members := members_of(node))}
     return _Filling(graph, buckets).run() if buckets else graph
@@ -93,7 +93,7 @@ def filled(graph: fx.Graph) -> fx.Graph:
 def members_of(packed: fx.Node) -> list[Member]:
     """Return the values that the `cat` call `packed` puts into a bucket, in order.
 
-    The list is empty if `packed` is no bucket of an all-reduce or a reduce-scatter, or if all its values are inputs.
+    Empty if `packed` is no bucket of an all-reduce or a reduce-scatter, or if all its values are inputs.
     """
     started = next(iter(packed.users), None)
     if packed.target is not _aten.cat.default or len(packed.users) != 1 or started is None:
@@ -113,14 +113,9 @@ def _is_flat(item: fx.Node) -> bool:
 
 
 def _computed(flat: fx.Node, place_bytes: int) -> fx.Node | None:
-    """Return the call that can write the value of `flat` directly into the buffer, or None.
+    """Return the call that can write the value of `flat` directly into the buffer, at byte `place_bytes`; else None.
 
-    A call can write into the buffer under three conditions. Its operator is in `INTO`. Its result is contiguous, and
-    only the bucket reads it. The value's place in the buffer is aligned.
-
-    Args:
-        flat: the flat view of the value.
-        place_bytes: offset of the value in the buffer, in bytes.
+    Such a call runs an operator of `INTO`. The byte is aligned, the result is contiguous, and only the bucket reads it.
     """
     value = flat
     while value.target in _SHAPED and len(value.users) == 1:
@@ -132,15 +127,12 @@ def _computed(flat: fx.Node, place_bytes: int) -> fx.Node | None:
 
 @dataclass(slots=True)
 class _Filling:
-    """Copies a graph and rewrites its buckets on the way.
+    """Copies a graph and rewrites its buckets on the way. The dicts have the `cat` call of a bucket as the key.
 
     Args:
-        graph: the graph to copy.
-        buckets: from the `cat` call of a bucket to the bucket's members.
-        made: the new graph.
-        copies: from a node of `graph` to its copy in `made`.
-        parts: from a `cat` call to the `split_with_sizes` call in `made` that cuts the bucket's buffer into members.
-        given: from a `cat` call to indices of members that are inputs. They are copied once the buffer is allocated.
+        copies: copy in `made`, the new graph, of each node of `graph`.
+        parts: the `split_with_sizes` call in `made` that cuts the bucket's buffer into members.
+        given: indices of members that are inputs. They are copied once the buffer is allocated.
     """
 
     graph: fx.Graph
@@ -151,7 +143,6 @@ class _Filling:
     given: dict[fx.Node, list[int]] = field(default_factory=dict)
 
     def run(self) -> fx.Graph:
-        """Fill `made` and return it."""
         written: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
         left_out = set(self.buckets)
         for packed, members in self.buckets.items():
@@ -188,7 +179,7 @@ class _Filling:
         self._call(INTO[member.computed.target], args, member.computed, out=place)
 
     def _begin(self, packed: fx.Node, first: Member) -> None:
-        """Allocate the buffer of bucket `packed`, and copy the members into it that are inputs of the graph."""
+        """Allocate the buffer of the bucket `packed`, and copy those members into it that are inputs of the graph."""
         value = packed.meta["val"]
         like = next(node for node in (first.value, *first.value.all_input_nodes) if node in self.copies)
         buffer = self._call(_aten.new_empty.default, (self.copies[like], list(value.shape)), packed)
@@ -207,7 +198,7 @@ class _Filling:
 
 
 def _between(member: Member) -> set[fx.Node]:
-    """Return the views that the rewrite drops: `flat`, and all views between `computed`, if given, and `flat`."""
+    """Return the views of a member that the rewrite drops: `flat`, and the views between `computed` and `flat`."""
     found, node = {member.flat}, member.flat
     while member.computed is not None and node is not member.computed:
         found.add(node)

@@ -1,9 +1,8 @@
 """Removes redundant views, because every call costs time on the host.
 
 Before → after: `reshape(reshape(x, a), b)` → `reshape(x, b)`, if nothing else reads the inner result. `reshape(x, b)`
-and `permute(x, dims)` → `x`, if they change nothing. Lowered programs have two reshapes around each linear layer: one
-to a matrix of tokens and features, and one back. Only views of contiguous tensors are removed. A reshape that copies
-stays, because without it memory would be allocated at another time.
+and `permute(x, dims)` → `x`, if they change nothing. Lowered programs have two reshapes around each linear layer. Only
+views of contiguous tensors are removed: a reshape that copies stays, to leave the time of allocations as it is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Graph modules that generate their Python code only when somebody runs the module or reads its code.
 
-`torch.fx.GraphModule` generates and compiles its code at every creation and change. `autoshard.compile` makes some ten
-modules that never run, because the next pass only reads their nodes. Their code took a tenth of a compile's time.
+`torch.fx.GraphModule` generates code at every creation and change. Most modules of a compile never run, because the
+next pass only reads their nodes. Their code took a tenth of a compile's time.
 """
 
 from __future__ import annotations
@@ -13,8 +13,5 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 
 def lazy_module(root: nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
-    """Return a module like `fx.GraphModule(root, graph)` that generates its code at first use.
-
-    After a change of the graph, call `recompile()` as usual.
-    """
+    """Return a module like `fx.GraphModule(root, graph)`; code is generated at first use, and after `recompile()`."""
     return _LazyGraphModule(root, graph)

@@ -1,8 +1,8 @@
-"""Results of a graph that own their memory, so that the caller may overwrite them.
+"""Results of a graph that own their memory, so that the caller may overwrite them, as in-place sums do.
 
-A caller may, for example, add the next micro-batch's gradient to such a result in place. A result owns its memory under
-three conditions. The graph allocated the memory. The result's elements do not overlap. No other result lies in the same
-memory. Different parts of one bucket count as different memory; a value and its view do not.
+A result owns its memory under three conditions. The graph allocated the memory. The result's elements do not overlap.
+No other result lies in the same memory. Different parts of one bucket count as different memory; a value and its view
+do not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Part = tuple[fx.Node, int] | None
 
 
 def owned_results(graph: fx.Graph) -> tuple[bool, ...]:
-    """Return a bool for each result of `graph`: whether the caller may overwrite the result.
+    """Return for each result of `graph` whether the caller may overwrite the result.
 
     Example:
         >>> graph = fx.Graph()
@@ -47,10 +47,10 @@ def owned_results(graph: fx.Graph) -> tuple[bool, ...]:
 
 
 def _places_of(value: fx.Node, part: _Part = None) -> set[tuple[tuple[fx.Node, Any], _Part]]:
-    """Return the places in memory where `value` may lie.
+    """Return the places in memory where `value` may lie, each as `((maker, index), part)`.
 
-    A place is `((maker, index), part)`. `maker` is the call or placeholder whose memory it is. `index` is the index
-    among the results of `maker`, or None if `maker` has one result. `part` is a part of this memory.
+    `maker` is the call or placeholder whose memory it is, and `index` the index among its results, or None for its only
+    result. `part` is a part of this memory.
     """
     operands = aliased_operands(value)
     if value.target is operator.getitem:
@@ -64,9 +64,9 @@ def _places_of(value: fx.Node, part: _Part = None) -> set[tuple[tuple[fx.Node, A
 
 
 def _lie_apart(parts: Iterable[_Part]) -> bool:
-    """Whether the results that lie in one memory do not overlap.
+    """Whether results with the same memory do not overlap. `parts` has the part of the memory that each result uses.
 
-    They do not overlap if there is only one result, or if all are different results of one split.
+    A single result overlaps nothing, and neither do different parts of one split.
     """
     parts = list(parts)
     splits = {part[0] if part is not None else None for part in parts}

@@ -1,9 +1,8 @@
 """Turns functional updates into updates in place, so that new parameters and state overwrite the old ones.
 
 Before: the graph returns a new value `f(p)` for the input `p`. After: the graph runs `p.copy_(f(p))` after the last use
-of `p`, and returns `p`. An optimizer's call `update(p, g, m)`, which returns new `p` and `m`, becomes
-`update_(p, g, m)`. If a later call reads the old value, directly or through a view, the graph copies the old value
-first.
+of `p`, and returns `p`. `update(p, g, m)`, an optimizer's call that returns new `p` and `m`, becomes
+`update_(p, g, m)`. If a later call reads the old value, the graph copies the old value first.
 """
 
 from __future__ import annotations
@@ -33,13 +32,16 @@ def write_in_place(graph_module: fx.GraphModule, written: Mapping[int, int]) -> 
 
     Args:
         graph_module: a graph without in-place operators; its placeholders are not views of each other.
-        written: from the index of a result to the index of the placeholder that the result overwrites.
+        written: index of the placeholder that a result overwrites, by the index of the result.
     """
     return lazy_module(graph_module, written_in_place(graph_module.graph, written))
 
 
 def written_in_place(graph: fx.Graph, written: Mapping[int, int]) -> fx.Graph:
-    """Return the rewritten copy of `graph`, as `write_in_place` does for a graph module."""
+    """Return a copy of `graph` in which results overwrite inputs.
+
+    `written` maps the index of a result to the index of the placeholder that the result overwrites.
+    """
     made = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -92,9 +94,9 @@ class _Writing:
         self.order = {node: index for index, node in enumerate(self.graph.nodes)}
 
     def _update_in_place(self, node: fx.Node, twin: torch._ops.OpOverload) -> None:
-        """Replace the functional update `node` by `twin`, which overwrites the parameter and the state.
+        """Replace a functional optimizer update, `node`, by `twin`, its operator in place.
 
-        If a later call reads one of these operands, `twin` overwrites a clone of the operand.
+        An operand that later calls read is cloned first, and the clone is overwritten.
         """
         selections = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         count = len(selections) and 1 + max(index for index in selections if isinstance(index, int))
@@ -118,10 +120,10 @@ class _Writing:
         self.graph.erase_node(node)
 
     def _dies_at(self, value: fx.Node, reader: fx.Node) -> bool:
-        """Whether `reader` may overwrite `value`.
+        """Whether `reader` may overwrite the memory of `value`.
 
-        There are three conditions. `reader` reads the memory of `value` once. All other readers come before `reader`.
-        The memory belongs to no input that the graph must keep.
+        `reader` must use this memory once, after all other readers. The memory must belong to no input that the graph
+        keeps.
         """
         roots = roots_of(value)
         if any(root.op == "placeholder" and root not in self.overwritten for root in roots):
@@ -163,10 +165,7 @@ def _twin(name: str) -> torch._ops.OpOverload:
 
 
 def roots_of(value: fx.Node) -> set[fx.Node]:
-    """Return the nodes that own the memory of `value`. `value` may be a view of them, directly or through other views.
-
-    A value that is no view is its own root.
-    """
+    """Return the nodes that allocate the memory of `value`: `value` itself, or the nodes of which `value` is a view."""
     found: set[fx.Node] = set()
     waiting = [value]
     while waiting:

@@ -13,16 +13,16 @@ from autoshard.ir.spec import PartitionSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Cost of the best plan of some kind.
+    """Cost of the fastest plan that meets one condition, such as a given spec of a value.
 
     Args:
-        fits: whether a plan of the kind fits the memory limit and the user's constraints. If no plan fits, only
-            `smallest_bytes` may be given.
+        fits: whether a plan under the condition fits memory and the user's constraints; if not, only `smallest_bytes`
+            may be given.
         step_time_s: predicted seconds of a step.
         peak_memory_bytes: predicted peak memory of each rank.
-        breakdown: seconds of each part of the step, by name.
-        hidden: seconds of hidden communication, by name ("hidden: communication over data").
-        smallest_bytes: the smallest sufficient memory limit in bytes, where no plan fits for want of memory.
+        breakdown: seconds of each part of the step, by the part's name.
+        hidden: seconds of communication hidden behind computation, by name ("hidden: communication over data").
+        smallest_bytes: the smallest sufficient memory limit per device, in bytes, if plans fail for want of memory.
         recipe: the recipe of the best plan, to pass to `autoshard.price`; None if the plan has no recipe.
     """
 
@@ -37,14 +37,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Alternative(Outcome):
-    """One possible spec of a value, with the cost of the best plan that has the spec."""
+    """One possible spec of a value, with the cost of the best plan in which the value has this spec."""
 
     spec: PartitionSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Variant(Outcome):
-    """A way to have a feature, or a change of the hardware, with the cost of the best plan. `name` is in words."""
+    """Cost of the best plan under a changed condition. `name` is the condition in words, e.g. "10 % more memory"."""
 
     name: str
 
@@ -55,11 +55,11 @@ class Explanation:
 
     Args:
         name: qualified name of the value.
-        shape: its global shape.
-        alike: names of values that have the same spec, because they are at the same place in repeated blocks.
+        shape: global shape of the value.
+        alike: names of values with the same spec, because they are at the same place in repeated blocks.
         chosen: the plan's own spec.
-        others: all other specs, the cheapest first; specs that do not fit come last.
-        memory_budget: bytes per device, or None.
+        others: all other specs, the cheapest first; specs that fit in no plan come last.
+        memory_budget: memory limit of a device in bytes, or None.
         kernels: kernels of `backend="triton"` that compute or read the value, in words.
     """
 
@@ -72,7 +72,7 @@ class Explanation:
     kernels: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the answer as JSON data, with specs as text."""
+        """Return the answer as JSON data, with specs as text such as "P('data', None)"."""
         items = [{**asdict(item), "spec": repr(item.spec)} for item in (self.chosen, *self.others)]
         return {
             "name": self.name,
@@ -93,12 +93,12 @@ class WhyNot:
     """Answer of `Plan.why_not`: the best plan for each way to have a feature.
 
     Args:
-        feature: the feature in question: "tensor", "fsdp", ...
+        feature: the feature in question, such as "tensor" or "fsdp".
         used: how the plan uses the feature ("over model", "in its recipe (...)"), or "" if it does not.
         chosen: predicted cost of the plan itself.
         variants: each other way ("tensor over data"), the cheapest first; ways that do not fit come last.
-        memory_budget: bytes per device, or None.
-        missing: the reason in words if there are no `variants`, else "".
+        memory_budget: memory limit of a device in bytes, or None.
+        missing: why the answer has no `variants`, in words; "" if it has some.
     """
 
     feature: str
@@ -109,7 +109,7 @@ class WhyNot:
     missing: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the answer as JSON data."""
+        """Return the fields as JSON data, under their own names."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -123,9 +123,9 @@ class Limits:
     Args:
         chosen: predicted cost of the plan itself.
         variants: each change ("10 % more memory") with the best plan under it, in a fixed order.
-        memory_budget: bytes per device, or None.
-        memory_worth_s_per_byte: seconds saved per step for each further byte (the shadow price), averaged over a tenth
-            more memory; None without a limit.
+        memory_budget: memory limit of a device in bytes, or None.
+        memory_worth_s_per_byte: seconds saved per step for each further byte (the shadow price), found by planning with
+            10 % more memory; None without a limit.
     """
 
     chosen: Outcome
@@ -142,7 +142,7 @@ class Limits:
         return best if chosen and best and gains[best] > 1e-3 * chosen else ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the answer as JSON data."""
+        """Return the fields and `binding` as JSON data, under their own names."""
         return {**asdict(self), "binding": self.binding}
 
     def __str__(self) -> str:
@@ -151,20 +151,18 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two plans of one model side by side; each pair has the first plan's value, then the second's.
+    """Two plans of one model side by side. Each pair has the first plan's value, then the second plan's value.
 
     Args:
-        step_time_s, peak_memory_bytes: predicted cost of both plans.
-        breakdown, memory_breakdown: parts of the step in seconds, and of the peak in bytes, by name; 0 for a plan
-            without the part.
+        step_time_s, peak_memory_bytes: predicted seconds of a step, and peak bytes of a rank.
+        breakdown, memory_breakdown: seconds of a step and bytes of its peak, by part; 0 for a plan without the part.
         hidden: seconds of hidden communication, by name.
-        parameters: for each parameter whose spec differs, both specs; None for a plan without the parameter.
-        outputs: for each result of the program whose spec differs, both specs, by kind and name ("gradient w", "output
-            output:0").
+        parameters: both specs of each parameter whose spec differs; None for a plan without the parameter.
+        outputs: both specs of each result whose spec differs, by kind and name ("gradient w", "output output:0").
         meshes: both meshes as text.
-        tokens_per_s: tokens per second of both plans; None if a plan's inputs are no tokens. Steps of two recipes may
-            have different batches.
-        recipes: recipes of both plans; None for a plan whose specs were searched.
+        tokens_per_s: tokens per second of both plans; compare these if the plans have different batches. None for a
+            plan whose inputs are no tokens.
+        recipes: the recipe of each plan; None for a plan whose specs were searched.
     """
 
     step_time_s: tuple[float, float]
@@ -180,7 +178,7 @@ class Comparison:
 
     @property
     def recipe_fields(self) -> dict[str, tuple[object, object]]:
-        """The fields in which two recipes differ, with both values; empty if a plan has no recipe."""
+        """Name of each recipe field that differs, to its values in both plans; empty if a plan has no recipe."""
         first, second = self.recipes
         if first is None or second is None:
             return {}

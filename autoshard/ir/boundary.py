@@ -24,12 +24,9 @@ from autoshard.ir.spec import PartitionSpec, Reduction
 def shard(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, rank: int, *, padding: float | int | bool = 0) -> Tensor:
     """Return the padded local tensor of `rank` for a global `tensor`.
 
+    Over a partial axis the first rank gets the value, and all other ranks get the reduction's identity.
+
     Args:
-        tensor: the global value.
-        spec: its spec on `mesh`. Over a partial axis the first rank gets the value, all other ranks the reduction's
-            identity.
-        mesh: the mesh.
-        rank: the rank.
         padding: fill value of the padding, 0 by default. NaN reveals programs that read padding.
 
     Returns:
@@ -50,10 +47,7 @@ def shard(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, rank: int, *, padding
 
 
 def shard_all(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, *, padding: float | int | bool = 0) -> list[Tensor]:
-    """Return the local tensors of all ranks for a global `tensor`, by rank.
-
-    Ranks that hold copies share one tensor object.
-    """
+    """Return the local tensor of each rank of a global `tensor`, by rank; ranks with equal copies share one object."""
 
     @cache
     def at(key: tuple[int, ...]) -> Tensor:
@@ -70,14 +64,10 @@ def shard_all(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, *, padding: float
 def unshard(
     locals_: Sequence[Tensor], spec: PartitionSpec, mesh: Mesh, shape: Sequence[int], *, check: bool = False
 ) -> Tensor:
-    """Return the global tensor that the padded local tensors of all ranks make up. Reduce partial values.
+    """Return the global tensor of `shape` that the padded local tensors of all ranks, in rank order, make up.
 
     Args:
-        locals_: the local tensor of each rank, in the order of ranks.
-        spec: the value's spec on `mesh`.
-        mesh: the mesh.
-        shape: the global shape.
-        check: also compare the copies on all ranks, instead of taking the first rank's copy.
+        check: compare the copies on all ranks, instead of taking the first rank's copy.
 
     Raises:
         InvalidSpecError: `spec` does not fit the shape or the mesh, or a local tensor has another shape.
@@ -94,9 +84,9 @@ def unshard(
 
 
 def matches_dtensor(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> bool:
-    """Whether DTensor splits a tensor of `shape` into the same pieces, apart from padding.
+    """Whether DTensor splits a tensor of global `shape` into the same pieces as `spec`, apart from padding.
 
-    Return False if the axes on a dim are not in the order of the mesh. Placements cannot express another order.
+    False if several axes split a dim in another order than the mesh's, which placements cannot express.
 
     Example:
         >>> from autoshard.ir.spec import P
@@ -111,14 +101,9 @@ def matches_dtensor(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> bo
 
 
 def pad_local(chunk: Tensor, spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> Tensor:
-    """Pad a DTensor's local `chunk` with zeros; the inverse of `unpad_local`.
+    """Return the local tensor, padded with zeros, for DTensor's `chunk` of a value of global `shape`.
 
-    Args:
-        chunk: the unpadded piece of a rank.
-        spec, mesh, shape: spec of the value of global `shape` on `mesh`.
-
-    Raises:
-        InvalidSpecError: DTensor splits the value into other pieces.
+    Raises `InvalidSpecError` if DTensor splits the value into other pieces than `spec`. `unpad_local` is the inverse.
     """
     _check_matches(spec, mesh, shape)
     local = spec.local_shape(shape, mesh)
@@ -130,15 +115,9 @@ def pad_local(chunk: Tensor, spec: PartitionSpec, mesh: Mesh, shape: Sequence[in
 
 
 def unpad_local(local: Tensor, spec: PartitionSpec, mesh: Mesh, shape: Sequence[int], rank: int) -> Tensor:
-    """Return DTensor's local chunk of `rank`: its padded `local` tensor without padding, contiguous.
+    """Return DTensor's contiguous chunk for the padded `local` tensor of `rank`, part of a value of global `shape`.
 
-    Args:
-        local: the padded local tensor.
-        spec, mesh, shape: spec of the value of global `shape` on `mesh`.
-        rank: the rank of the tensor.
-
-    Raises:
-        InvalidSpecError: DTensor splits the value into other pieces.
+    Raises `InvalidSpecError` if DTensor splits the value into other pieces than `spec`. `pad_local` is the inverse.
     """
     _check_matches(spec, mesh, shape)
     for dim, size in enumerate(unpadded_shape(spec, mesh, shape, rank)):
@@ -147,7 +126,7 @@ def unpad_local(local: Tensor, spec: PartitionSpec, mesh: Mesh, shape: Sequence[
 
 
 def unpadded_shape(spec: PartitionSpec, mesh: Mesh, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-    """Return the shape of `rank`'s local tensor without padding."""
+    """Return the shape of `rank`'s piece, without padding, of a tensor of global `shape`."""
     place = mesh.coordinates(rank)
     return tuple(_real_size(size, spec.axes_of(dim), mesh, place) for dim, size in enumerate(shape))
 
@@ -165,7 +144,10 @@ def _piece(tensor: Tensor, dim: int, pieces: int, index: int, padding: float | i
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """One axis whose split `unshard` undoes: a reduction over the axis, or a dim to join and trim to `size`."""
+    """One axis of a spec, which `unshard` removes: it reduces over a partial axis, or joins the pieces of a split dim.
+
+    The joined dim `dim` is cut to `size` elements. `reduction` is None for an axis that splits a dim.
+    """
 
     axis: str
     reduction: Reduction | None = None
@@ -179,9 +161,9 @@ class _Level:
 
 
 def _levels(spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> list[_Level]:
-    """Return a level for each axis that splits a dim, then for each partial axis. The last level is undone first.
+    """Return a level for each axis of `spec`: first the axes that split dims, major to minor, then the partial axes.
 
-    Levels of one dim are major to minor.
+    `unshard` removes the axes from last to first.
     """
     levels = []
     for dim, size in enumerate(shape):
@@ -194,7 +176,7 @@ def _levels(spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> list[_Leve
 def _assembler(
     locals_: Sequence[Tensor], spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]
 ) -> Callable[[int, int], Tensor]:
-    """Return `value_at(rank, depth)`, the tensor of `rank` after all but the first `depth` levels are undone."""
+    """Return `value_at(rank, depth)`: the tensor on `rank` when only the first `depth` levels are still sharded."""
     levels = _levels(spec, mesh, shape)
     groups = [{rank: group for group in mesh.groups(level.axis) for rank in group} for level in levels]
 
@@ -238,7 +220,7 @@ def _check_copy(value: Tensor, copy: Tensor, spec: PartitionSpec, mesh: Mesh, ra
 
 
 def _are_equal(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors are equal. Complex32 is compared as pairs of reals, because `torch.equal` refuses it."""
+    """Whether two tensors are equal in all elements; complex32, unknown to `torch.equal`, is compared as pairs."""
     if left.dtype == torch.complex32:
         left, right = (torch.view_as_real(value.resolve_conj()) for value in (left, right))
     return torch.equal(left, right)
@@ -253,9 +235,9 @@ def _check_matches(spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> Non
 
 
 def _real_size(size: int, axes: Sequence[str], mesh: Mesh, place: Mapping[str, int]) -> int:
-    """Return the number of elements of a dim of `size` that a rank holds, without padding.
+    """Return the number of elements without padding that a rank holds of a dim of `size` elements, split by `axes`.
 
-    `axes` split the dim, and `place` is the rank's index along each axis.
+    `place` has the rank's index along each axis.
     """
     real = size
     for axis in axes:
@@ -265,9 +247,9 @@ def _real_size(size: int, axes: Sequence[str], mesh: Mesh, place: Mapping[str, i
 
 
 def _chunk_size(size: int, axes: Sequence[str], mesh: Mesh, place: Mapping[str, int]) -> int:
-    """Return the number of elements of a dim that DTensor gives to a rank; arguments as for `_real_size`.
+    """Return the number of elements in a rank's DTensor chunk of a dim of `size` elements, split by `axes`.
 
-    Each axis chunks the unpadded size.
+    Each axis in turn cuts the unpadded size into chunks. `place` has the rank's index along each axis.
     """
     for axis in axes:
         full = -(-size // mesh.axis_size(axis))

@@ -1,4 +1,4 @@
-"""A mesh over the devices of a cluster, for which plans are made and priced."""
+"""A mesh together with the cluster whose devices are its ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from cost_models.hardware import Cluster
 
 @dataclass(frozen=True, slots=True)
 class ClusterMesh:
-    """A mesh of all devices of a cluster, made by `autoshard.Cluster.mesh`.
-
-    Args:
-        cluster: the hardware.
-        mesh: named axes over its devices.
+    """A mesh over all devices of a cluster, made by `autoshard.Cluster.mesh`. Plans are made and priced for it.
 
     Raises:
         MeshError: ranks of the mesh and devices of the cluster differ in number.

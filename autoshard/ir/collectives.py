@@ -1,4 +1,4 @@
-"""Predicates on calls of lowered graphs: start of a collective, wait for a collective, memory held in between."""
+"""Predicates on nodes of lowered graphs: whether a node starts a collective, waits for one, or reduces in place."""
 
 from __future__ import annotations
 
@@ -15,29 +15,26 @@ _NAMESPACE = "_c10d_functional"
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether a node waits for a collective."""
+    """Whether a node is a `wait_tensor`, which waits for a collective."""
     return node.target is WAIT
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a node starts a collective."""
+    """Whether a node starts a functional collective (`torch.ops._c10d_functional`); False for the wait."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target.namespace == _NAMESPACE and target is not WAIT
 
 
 def holds_operand(node: fx.Node) -> bool:
-    """Whether a node starts a collective that needs its operand until the wait.
-
-    False for an all-reduce, which works on a copy.
-    """
+    """Whether a node starts a collective that reads its operand until the wait. An all-reduce copies its operand."""
     return is_collective(node) and node.target is not ALL_REDUCE
 
 
 def reduces_in_place(node: fx.Node) -> bool:
-    """Whether an all-reduce may write its result over its operand, a fresh buffer without another reader.
+    """Whether `node` is an all-reduce that may overwrite its operand.
 
-    The buffer is packed by `cat`, or filled by `autoshard.graphs.fill_buckets`. The runtime runs such an all-reduce in
-    place, and memory is counted accordingly.
+    The operand is then a new buffer that nothing else reads. `cat` packs it, or `autoshard.graphs.fill_buckets` fills
+    it. The runtime reduces in place, and predictions count no second buffer.
     """
     operand = node.args[0] if node.target is ALL_REDUCE else None
     if not isinstance(operand, fx.Node):

@@ -1,4 +1,4 @@
-"""Names of communicators: the mesh axes of a collective, and its purpose.
+"""Names of communicators, made of the mesh axes and the purpose of a collective.
 
 Waiting for a collective also waits for earlier collectives on the same communicator. So each purpose has a communicator
 of its own: `"data"` (values of the forward and the backward), `"data/gradients"`, `"data/parameters"`. Commas join
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Purpose(StrEnum):
-    """Purposes of collectives with a communicator of their own."""
+    """Purposes of collectives that have a communicator of their own, by the suffix of the communicator's name."""
 
     GRADIENTS = "gradients"
     NARROW_GRADIENTS = "narrow_gradients"
@@ -20,7 +20,7 @@ class Purpose(StrEnum):
 
 
 def group_axes(group: str) -> tuple[str, ...]:
-    """Return the mesh axes in a communicator's name.
+    """Return the mesh axes in a communicator's name, major to minor.
 
     Example:
         >>> group_axes("data,model/gradients")
@@ -30,7 +30,7 @@ def group_axes(group: str) -> tuple[str, ...]:
 
 
 def without_purpose(group: str) -> str:
-    """Return the name of the communicator along the same axes for values of the forward and the backward.
+    """Return the name of the communicator over the same axes that carries values of the forward and the backward.
 
     Example:
         >>> without_purpose("data/gradients")
@@ -40,7 +40,7 @@ def without_purpose(group: str) -> str:
 
 
 def for_purpose(group: str, purpose: Purpose) -> str:
-    """Return the name of the communicator along the same axes for `purpose`.
+    """Return the name of the communicator over the same axes that carries values for `purpose`.
 
     Example:
         >>> for_purpose("data", Purpose.GRADIENTS)
@@ -50,7 +50,7 @@ def for_purpose(group: str, purpose: Purpose) -> str:
 
 
 def is_for(group: str, purpose: Purpose) -> bool:
-    """Whether a communicator is for a purpose.
+    """Whether the communicator named `group` is for `purpose`.
 
     Example:
         >>> is_for("data/gradients", Purpose.GRADIENTS), is_for("data", Purpose.GRADIENTS)

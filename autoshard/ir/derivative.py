@@ -1,4 +1,4 @@
-"""Derivatives of a call: programs that return gradients, so that gradients have gradients too."""
+"""Calls that return gradients of another call. Derivatives of such calls are second and higher derivatives."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Derivative:
-    """Gradients as results of a call.
+    """A call that returns gradients of another call, in place of the other call's outputs.
 
-    The call's arguments are `(args, kwargs, tangents)`: the arguments of the differentiated call, and a tangent for
-    each of `outputs`. It returns a tuple of gradients, one for each of `wanted`.
+    The arguments are `(args, kwargs, tangents)`: those of the differentiated call, and a tangent for each of `outputs`.
+    The result is a tuple with the gradient of each tensor in `wanted`.
 
     Args:
-        outputs: indices of the differentiated outputs among the leaves of the call's result.
-        wanted: names of parameters and inputs ("input:0") whose gradients the call returns.
+        outputs: indices of the differentiated outputs among the leaves of the differentiated call's result.
+        wanted: names of parameters and inputs ("input:0").
     """
 
     outputs: tuple[int, ...]

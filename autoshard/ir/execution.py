@@ -1,4 +1,4 @@
-"""Executions: a complete recipe, its runtime, and further settings that a price depends on."""
+"""Executions: complete recipes, each with its runtime and all other settings that a price depends on."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ _OF_RECIPES = tuple(item.name for item in fields(Recipe))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution(Recipe):
-    """A complete recipe, with the runtime and the settings that its price depends on. Each field has a default.
+    """A complete recipe with its runtime and all other settings that its price depends on. Each field has a default.
 
     Args:
-        runtime: runtime that executes the recipe.
-        optimizer: "adamw", ...: its state takes memory and bandwidth.
+        runtime: profile of the framework that executes the recipe.
+        optimizer: "sgd", "sgd_momentum", "adam" or "adamw"; its state takes memory and bandwidth.
         precision: type of matrix products inside blocks: "bf16", "f16", "f8" or "f32".
         global_batch: sequences of a step, over all replicas; None: one micro-batch for each replica.
 
     Raises:
-        RecipeError: a field is invalid, as for `Recipe`, or replicas cannot run whole micro-batches.
+        RecipeError: a field is invalid, or `global_batch` is no multiple of `micro_batch` x `data`, or `expert` does
+            not divide `data` in a runtime without folded experts.
 
     Example:
         >>> Execution(data=8, tensor=8, pipeline=2, micro_batch=1, global_batch=64).micro_batches
@@ -72,14 +73,14 @@ class Execution(Recipe):
 
     @property
     def recipe(self) -> Recipe:
-        """The fields of `Recipe` alone."""
+        """The recipe alone, without the runtime and the further settings."""
         return Recipe(**{name: getattr(self, name) for name in _OF_RECIPES})
 
     def of(self, recipe: Recipe) -> Execution:
-        """Return an execution of `recipe` with the runtime and the settings of this execution.
+        """Return an execution of another recipe, `recipe`, with the runtime and the settings of this execution.
 
-        A field that the recipe leaves free gets a plain value: sizes 1, `zero` 0, no recomputation, no offload. The
-        number of `virtual_stages` becomes the smallest that the schedule takes.
+        A field that is None gets a plain value: size 1, `zero` 0, no recomputation, no offload. `virtual_stages`
+        becomes the smallest number that the schedule takes.
         """
         given = {name: getattr(recipe, name) for name in _OF_RECIPES}
         given = {name: _PLAIN[name] if value is None else value for name, value in given.items()}
@@ -87,22 +88,22 @@ class Execution(Recipe):
 
     @property
     def replicas(self) -> int:
-        """Number of ranks with the same parameters before ZeRO: data x context."""
+        """Number of ranks that hold the same parameters without ZeRO: data x context."""
         return self.data * self.context
 
     @property
     def expert_ranks(self) -> int:
-        """Number of ranks of a pipeline stage that share out the experts, or equal pieces of the experts."""
+        """Number of ranks of a pipeline stage that share out the experts, or pieces of experts (`expert_tensor`)."""
         return self.replicas * self.tensor // self.expert_tensor
 
     @property
     def stages(self) -> int:
-        """Number of stages on all pipeline ranks together."""
+        """Number of stages on all pipeline ranks together: pipeline x virtual_stages."""
         return self.pipeline * self.virtual_stages
 
     @property
     def chosen_schedule(self) -> str:
-        """Name of the pipeline's schedule. `schedule=None` means the usual schedule."""
+        """Name of the pipeline's schedule; for `schedule=None`, the usual schedule with these virtual stages."""
         return named_schedule(self)
 
     @property
@@ -112,7 +113,7 @@ class Execution(Recipe):
 
     @property
     def micro_batches(self) -> int:
-        """Number of micro-batches of each replica in a step."""
+        """Number of micro-batches that each replica runs in a step."""
         return self.batch // (self.micro_batch * self.data)
 
     @property

@@ -1,4 +1,4 @@
-"""Reads and writes the text files of plans. Errors name the path."""
+"""Reads and writes text files, such as plans, with errors that name the path."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autoshard.errors import NotAvailableError, PlanMismatchError
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text file. Raises `NotAvailableError` if it cannot be written."""
+    """Write a text file in UTF-8. Raises `NotAvailableError` if the file cannot be written."""
     checked = _checked(path)
     try:
         checked.write_text(text, encoding="utf-8")
@@ -20,7 +20,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def read_text(path: str | Path) -> str:
-    """Read a text file. Raises `PlanMismatchError` if it cannot be read, or is no text."""
+    """Return the text of a plan's file in UTF-8. Raises `PlanMismatchError` if it cannot be read, or is no text."""
     checked = _checked(path)
     try:
         return checked.read_text(encoding="utf-8")

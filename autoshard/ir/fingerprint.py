@@ -1,7 +1,7 @@
-"""A hash of everything that a traced program computes and returns. Programs with equal fingerprints are equal.
+"""A hash of everything that a traced program computes and returns.
 
-`Program.digest`, by which a plan finds its program, hashes only the program's text. A fingerprint also covers constant
-tensors, results other than tensors, and guards.
+`Program.digest`, which a plan stores to recognise its program, hashes only the program's text. A fingerprint also
+covers constant tensors, results other than tensors, and guards.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _constants(graph_module: fx.GraphModule) -> Iterator[bytes]:
 
 
 def bytes_of(value: torch.Tensor) -> bytes:
-    """Return the elements of a tensor as bytes; b"" for a meta tensor."""
+    """Return the elements of a tensor in memory order as bytes; b"" for a meta tensor."""
     if value.is_meta or value.numel() == 0:
         return b""
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -1,7 +1,7 @@
 """Runs Python's garbage collector rarely during tracing, planning and lowering.
 
-Most of a compiler's many small objects live until it ends, so collections find little. Collections take 14 % of the
-time of `compile` at Python's own thresholds, 8 % at `THRESHOLDS` (GPT-2, Llama and BERT of two layers).
+The objects of a compile live until it ends, so collections free little. With Python's own thresholds, collections take
+14 % of the time of `compile`; with `THRESHOLDS`, 8 % (GPT-2, Llama and BERT of two layers).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ THRESHOLDS = (100_000, 50, 100)
 
 
 def seldom_collecting(function: Callable[P, T]) -> Callable[P, T]:
-    """Run `function` with rare garbage collections, and restore the user's thresholds afterwards.
+    """Return `function`, changed to run with the rare garbage collections of `THRESHOLDS`.
 
-    If the user has turned collections off or made them rarer, the user's setting stays.
+    Higher thresholds of the user, or a disabled collector, stay as they are.
     """
 
     @wraps(function)
@@ -36,11 +36,7 @@ def seldom_collecting(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class _Rare:
-    """A context with rare collections.
-
-    Contexts may lie within each other, and in several threads. The first context raises the thresholds, and the last
-    context restores them.
-    """
+    """A reentrant context, shared by threads: the first entry raises the thresholds, the last exit restores them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,8 +1,7 @@
-"""The record of a model's initialisers: operations on memory, from which any part of any weight can be computed alone.
+"""The record of a model's initialisers, from which any part of any weight can be computed alone.
 
-A memory is the storage of tensors, known by a number. Tensors of the record are views of memories (`StridedView`), so
-views need no operation. Random numbers come from `autoshard::random` by their global index, so any part of a random
-tensor can be drawn alone.
+A *memory* is the storage of tensors, known by a number. Tensors of the record are views of memories (`StridedView`), so
+views need no operation. Random numbers come from `autoshard::random` by their global index.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a tensor: its start and its size in each dim."""
+    """A rectangular part of a tensor: its start and its size in each dim."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -32,21 +31,21 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements in the box."""
         return prod(self.size)
 
     def meet(self, other: Box) -> Box:
-        """Return the intersection of both boxes; a size is 0 if they do not meet."""
+        """Return the intersection with `other`; a size is 0 if the boxes do not meet."""
         start = tuple(map(max, self.start, other.start))
         ends = (min(s + n, o + m) for s, n, o, m in zip(self.start, self.size, other.start, other.size, strict=True))
         return Box(start, tuple(max(0, end - begin) for begin, end in zip(start, ends, strict=True)))
 
     def seen_from(self, other: Box) -> Box:
-        """Return the box with its start relative to the start of `other`."""
+        """Return the same box with its start counted from the start of `other`."""
         return Box(tuple(s - o for s, o in zip(self.start, other.start, strict=True)), self.size)
 
     def in_dims(self, dims: tuple[int, ...]) -> Box:
-        """Return a box with only the dims `dims` of this box, in the order of `dims`."""
+        """Return the box with only the dims in `dims`, in their order."""
         return Box(tuple(self.start[dim] for dim in dims), tuple(self.size[dim] for dim in dims))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -58,12 +57,9 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class StridedView:
-    """A tensor of the record: a strided view of a memory.
+    """A tensor of the record: a view of the memory with number `memory`.
 
-    Args:
-        memory: the number of its memory.
-        shape, stride, offset: its elements in the memory, as in torch.
-        dtype: type of its elements.
+    Shape, stride and offset are counted in elements, as in torch.
     """
 
     memory: int
@@ -73,7 +69,7 @@ class StridedView:
     dtype: torch.dtype
 
     def has_all(self, numel: int) -> bool:
-        """Whether the tensor has each of the `numel` elements of its memory once, in any order."""
+        """Whether the view contains each of the `numel` elements of its memory once, in any order."""
         expected = 1
         for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
             if size != 1 and stride != expected:
@@ -82,14 +78,14 @@ class StridedView:
         return self.offset == 0 and expected == numel
 
     def is_in_order(self, numel: int) -> bool:
-        """Whether the tensor is all `numel` elements of its memory, in the order of a contiguous tensor."""
+        """Whether the view contains all `numel` elements of its memory, in contiguous order."""
         pairs = zip(self.shape, self.stride, contiguous_strides(self.shape), strict=True)
         return self.has_all(numel) and all(size == 1 or stride == expected for size, stride, expected in pairs)
 
     def box_in(self, shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]] | None:
-        """Return the box that the elements cover in a contiguous tensor of `shape`, and a tuple of dims.
+        """Return the box that the view covers in a contiguous tensor of `shape`, and the box's dim of each view dim.
 
-        The tuple has, for each dim of the view, the matching dim of the box. None if the elements cover no box.
+        None if the view's elements do not form a box of the tensor.
         """
         strides = contiguous_strides(shape)
         start, left = [], self.offset
@@ -109,7 +105,7 @@ class StridedView:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous torch tensor of `shape`."""
+    """Return the strides, in elements, of a contiguous torch tensor of `shape`."""
     result = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         result[dim] = result[dim + 1] * max(1, shape[dim + 1])
@@ -118,11 +114,9 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A call of an operator in the record.
+    """A recorded call of the operator `target`, with a `StridedView` for each tensor among its arguments.
 
     Args:
-        target: the operator.
-        args, kwargs: its arguments, with a `StridedView` for each tensor.
         results: each tensor result, as a view; None for a result whose memory existed before the call.
         written: views that the call writes to.
     """
@@ -135,22 +129,22 @@ class Operation:
 
     @property
     def name(self) -> str:
-        """The operator's name: "aten::copy_"."""
+        """Name of the operator with its namespace: "aten::copy_"."""
         return self.target._schema.name
 
     @property
     def overwrites(self) -> bool:
-        """Whether the written values are independent of the earlier content."""
+        """Whether the written values are independent of the earlier content of `written`."""
         return self.name in _OVERWRITING or "out" in self.kwargs
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether each element depends only on scalars and on elements at its own index."""
+        """Whether each written element depends only on scalars and on elements at its own index."""
         return self.name in _OVERWRITING or torch.Tag.pointwise in self.target.tags
 
     @property
     def operands(self) -> tuple[StridedView, ...]:
-        """The tensor arguments (each a `StridedView`) whose values the call reads, in order."""
+        """Views among the arguments whose values the call reads, in order."""
         leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
         skipped = self.written if self.overwrites else ()
         return tuple(
@@ -166,12 +160,12 @@ class Initialisation:
     """The record of a model's initialisers.
 
     Args:
-        operations: the operations, in order.
-        numels: from the number of a memory to how many elements it has.
-        begins: name of each parameter and buffer to its view before initialisation. Each has a whole memory, in
-            contiguous order.
-        ends: from the name of each parameter and buffer to the view of its final value.
-        constants: from the number of a memory that existed before the record began, to its flat values.
+        operations: the operations in the order of their calls.
+        numels: number of elements of each memory, by the memory's number.
+        begins: view of each parameter and buffer before initialisation, by name. Each is a whole memory, in contiguous
+            order.
+        ends: view of each parameter's and buffer's final value, by name.
+        constants: flat values of each memory that existed before the record began, by the memory's number.
         seed: number of the memory that holds the seed.
     """
 
@@ -188,7 +182,7 @@ class Initialisation:
         return hashlib.sha256("\n".join([*text, str(self.begins), str(self.ends)]).encode()).hexdigest()[:16]
 
     def sources(self) -> dict[str, frozenset[str]]:
-        """Return for each weight the names of the weights on whose values before initialisation it depends.
+        """Return, by weight, the names of the weights whose values before initialisation determine its final value.
 
         A weight that no operation writes depends on itself.
         """
@@ -208,12 +202,13 @@ class Initialisation:
 
 @dataclass(frozen=True, slots=True)
 class _MemorySource:
-    """The weights on whose values before initialisation the present values of a memory depend.
+    """The weights on whose values before initialisation the present values of one memory depend.
 
     Args:
         shape: shape of the tensor that first had the memory.
-        sources: names of these weights.
-        boxes: boxes that were overwritten since the last write of the whole memory, each with its sources.
+        sources: names of the weights on which some value in the memory depends.
+        boxes: boxes overwritten since the last write of the whole memory, each with the weights on which its values
+            depend.
     """
 
     shape: tuple[int, ...]
@@ -221,13 +216,9 @@ class _MemorySource:
     boxes: tuple[tuple[Box, frozenset[str]], ...] = ()
 
     def written(self, view: StridedView, read: frozenset[str], numel: int, overwrites: bool) -> _MemorySource:
-        """Return the sources of the memory after a write to `view`.
+        """Return the sources after a write to `view` in a memory of `numel` elements.
 
-        Args:
-            view: the part of the memory that is written.
-            read: names of the weights on which the written values depend.
-            numel: number of elements of the memory.
-            overwrites: whether the written values are independent of the earlier content of `view`.
+        The written values depend on the weights `read`, and unless `overwrites`, on the earlier content of `view`.
         """
         if overwrites and view.has_all(numel):
             return _MemorySource(self.shape, read)
@@ -241,7 +232,7 @@ class _MemorySource:
 
 
 def cover(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Whether the boxes together cover a tensor of `shape`."""
+    """Whether the boxes together contain every element of a tensor of `shape`."""
     if sum(box.numel for box in boxes) < prod(shape):
         return False
     edges = [sorted({0, size}) for size in shape]

@@ -1,4 +1,4 @@
-"""Kernels of a plan's price, with the operators that they replace and their savings."""
+"""Triton kernels in a plan's predicted step: the operators that each kernel replaces, and the time that it saves."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from autoshard.ir.text import format_bytes, format_time
 
 @dataclass(frozen=True, slots=True)
 class KernelUse:
-    """One kernel that replaces calls of a program.
+    """One kernel that replaces calls of a program. All figures are per rank.
 
     Args:
         name: name of its operator, "triton_add_rms_norm".
-        phase: phase of the program.
+        phase: phase of the program, such as "forward".
         node: node of the traced program at whose place the kernel runs.
-        stands_for: from the name of a replaced traced node to the saved share of the node's time; 1.0 if the kernel
-            replaces the whole call.
+        stands_for: saved share of each replaced traced node's time, by node name; 1.0 if the whole call is replaced.
         copies: replaced copies around collectives, as (name of the copied value's node, name of its reader's node,
             saved share of the copy's time). A result of the program is its own reader.
         reads: names of the nodes whose values the kernel reads.
-        time_s: seconds of the kernel on each rank.
-        launches, memory_bytes: number of the kernel's launches, and bytes that they read and write, on each rank.
+        time_s: seconds of one run of the kernel.
+        launches, memory_bytes: number of the kernel's launches, and bytes that they read and write.
         saved_launches, saved_bytes: launches and bytes of the replaced calls, less those of the kernel.
         times: runs of the kernel in a step; several where the plan leaves out repeated blocks (`Plan.repeats`).
     """
@@ -49,7 +48,7 @@ class KernelUse:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The kernels of a step, and their savings on each rank. Collectives are not counted.
+    """The Triton kernels of a step, and their savings on each rank. Collectives are not counted.
 
     Args:
         uses: the kernels in running order, phase by phase.
@@ -67,11 +66,11 @@ class Kernels:
 
     @property
     def step_time_without_s(self) -> float:
-        """The predicted step time without kernels, in seconds."""
+        """The predicted step time without Triton kernels, in seconds."""
         return sum(self.breakdown_without.values())
 
     def of(self, node: str) -> tuple[KernelUse, ...]:
-        """Return the kernels that replace or read the value of node `node` of the traced program."""
+        """Return the kernels that replace the traced node named `node`, or read its value."""
         return tuple(use for use in self.uses if node in use.stands_for or node in use.reads)
 
     def __str__(self) -> str:

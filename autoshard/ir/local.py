@@ -27,7 +27,7 @@ def axis_index(axis: str) -> int:
 
 @contextmanager
 def running_at(coordinates: Mapping[str, int]) -> Iterator[None]:
-    """Run the body as the rank with these mesh `coordinates` (axis name to index)."""
+    """Run the body of the context as the rank with these mesh `coordinates` (axis name to index)."""
     token = _coordinates.set(coordinates)
     try:
         yield

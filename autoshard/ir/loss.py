@@ -12,7 +12,7 @@ from autoshard.errors import TraceError
 
 
 class Output(NamedTuple):
-    """An output of a model, "output:0", with its global shape."""
+    """One output of a model, named "output:0" by its index among the leaves, with its global shape."""
 
     name: str
     shape: tuple[int, ...]
@@ -25,19 +25,15 @@ class Output(NamedTuple):
 
     @property
     def tangent(self) -> str:
-        """The name of the output's gradient as an input of the backward."""
+        """Name of the backward's input that is the gradient of this output: "tangent:0"."""
         return self.name.replace("output:", "tangent:")
 
 
 def loss_among(outputs: Sequence[Output], tangents: Collection[str]) -> Output:
-    """Return the loss among the outputs of a training step: the first floating scalar.
+    """Return the loss of a training step: the first floating scalar among `outputs`, which may be in any order.
 
-    Args:
-        outputs: outputs of the model, in any order.
-        tangents: names of the gradients that the step's backward takes.
-
-    Raises:
-        TraceError: no output is a floating scalar, or the first floating scalar depends on no parameter.
+    `tangents` has the names of the backward's gradient inputs. Raises `TraceError` if there is no such scalar, or if
+    the first one depends on no parameter.
     """
     scalars = [output for output in outputs if output.is_scalar]
     if not scalars:
@@ -52,7 +48,7 @@ def loss_among(outputs: Sequence[Output], tangents: Collection[str]) -> Output:
 
 
 def find_loss(outputs: Any) -> torch.Tensor:
-    """Return the first floating scalar among a model's outputs. Raises `TraceError` if there is none."""
+    """Return the first floating scalar tensor in a model's result. Raises `TraceError` if there is none."""
     tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
     for tensor in tensors:
         if tensor.dim() == 0 and tensor.is_floating_point():
@@ -61,7 +57,7 @@ def find_loss(outputs: Any) -> torch.Tensor:
 
 
 def no_loss(shapes: Sequence[tuple[int, ...]]) -> TraceError:
-    """Return the error for a training step whose model returns tensors of these shapes, and no loss."""
+    """Return the error for a training step whose model returns tensors of these shapes, none of which is a loss."""
     return TraceError(
         f"A training step, or outputs='loss', needs a loss, but the model returns no floating scalar; it returns "
         f"tensors of shapes={shapes}. Return the loss (pass labels), pass loss_fn=, or leave out the optimizer "

@@ -21,9 +21,9 @@ from autoshard.ir.spec import PartitionSpec
 
 @dataclass(frozen=True, slots=True)
 class LocalSlot:
-    """A value that enters or leaves a lowered program.
+    """A value that enters or leaves a lowered program, with its global `shape`.
 
-    `shape` is the global shape. Each rank passes the padded local shape `spec.local_shape(shape, mesh)`.
+    Each rank passes a tensor of the padded local shape `spec.local_shape(shape, mesh)`.
     """
 
     slot: InputSlot | OutputSlot
@@ -34,14 +34,13 @@ class LocalSlot:
 
 @dataclass(frozen=True, slots=True)
 class LoweredProgram:
-    """The joint forward and backward program of a rank, equal on all ranks.
+    """The joint forward and backward program, one text for all ranks.
 
     Args:
         traced: the program with global shapes, before lowering.
-        mesh: the mesh of its ranks.
         graph_module: placeholders in the order of `inputs`; returns a flat tuple in the order of `outputs`.
         inputs, outputs: the slots of `traced`, with specs.
-        without_kernels: the program before kernels replaced operators, or None.
+        without_kernels: the program before Triton kernels replaced operators, or None.
     """
 
     traced: Program
@@ -69,16 +68,15 @@ class BackwardHalves:
 
 @dataclass(frozen=True, slots=True)
 class PhasedProgram:
-    """A lowered program cut into forward, backward and the optimizer's update.
+    """A lowered program (`lowered`) cut into forward, backward and the optimizer's update.
 
     Args:
-        lowered: the uncut program.
         forward: takes `forward_inputs` (indices into `lowered.inputs`: all but the tangents), then the results of
             `hoisted`. Returns a flat tuple of `forward_outputs` (indices into `lowered.outputs`: outputs and buffer
             updates), then the saved values.
         backward: takes the saved values, then `backward_inputs` (the tangents). Returns `backward_outputs` (gradients),
             then the carried values.
-        saved: names of the forward's nodes that are saved for the backward, in order.
+        saved: names of the forward's nodes whose values are saved for the backward, in order.
         update: takes the carried values, then `update_inputs` (parameters, optimizer state, hyper-parameters). Returns
             `update_outputs` (the updated parameters and state). None in programs without an update.
         carried: names of the backward's nodes that the update reads, in order. Each is a gradient, or an addend of a
@@ -106,11 +104,11 @@ class PhasedProgram:
 
     @property
     def phases(self) -> Mapping[str, fx.GraphModule]:
-        """The graphs by the name of their phase, in running order. Missing phases are left out."""
+        """The graphs in running order by phase ("hoisted", "forward", "backward", "update"), without absent phases."""
         named = {"hoisted": self.hoisted, "forward": self.forward, "backward": self.backward, "update": self.update}
         return {name: graph_module for name, graph_module in named.items() if graph_module is not None}
 
     def digest(self) -> str:
-        """Return a hash of the graphs' text, 16 hex digits, equal on all ranks."""
+        """Return a hash of the text of all phases, 16 hex digits, equal on all ranks."""
         graphs = [graph_module.graph for graph_module in self.phases.values()]
         return hashlib.sha256("\n".join(map(str, graphs)).encode()).hexdigest()[:16]

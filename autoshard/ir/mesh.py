@@ -58,7 +58,7 @@ class Mesh:
 
     @classmethod
     def from_device_mesh(cls, device_mesh: DeviceMesh) -> Mesh:
-        """Return a mesh with the names and sizes of the dims of a torch `DeviceMesh`, which must have names."""
+        """Return a mesh with the named dims of a torch `DeviceMesh`. Raises `MeshError` if the dims have no names."""
         names = device_mesh.mesh_dim_names
         if names is None:
             raise MeshError(
@@ -79,7 +79,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """The number of ranks of the mesh."""
         return math.prod(self.shape)
 
     def axis_size(self, axis: str) -> int:
@@ -94,7 +94,7 @@ class Mesh:
         return math.prod(self.axis_size(axis) for axis in axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the index of `rank` along each axis, by axis name."""
+        """Return the index of `rank` along each axis, by axis name. Raises `MeshError` for an unknown rank."""
         if not isinstance(rank, int) or not 0 <= rank < self.size:
             raise MeshError(f"{self} has ranks 0 to {self.size - 1}; rank={rank!r} is not among them.")
         result = {}
@@ -103,10 +103,7 @@ class Mesh:
         return {name: result[name] for name in self.axis_names}
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        """Return the rank with these indices along the axes, the inverse of `coordinates`.
-
-        Raises `MeshError` if an axis is missing or an index is out of range.
-        """
+        """Return the rank at `coordinates` (axis name to index). Raises `MeshError` if there is no such rank."""
         rank = 0
         for name, size in self.axes:
             index = coordinates.get(name)

@@ -1,4 +1,4 @@
-"""Values of a program in host memory between forward and backward."""
+"""Values of a program that wait in host memory between forward and backward."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ LABEL = "offload"
 
 @dataclass(frozen=True, slots=True)
 class OffloadedNode(RestoredNode):
-    """A node of the forward whose value moves to the host at once and returns before node `before`."""
+    """A forward node whose value moves to the host at once, and returns just before the backward's node `before`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """The offloaded nodes of a plan in program order, with their effect.
+    """The offloaded nodes of a plan in program order, with their effect on each rank.
 
     Args:
-        nodes: the offloaded nodes.
         candidates: number of nodes that the search could have offloaded.
-        host_bytes: bytes in host memory at the end of the forward, for each rank.
-        saved_bytes: bytes by which offload lowers the peak of each rank, all else equal.
-        time_s: seconds that the copies add to the objective.
+        host_bytes: bytes in host memory at the end of the forward.
+        saved_bytes: bytes by which offload lowers the peak of device memory, all else equal.
+        time_s: seconds per step that the copies add to the objective.
     """
 
     nodes: tuple[OffloadedNode, ...] = ()

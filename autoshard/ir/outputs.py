@@ -1,4 +1,4 @@
-"""Choice of the model's outputs that a call returns."""
+"""Choice of the model's outputs that a call returns, and of their layout."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from autoshard.ir.read_json import read
 
 
 class Work(StrEnum):
-    """Kind of a task for a stage and a micro-batch, in the letters of `torch.distributed.pipelining`.
+    """Kind of a task, in the letters of `torch.distributed.pipelining`.
 
-    A backward is whole or split: `BACKWARD_INPUT` computes the gradient that the previous stage waits for,
+    A backward is whole or split: `BACKWARD_INPUT` computes the gradient that the previous stage waits for, and
     `BACKWARD_WEIGHT` computes the gradients of the weights.
     """
 
@@ -33,22 +33,19 @@ class Work(StrEnum):
 
     @property
     def is_send(self) -> bool:
-        """Whether the task sends a value to another rank."""
+        """Whether the task sends a message to another rank."""
         return self in (Work.SEND_FORWARD, Work.SEND_BACKWARD)
 
     @property
     def is_transfer(self) -> bool:
-        """Whether the task sends or receives a value."""
+        """Whether the task sends or receives a message."""
         return self.is_send or self in (Work.RECEIVE_FORWARD, Work.RECEIVE_BACKWARD)
 
 
 class Message(NamedTuple):
-    """A value that a stage makes for a neighbour: its output, or the gradient of its input.
+    """A value that `stage` computes for the next or the previous stage.
 
-    Args:
-        stage: the stage that makes the value.
-        is_forward: whether the value is an output for the next stage, rather than a gradient for the previous stage.
-        micro_batch: number of the micro-batch.
+    With `is_forward` the value is an output for the next stage, otherwise a gradient for the previous stage.
     """
 
     stage: int
@@ -57,7 +54,7 @@ class Message(NamedTuple):
 
     @property
     def reader(self) -> int:
-        """The stage that receives the message."""
+        """Index of the stage that receives the message; beyond an end of the pipeline, -1 or the number of stages."""
         return self.stage + (1 if self.is_forward else -1)
 
     def __str__(self) -> str:
@@ -69,11 +66,7 @@ class Message(NamedTuple):
 class StageTask:
     """One task of a rank. `1SEND_F0` is stage 1's send of its output of micro-batch 0.
 
-    Args:
-        work: kind of task.
-        stage: the working stage; for a receive, the stage that reads the message.
-        micro_batch: number of the micro-batch.
-        tag: tag of a transfer's message, equal at both ends.
+    `stage` is the working stage; for a receive, the reading stage. `tag` is equal at both ends of a transfer.
     """
 
     work: Work
@@ -86,7 +79,7 @@ class StageTask:
 
     @property
     def message(self) -> Message:
-        """The message of a transfer, or the message that a forward or backward produces."""
+        """The message that a transfer moves, or that a forward or backward produces."""
         is_forward = self.work in (Work.FORWARD, Work.SEND_FORWARD, Work.RECEIVE_FORWARD)
         maker = self.stage
         if self.work.is_transfer and not self.work.is_send:
@@ -100,14 +93,13 @@ Slot = tuple[StageTask, ...]
 
 @dataclass(frozen=True, slots=True)
 class PipelineOrder:
-    """The order of a pipeline's step.
+    """The order of a training step's tasks on each pipeline rank.
 
     Args:
         stage_ranks: pipeline rank of each stage.
-        micro_batches: number of equal parts of the batch. A mean over the batch is the mean over these parts, by
-            `autoshard.ir.loss_weights`.
-        ranks: for each pipeline rank, its slots in running order. Transfers are asynchronous: a rank waits for a
-            message just before the first task that reads it.
+        micro_batches: number of equal parts of the batch, weighed by `autoshard.ir.loss_weights`.
+        ranks: for each pipeline rank, its slots in running order. A slot has the tasks that the rank starts at once.
+            Transfers are asynchronous: a rank waits for a message just before the first task that reads the message.
     """
 
     stage_ranks: tuple[int, ...]
@@ -116,28 +108,24 @@ class PipelineOrder:
 
     @property
     def virtual_stages(self) -> int:
-        """Number of stages on each rank."""
+        """Number of stages on each pipeline rank."""
         return len(self.stage_ranks) // len(self.ranks)
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON data that a person can read and edit. The tasks of each rank are one line of text."""
+        """Return JSON data for people to read and edit, with one line of text for the tasks of each rank."""
         lines = [" ".join("+".join(map(str, slot)) for slot in slots) for slots in self.ranks]
         return {"stage_ranks": list(self.stage_ranks), "micro_batches": self.micro_batches, "ranks": lines}
 
     @classmethod
     def from_json(cls, data: Any) -> PipelineOrder:
-        """Read the data of `to_json`. A transfer's tag is its micro-batch.
-
-        Raises:
-            PlanMismatchError: the data is no order. The message names the wrong part.
-        """
+        """Read the data of `to_json`. Raises `PlanMismatchError` that names the wrong part."""
         found = read(_OrderInFile, data, ("order",))
         ranks = tuple(tuple(map(_read_slot, line.split())) for line in found.ranks)
         return cls(found.stage_ranks, found.micro_batches, ranks)
 
     @property
     def trains(self) -> bool:
-        """Whether some task of the order is a backward, whole or split."""
+        """Whether the order has a backward, whole or split."""
         return any(
             task.work is not Work.FORWARD and not task.work.is_transfer
             for slots in self.ranks
@@ -147,13 +135,13 @@ class PipelineOrder:
 
     @property
     def cuts_backwards(self) -> bool:
-        """Whether some backward of the order is split into two tasks."""
+        """Whether the order splits some backward into two tasks."""
         return any(task.work is Work.BACKWARD_INPUT for slots in self.ranks for slot in slots for task in slot)
 
     def places(self) -> Mapping[tuple[int, bool, int], int]:
-        """Return a dict from (stage, is forward, micro-batch) to the index of its slot among the slots of its rank.
+        """Index of the slot in which each forward or backward runs on its rank, by (stage, is forward, micro-batch).
 
-        The index of a split backward is that of its first half, which sends and receives the messages.
+        A split backward counts by its first half, which sends and receives the messages.
         """
         return {
             (task.stage, task.work is Work.FORWARD, task.micro_batch): place
@@ -164,7 +152,7 @@ class PipelineOrder:
         }
 
     def crosses_ranks(self, message: Message) -> bool:
-        """Whether a message has a reader, and the reader is on another rank than the maker."""
+        """Whether another stage reads the message, and is on another rank than the stage that made the message."""
         is_there = 0 <= message.reader < len(self.stage_ranks)
         return is_there and self.stage_ranks[message.reader] != self.stage_ranks[message.stage]
 
@@ -175,8 +163,6 @@ class PipelineOrder:
 
 def one_after_another(micro_batches: int) -> PipelineOrder:
     """Return the order of a step without stages: the backward of each micro-batch follows its forward.
-
-    Only one micro-batch's activations are in memory at a time.
 
     Example:
         >>> print(one_after_another(2))

@@ -56,7 +56,7 @@ _OF_STAGES = ("stages", "order")
 
 
 class Formulas(Protocol):
-    """Maker of a plan's formulas. The model is traced at more sizes when the first formula is requested."""
+    """Object that makes the formulas of a plan; the first request traces the model at further sizes."""
 
     def formula(
         self,
@@ -67,23 +67,23 @@ class Formulas(Protocol):
         fixed: Collection[str],
         even: bool,
     ) -> sympy.Expr:
-        """Return the cost `name` of `plan` as an expression. The arguments are those of `Plan.formula`."""
+        """Return the cost `name` of `plan` as an expression, with the arguments of `Plan.formula`."""
         ...
 
 
 class Alternatives(Protocol):
-    """Answerer of questions about a plan: plans the same program again under other choices."""
+    """Object that answers questions about a plan by planning the same program again, under other conditions."""
 
     def why_not(self, plan: Plan, feature: str) -> WhyNot:
-        """Return the cost of the best plan for each way to have `feature`, an argument of `Plan.why_not`."""
+        """Return the best plan for each way to have `feature`, the answer of `Plan.why_not`."""
         ...
 
     def limits(self, plan: Plan) -> Limits:
-        """Return the time that `plan` would save with more memory, or with faster parts of the hardware."""
+        """Return the time that more memory or faster hardware would save, the answer of `Plan.limits`."""
         ...
 
     def explain(self, plan: Plan, name: str) -> Explanation:
-        """Return each possible spec of the value `name`, with the cost of the best plan that has the spec."""
+        """Return each possible spec of the value `name` with its best plan, the answer of `Plan.explain`."""
         ...
 
 
@@ -92,19 +92,19 @@ class Plan:
     """A program's layout on a mesh, with its predicted cost.
 
     Args:
-        mesh: the mesh.
+        mesh: axes and sizes of the mesh, with the axis of the pipeline.
         program_digest: digest of the traced program that the plan belongs to.
         inputs: for each input name, the text `dtype[shape]`, such as "f32[2, 8]". Error messages compare a call's
             inputs with these texts.
-        nodes: specs of every node of the program, by node name.
+        nodes: specs of operands and results of every node of the traced program, by node name.
         outputs: spec of every result of the program, by "kind name" ("gradient wte.weight", "output output:0").
         parameters: layout of each parameter, by qualified name.
-        predicted: cost of the plan.
+        predicted: predicted time and memory of a step.
         objective: the sum that the search minimised, in seconds; `lower_bound`: its proven bound, or None.
-        search_time_s: wall time of the search.
+        search_time_s: wall time of the search, in seconds.
         baselines: predicted step of known recipes, in seconds, each on its fastest mesh; None where the recipe fits on
             no mesh. Recipes far slower than the plan are lowered when their step is first read.
-        hardware: name of the cluster that priced the plan.
+        hardware: name of the cluster for which the plan's times are predicted.
         memory_budget: memory limit of a device in bytes, or None.
         precision: "bf16", "f16" or "f32" where the program casts wider parameters; None where the model computes in its
             own types.
@@ -123,8 +123,8 @@ class Plan:
         was_cut: `time_budget_s` ended the search; more time or a faster machine may find another plan.
         stages: on a mesh with an axis "pipeline", the plan of each stage on the other axes. `nodes` is then empty, and
             the figures are those of the whole step.
-        order: tasks of each pipeline rank in a step, in running order.
-        schedule: name of the order ("1F1B").
+        order: tasks of each pipeline rank in a step, in running order; None without stages.
+        schedule: name of the order ("1F1B"); "" without stages.
         cuts: for each stage after the first, the name of its first node in the traced forward.
         formulas, alternatives: objects that answer `formula`, and `explain`, `why_not` and `limits`. None for plans
             from files, other processes, `autoshard.price` or `compile`. `formulas` is None under any other runtime.
@@ -162,12 +162,12 @@ class Plan:
     alternatives: Alternatives | None = field(default=None, repr=False, compare=False)
 
     def __getstate__(self) -> list[Any]:
-        """Return the fields to pickle. `formulas` and `alternatives` hold the model, and are pickled as None."""
+        """Return the fields to pickle, with None for `formulas` and `alternatives`, which hold the model."""
         return [None if item.name in _NOT_IN_FILES else getattr(self, item.name) for item in fields(self)]
 
     @property
     def coverage(self) -> Mapping[str, tuple[OperatorCoverage, ...]]:
-        """Entries of `operators`, grouped by layout, the most expensive first.
+        """Entries of `operators` by layout, the most expensive first.
 
         The keys are "split" (over some axis), "replicated" (whole on every rank, by choice) and "without rule" (whole,
         for want of a sharding rule).
@@ -180,19 +180,19 @@ class Plan:
 
     @property
     def updates(self) -> bool:
-        """Whether the program is a whole training step, the optimizer's update included."""
+        """Whether the planned program includes the optimizer's update."""
         return any(name.startswith("parameter_update ") for name in self.outputs)
 
     @property
     def runs(self) -> bool:
-        """Whether `compile` runs the plan. Otherwise the plan only predicts costs under another runtime."""
+        """Whether `compile` can run the plan; False for a price under another runtime."""
         return self.runtime == AUTOSHARD
 
     @property
     def layouts(self) -> Mapping[str, int]:
         """Number of parameter elements under each layout, the largest number first; empty without an update.
 
-        A layout names the places of parameter, gradient and optimizer state, as in `{"ZeRO-3 over data; split over
+        A layout says in words where parameter, gradient and optimizer state lie, as in `{"ZeRO-3 over data; split over
         model": 8000000000, "copied over data, model": 4096}`.
         """
         counts: dict[str, int] = {}
@@ -203,30 +203,26 @@ class Plan:
 
     @property
     def recomputed(self) -> Mapping[str, tuple[str, ...]]:
-        """Nodes of the forward that the backward computes a second time, by module.
-
-        Blocks that the plan leaves out (`repeats`) list the nodes of the blocks that stand for them.
-        """
+        """Names of forward nodes that the backward computes again, by module path, left-out blocks included."""
         return by_module(self.recompute.nodes, self.repeats)
 
     @property
     def offloaded(self) -> Mapping[str, tuple[str, ...]]:
-        """Nodes of the forward whose values wait in host memory for the backward, by module."""
+        """Names of forward nodes whose values wait in host memory for the backward, by module path."""
         return by_module(self.offload.nodes, self.repeats)
 
     @property
     def gap(self) -> float | None:
-        """Relative gap to the proven bound, `1 - lower_bound / objective`; None without a bound.
+        """Relative gap between objective and proven bound, `1 - lower_bound / objective`; None without a bound.
 
-        In a plan under another runtime, the objective is a predicted step time. In any other plan with a bound, the
-        objective is a sum of prices.
+        The objective is a sum of predicted seconds; in a plan under another runtime, a predicted step time.
         """
         if self.lower_bound is None:
             return None
         return 0.0 if self.objective <= 0 else max(0.0, 1.0 - self.lower_bound / self.objective)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
+        """Write the plan as a JSON file. Raises `NotAvailableError` if the file cannot be written."""
         write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
@@ -249,7 +245,7 @@ class Plan:
             raise PlanMismatchError(f"{path}: {error}") from error
 
     def trace(self, path: str | Path) -> None:
-        """Write the predicted step as a file for ui.perfetto.dev and chrome://tracing.
+        """Write the timeline of the predicted step as a file for ui.perfetto.dev and chrome://tracing.
 
         Ranks with equal timelines share one process; each stream is a thread.
 
@@ -343,8 +339,9 @@ class Plan:
 
         Raises:
             InvalidSpecError: no feature has this name.
-            NotAvailableError: the plan has no model at hand, as for `explain`; or the question needs other meshes and
-                the plan has constraints or no optimizer. The message names the call to make instead.
+            NotAvailableError: the plan has no model at hand, because it came from a file, `autoshard.price` or
+                `compile`. Also if the question needs other meshes, and the plan has constraints or no optimizer. The
+                message names the call to make instead.
         """
         return self._alternatives(f"why_not({feature!r})").why_not(self, feature)
 
@@ -355,12 +352,12 @@ class Plan:
         Each change is planned by a new search. Print the result; `binding` names the change that saves the most time.
 
         Raises:
-            NotAvailableError: the plan has no model at hand, as for `explain`.
+            NotAvailableError: the plan has no model at hand, because it came from a file, `autoshard.price` or
+                `compile`.
         """
         return self._alternatives("limits()").limits(self)
 
     def _alternatives(self, question: str) -> Alternatives:
-        """Return `alternatives`, or raise `NotAvailableError` for a plan without its model."""
         if self.alternatives is None:
             raise NotAvailableError(
                 f"{question} plans the model again, and this plan has no model at hand: it comes from a file, from "
@@ -451,7 +448,6 @@ class Plan:
 
 
 def _side_by_side(first: Plan, second: Plan) -> Comparison:
-    """Return the comparison of two plans: figures of both, and the specs that differ."""
     mine, others = first.predicted, second.predicted
     specs = [{name: item.spec for name, item in plan.parameters.items()} for plan in (first, second)]
     return Comparison(

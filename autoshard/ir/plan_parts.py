@@ -1,4 +1,4 @@
-"""Parts of a plan: specs of a node, layout of a parameter, coverage of an operator, and prediction of the step."""
+"""Parts of a plan: specs of a node, layout of a parameter, coverage of an operator, and prediction of a step."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from autoshard.ir.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """Specs of one node's tensor operands and results, in order. A placeholder has one result."""
+    """Specs of one node's tensor operands and results, each in order. A placeholder has one result and no operands."""
 
     inputs: tuple[PartitionSpec, ...]
     outputs: tuple[PartitionSpec, ...]
 
     def to_json(self) -> list[list[str]]:
-        """Return specs as text: the operands' list, then the results'."""
+        """Return the specs as text: the list of the operands, then the list of the results."""
         return [[repr(spec) for spec in self.inputs], [repr(spec) for spec in self.outputs]]
 
 
@@ -29,10 +29,10 @@ class ParameterPlan:
 
     Args:
         spec: spec of the parameter.
-        shape: global shape.
+        shape: global shape of the parameter.
         local_bytes: bytes of the parameter on each device.
         gradient: spec of the gradient that the update reads; a partial spec if the update itself reduces it.
-        state: from the name of each tensor of optimizer state to its spec.
+        state: spec of each tensor of optimizer state, by the tensor's name ("exp_avg").
         layout: placement of parameter, gradient and state in words, "ZeRO-2 over data; split over model"; "" without an
             update.
     """
@@ -45,7 +45,7 @@ class ParameterPlan:
     layout: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON data with specs as text. Without an update, `gradient`, `state` and `layout` are left out."""
+        """Return JSON data with specs as text, and without `gradient`, `state` and `layout` if there is no update."""
         data = {"spec": repr(self.spec), "shape": list(self.shape), "local_bytes": self.local_bytes}
         if not self.layout:
             return data
@@ -59,8 +59,8 @@ class OperatorCoverage:
     """Layout and time of the calls of one operator on one line of the user's code.
 
     Args:
-        operator: name, "aten.mm.default".
-        source: the line, "model.py:12 in forward"; "" where unknown.
+        operator: name of the operator, "aten.mm.default".
+        source: the user's line, "model.py:12 in forward"; "" where unknown.
         has_rule: whether a sharding rule covers the calls.
         is_split: whether some axis splits the calls. Otherwise they run whole on every rank.
         calls: number of calls in a step.
@@ -78,12 +78,7 @@ class OperatorCoverage:
 
 
 class Communication(NamedTuple):
-    """Communication of a step over one mesh axis.
-
-    Args:
-        exposed_s: seconds in which computation waits for communication.
-        hidden_s: seconds of communication beside computation.
-    """
+    """Seconds of communication over one mesh axis in a step: exposed (computation waits), or hidden by computation."""
 
     exposed_s: float
     hidden_s: float
@@ -95,7 +90,7 @@ _OVER = "communication over "
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted cost of a plan, from a simulation of its step. Ranks with equal work are simulated once.
+    """Predicted cost of a plan, from a simulation of its step.
 
     Args:
         step_time_s: seconds of one step (forward and backward, and the update in plans of a whole training step).
@@ -113,8 +108,9 @@ class Prediction:
             the errors of past predictions on hardware of this kind; None without past predictions.
         kernels: Triton kernels that replace operators in the predicted step.
         timeline: timeline of the step; None if it was not kept.
-        launches: number of collectives and kernels that the host launches in a step; views launch nothing.
-        sent_bytes: bytes that a rank sends over each mesh axis.
+        launches: number of collectives and kernels that the host launches in a step, on each rank; views launch
+            nothing.
+        sent_bytes: bytes that a rank sends over each mesh axis in a step.
         expert_load: tokens of the busiest expert-parallel rank, in multiples of the mean; None where all ranks have the
             same experts.
     """
@@ -138,7 +134,7 @@ class Prediction:
 
     @property
     def communication(self) -> Mapping[str, Communication]:
-        """Exposed and hidden communication over each mesh axis, by the name of the axis.
+        """Exposed and hidden communication of a step over each mesh axis, by axis name.
 
         Example:
             >>> parts = {"forward compute": 2.0, "communication over x": 1.0}
@@ -153,11 +149,11 @@ class Prediction:
 
     @property
     def hidden(self) -> Mapping[str, float]:
-        """Seconds of hidden communication over each mesh axis, under keys such as "hidden: communication over data"."""
+        """Seconds of hidden communication over each mesh axis, by names such as "hidden: communication over data"."""
         return {f"hidden: {_OVER}{axis}": seconds for axis, seconds in self.overlapped.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON data without the timeline."""
+        """Return the fields as JSON data, without the timeline."""
         data = asdict(replace(self, timeline=None))
         del data["timeline"]
         return data

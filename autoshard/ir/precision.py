@@ -1,4 +1,4 @@
-"""Precisions by name: the floating type of a model's computation, where the model's own types are wider.
+"""Precisions by name: the floating-point type of a model's computation, narrower than the parameters' types.
 
 Parameters keep their types, and the optimizer updates them (master weights). The program casts the parameters before it
 computes with them. The page is docs/reference/precision.md.
@@ -28,12 +28,12 @@ _SPELLINGS: Mapping[str, str] = MappingProxyType(
 
 
 def is_wider(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a tensor holds real numbers in more bits than `dtype` has."""
+    """Whether a tensor has a floating-point type of more bits than `dtype`."""
     return tensor.is_floating_point() and tensor.dtype.itemsize > dtype.itemsize
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tensor in `dtype` if it is wider; otherwise the tensor itself.
+    """Return the tensor converted to `dtype` if its floating-point type is wider; otherwise the tensor itself.
 
     Example:
         >>> cast(torch.ones(2), torch.bfloat16).dtype, cast(torch.arange(2), torch.bfloat16).dtype
@@ -43,16 +43,15 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def widen(tensor: Tensor) -> Tensor:
-    """Return floating-point numbers narrower than float32 as float32, and any other tensor as it is."""
+    """Return a floating-point tensor narrower than float32 as float32, and any other tensor as it is."""
     is_narrow = tensor.is_floating_point() and tensor.dtype.itemsize < torch.float32.itemsize
     return tensor.to(torch.float32) if is_narrow else tensor
 
 
 def effective_precision(model: nn.Module, precision: str | None) -> str | None:
-    """Return `precision` if some parameter of the model is wider, or None if the parameters already have this type.
+    """Return `precision` if some parameter is wider, or None if the parameters already have this type.
 
-    Raises:
-        NotAvailableError: the precision is unknown, or the parameters have another type that is not wider.
+    Raises `NotAvailableError` if the precision is unknown, or the parameters have another type that is not wider.
     """
     if precision is None:
         return None

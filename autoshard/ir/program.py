@@ -30,7 +30,7 @@ from autoshard.ir.repeat import Repeat
 class InputKind(StrEnum):
     """Kind of a program's input.
 
-    A tangent is the gradient of an output, an input of the backward. A seed starts the random numbers. State and
+    A tangent is the gradient of an output, and an input of the backward. A seed starts the random numbers. State and
     hyper-parameters belong to the optimizer.
     """
 
@@ -46,7 +46,7 @@ class InputKind(StrEnum):
 
 
 class OutputKind(StrEnum):
-    """Kind of a program's result."""
+    """Kind of a program's result: an output, a gradient, an updated tensor, or a value for another pipeline stage."""
 
     OUTPUT = "output"
     GRADIENT = "gradient"
@@ -67,10 +67,7 @@ _TRAINING = (OutputKind.GRADIENT, OutputKind.PARAMETER_UPDATE, OutputKind.SENT_G
 
 @dataclass(frozen=True, slots=True)
 class InputSlot:
-    """One input: the name of its placeholder node, its kind, and its qualified name.
-
-    `aliases` has the further names of a tied parameter.
-    """
+    """One input: its placeholder's node name, its kind and qualified name, and the `aliases` of a tied parameter."""
 
     node: str
     kind: InputKind
@@ -80,11 +77,11 @@ class InputSlot:
 
 @dataclass(frozen=True, slots=True)
 class OutputSlot:
-    """One result: the name of its node, its kind, and a name.
+    """One result of a program: the name of its node, its kind, and its own name.
 
-    The name is "output:0" for an output, the parameter's name for a gradient, and "input:0" for the gradient of an
-    input. An update has the updated tensor's name ("exp_avg:wte.weight" for optimizer state). A `detached`
-    output requires no grad in the user's model.
+    `name` is "output:0" for an output, the parameter's name for a gradient, "input:0" for the gradient of an input. An
+    updated tensor keeps its name ("exp_avg:wte.weight" for optimizer state). A `detached` output requires no grad in
+    the user's model.
     """
 
     node: str
@@ -110,7 +107,7 @@ For example, a gradient has its parameter's name and spec. Outputs of the model 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A value that tracing relied on: node `node` of the graph had `value` on the example inputs."""
+    """A value that the trace relied on: the traced node `node` had `value` on the example inputs."""
 
     node: str
     value: bool | int | float
@@ -118,16 +115,14 @@ class Guard:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A traced graph with global shapes.
+    """A traced graph with global shapes, in the form that the module's docstring describes.
 
     Args:
-        graph_module: the graph, in the form that the module's docstring describes.
-        inputs: one slot per placeholder, in order.
-        outputs: one slot per element of the output tuple, in order.
+        outputs: one slot per element of the output tuple, in order; `inputs`: one slot per placeholder, in order.
         output_tree: pytree structure that turns the flat outputs into the model's result. Leaves other than tensors are
             in `output_constants`, by leaf index.
         guards: values that the trace relied on; `guard_program` computes them from the inputs.
-        repeats: blocks of the model that a program for planning leaves out.
+        repeats: blocks of the model that the program leaves out; only programs for planning have them.
         python: Python values that the model read and set during the trace.
         unreached: for each tangent, the slots that get no gradient (None, not zeros) in a backward from the tangent's
             output alone. Tangents and slots are given by name.
@@ -151,15 +146,15 @@ class Program:
 
     @property
     def graph(self) -> fx.Graph:
-        """The fx graph."""
+        """The fx graph of `graph_module`."""
         return self.graph_module.graph
 
     def nodes_by_name(self) -> dict[str, fx.Node]:
-        """Return a new dict from names to nodes, in program order."""
+        """Return a new dict from the name of each node to the node, in program order."""
         return {node.name: node for node in self.graph.nodes}
 
     def inputs_of(self, kind: InputKind) -> tuple[InputSlot, ...]:
-        """Return the input slots of one kind, in order."""
+        """Return the input slots of one kind, in the order of `inputs`."""
         return tuple(slot for slot in self.inputs if slot.kind == kind)
 
     def read_by_guards(self) -> tuple[InputSlot, ...]:
@@ -170,12 +165,12 @@ class Program:
         return tuple(slots[str(node.target)] for node in self.guard_program.graph.nodes if node.op == "placeholder")
 
     def outputs_of(self, kind: OutputKind) -> tuple[OutputSlot, ...]:
-        """Return the output slots of one kind, in order."""
+        """Return the output slots of one kind, in the order of `outputs`."""
         return tuple(slot for slot in self.outputs if slot.kind == kind)
 
     @property
     def trains(self) -> bool:
-        """Whether the program has gradients or updates of parameters."""
+        """Whether the program returns gradients of parameters, updated parameters, or gradients for another stage."""
         return any(slot.kind in _TRAINING for slot in self.outputs)
 
     def text(self) -> str:
@@ -183,7 +178,7 @@ class Program:
         return "\n".join(_lines(self))
 
     def digest(self) -> str:
-        """Return a hash of the program's text, 16 hex digits. The hash is made once and kept with the graph."""
+        """Return a hash of `text`, 16 hex digits, computed once and kept with the graph."""
         of, digest = self.graph_module.meta.get(_DIGEST, (None, ""))
         if of is not self:
             digest = hashlib.sha256(self.text().encode()).hexdigest()[:16]
@@ -195,10 +190,7 @@ _DIGEST = "autoshard: digest"
 
 
 def tensor_values(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
-    """Return the tensors in a node's `meta["val"]`: one tensor, or one entry for each item of a tuple result.
-
-    Items of a tuple that are no tensors become None.
-    """
+    """Return the tensors in a node's `meta["val"]`: one, or an entry for each item of a tuple; None for other items."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return (value,)
@@ -208,7 +200,7 @@ def tensor_values(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
 
 
 def describe(value: Any) -> str:
-    """Return a short text of a tensor's dtype and shape, such as `f32[2, 8]`."""
+    """Return dtype and shape of a tensor, or of each tensor in a tuple, as text such as `f32[2, 8]`."""
     if isinstance(value, torch.Tensor):
         return f"{_SHORT_DTYPE.get(value.dtype, str(value.dtype))}{list(value.shape)}"
     if isinstance(value, (tuple, list)):

@@ -1,8 +1,8 @@
-"""Guards on Python values that a trace relied on. A later call checks the guards before it runs the program.
+"""Guards on Python values that a trace relied on, which later calls check before they run the program.
 
 A model's code reads attributes (`self.scale`, `dropout.p`, a configuration), submodules, hooks and methods, and the
-trace has their values built in. A guard remembers an object, a name and the value. It first compares the present value
-by identity, which costs microseconds, and then by type and content.
+trace has their values built in. A guard remembers an object, a name and the value. The guard first compares the present
+value by identity, which costs microseconds, and then by type and content.
 """
 
 from __future__ import annotations
@@ -41,14 +41,13 @@ _SAMPLED = 2048
 
 @dataclass(frozen=True, slots=True)
 class AttributeGuard:
-    """Guard on some attributes of an object: its type, and the values in its `vars` under these names.
+    """Guard on an object's type, and on the values under some names in its `vars`.
 
     Args:
         title: name of the object for messages: "layers.0", or "" for the model itself.
         holder: the object: a module, a class, or an object with settings.
-        kind: the type of the object.
-        names: the names that the trace looked up.
-        values: the values found, `MISSING` for absent names.
+        names: names that the trace looked up.
+        values: the found values, with `MISSING` for absent names.
     """
 
     title: str
@@ -59,13 +58,13 @@ class AttributeGuard:
 
     @classmethod
     def of(cls, title: str, holder: Any, names: Iterable[str]) -> AttributeGuard:
-        """Make a guard on the object's present values."""
+        """Return a guard on the present type of the object `holder`, and on its present values under `names`."""
         names = tuple(names)
         held = vars(holder)
         return cls(title, holder, type(holder), names, tuple(held.get(name, MISSING) for name in names))
 
     def found(self) -> dict[str, Any]:
-        """Return the guarded values by name."""
+        """Return the attributes' values at the trace, by attribute name."""
         return dict(zip(self.names, self.values, strict=True))
 
     def without(self, names: Collection[str]) -> AttributeGuard:
@@ -74,14 +73,14 @@ class AttributeGuard:
         return replace(self, names=tuple(found), values=tuple(found.values()))
 
     def holds(self) -> bool:
-        """Whether the object's type and values are unchanged."""
+        """Whether the object has the same type and values as in the trace."""
         found = map(self.holder.__dict__.get, self.names, repeat(MISSING))
         if type(self.holder) is self.kind and all(map(is_, found, self.values)):
             return True
         return not self.changes()
 
     def changes(self) -> list[str]:
-        """Return the paths of the attributes whose values have changed, such as "layers.0.scale"."""
+        """Return the paths of the attributes that have changed since the trace, such as "layers.0.scale"."""
         held = vars(self.holder)
         changed = [] if type(self.holder) is self.kind else ["__class__"]
         pairs = zip(self.names, self.values, strict=True)
@@ -91,12 +90,9 @@ class AttributeGuard:
 
 @dataclass(frozen=True, slots=True)
 class ContentGuard:
-    """Guard on the content of a dict, list, set, deque, array of objects or object with slots.
+    """Guard on the items of a dict (keys, then values), list, set, deque, array of objects or object with slots.
 
-    Args:
-        title: name of the container for messages: "layers.0.sizes".
-        holder: the container.
-        items: the content during the trace: keys and values of a dict, elements of any other container.
+    `title` is the path of the container for messages: "layers.0.sizes".
     """
 
     title: str
@@ -105,18 +101,18 @@ class ContentGuard:
 
     @classmethod
     def of(cls, title: str, holder: Any) -> ContentGuard:
-        """Make a guard on the container's present content."""
+        """Return a guard on the container's present content."""
         return cls(title, holder, items_of(holder))
 
     def holds(self) -> bool:
-        """Whether the container's content is unchanged."""
+        """Whether the container has the same content as in the trace."""
         found = items_of(self.holder)
         return len(found) == len(self.items) and (
             all(map(is_, found, self.items)) or all(map(are_alike, found, self.items))
         )
 
     def changes(self) -> list[str]:
-        """Return the container's title in a list if its content has changed, else an empty list."""
+        """Return the container's title in a list if its content has changed since the trace, else an empty list."""
         return [] if self.holds() else [self.title]
 
 
@@ -125,11 +121,10 @@ class MemoryGuard:
     """Guard on the numbers in an array, a bytearray or a tensor.
 
     Args:
-        title: path of the attribute for messages.
-        holder: the array or tensor.
+        title: path of the array or tensor for messages.
         form: shape and type of an array; for a tensor its version counter and the address of its memory.
-        read: returns the compared bytes: all, a sample, or none where the memory cannot be read.
-        found: bytes that `read` returned during the trace.
+        read: returns the bytes to compare: all, a sample, or none where the memory cannot be read.
+        found: bytes that `read` returned in the trace.
         alias: keeps the memory of a tensor alive, so that no other tensor gets its address.
     """
 
@@ -142,17 +137,17 @@ class MemoryGuard:
 
     @classmethod
     def of(cls, title: str, holder: Any, room: int) -> MemoryGuard:
-        """Make a guard on the present numbers: on all of them if they fit into `room` bytes, else on a sample."""
+        """Return a guard on all present numbers if they fit into `room` bytes, else on a sample."""
         alias = holder.detach() if isinstance(holder, torch.Tensor) else None
         read = _reader_of(holder, room)
         return cls(title, holder, _form_of(holder), read, read(), alias)
 
     def holds(self) -> bool:
-        """Whether the numbers are unchanged."""
+        """Whether the compared numbers are the same as in the trace."""
         return _form_of(self.holder) == self.form and self.read() == self.found
 
     def changes(self) -> list[str]:
-        """Return the title in a list if the numbers have changed, else an empty list."""
+        """Return the title in a list if the compared numbers have changed since the trace, else an empty list."""
         return [] if self.holds() else [self.title]
 
 
@@ -184,15 +179,16 @@ def _spread(elements: NDArray[Any]) -> NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class PythonGuards:
-    """All Python values that a trace relied on.
+    """All Python values that a trace relied on. Each must be unchanged for a later call to run the same program.
 
     Args:
-        attribute_guards: guards on the values that the trace read, one for each object.
-        content_guards: guards on the content of containers among these values.
+        attribute_guards: guards on the attributes that the trace read, one for each object.
+        content_guards: guards on the containers among these attributes.
         empties: containers that were empty; `empty_titles` has their titles.
         memory_guards: guards on arrays, and on tensors that are neither parameters, buffers nor inputs.
-        conditions: conditions on watched numbers, which are not compared by value.
-        settings: attributes that a call sets when the guards hold, as in `PythonUse`.
+        conditions: conditions on numbers whose use the trace recorded, such as `x > 2`, in place of comparing the
+            numbers.
+        settings: attributes that a call sets when the guards hold, each as (object, name, value).
         of_another: whether the guards were made for another model, of which the called model is a copy. Such guards
             never hold.
     """
@@ -207,7 +203,7 @@ class PythonGuards:
     of_another: bool = False
 
     def hold(self) -> bool:
-        """Whether all guarded values are unchanged, so that a new trace would give the same program."""
+        """Whether all guarded values are as in the trace, so that a new trace would give the same program."""
         return (
             not self.of_another
             and not any(self.empties)
@@ -218,7 +214,7 @@ class PythonGuards:
         )
 
     def without(self, attributes: Collection[tuple[int, str]]) -> PythonGuards:
-        """Return the guards without the attributes in `attributes`, each given as (`id` of its object, name)."""
+        """Return the guards without the given attributes, each a pair (`id` of its object, name)."""
         holders = {holder for holder, _ in attributes}
         return replace(
             self,
@@ -231,7 +227,7 @@ class PythonGuards:
         )
 
     def changes(self) -> Sequence[str]:
-        """Return the paths of all changed values, such as "layers.0.dropout.p"."""
+        """Return the paths of all values that have changed since the trace, such as "layers.0.dropout.p"."""
         found = [name for item in (*self.attribute_guards, *self.content_guards) for name in item.changes()]
         found += [title for title, held in zip(self.empty_titles, self.empties, strict=True) if held]
         found += [name for item in (*self.memory_guards, *self.conditions) for name in item.changes()]
@@ -243,7 +239,8 @@ class PythonUse:
     """Python values that a trace read and set.
 
     Args:
-        names: for each object, a tuple (its title, the object, the names that the trace looked up in the object).
+        names: for each object, its title (a path such as "layers.0"), the object, and the names that the trace looked
+            up in its `vars`.
         containers: dicts, lists and sets that the trace read as a whole, each as (its title, the container).
         settings: attributes that the call sets to plain values, each as (object, name, value).
         notes: sentences for the user about effects that a compiled call does not have.
@@ -257,9 +254,9 @@ class PythonUse:
     counting: frozenset[str] = frozenset()
 
     def guards(self, registered: Iterable[torch.Tensor]) -> PythonGuards:
-        """Make guards on the present values.
+        """Return guards on the present values of everything that the trace read.
 
-        Tensors in `registered` get no guards, because the program takes them as inputs.
+        Tensors in `registered` get no guard, because the program takes them as inputs.
         """
         collected = _Collected({id(tensor) for tensor in registered}, self.counting)
         for title, holder, names in self.names:
@@ -270,8 +267,6 @@ class PythonUse:
 
 
 class _Collected:
-    """Collects guards on values, and on the content of containers and records among the values."""
-
     def __init__(self, registered: set[int], counting: frozenset[str]) -> None:
         self._seen = registered
         self._counting = counting
@@ -282,14 +277,13 @@ class _Collected:
         self._room = _COMPARED_BYTES
 
     def add(self, title: str, holder: Any, names: Iterable[str]) -> None:
-        """Guard an object's values under some names, and the content of these values."""
+        """Add guards on the values under `names` in the object's `vars`, and on the content of these values."""
         guard = AttributeGuard.of(title, holder, self._without_counting(title, names))
         self._attributes.append(guard)
         for name, value in zip(guard.names, guard.values, strict=True):
             self.open(f"{title}.{name}".removeprefix("."), value)
 
     def open(self, title: str, value: Any) -> None:
-        """Guard the content of a container, record, array or tensor. Other values have no content that could change."""
         if isinstance(value, PLAIN) or id(value) in self._seen:
             return
         self._seen.add(id(value))
@@ -324,7 +318,6 @@ class _Collected:
         return [name for name in names if f"{title}.{name}".removeprefix(".") not in self._counting]
 
     def guards(self) -> PythonGuards:
-        """Return the guards on everything added."""
         titles, empties = zip(*self._empties, strict=True) if self._empties else ((), ())
         attributes, contents = tuple(self._attributes), tuple(self._contents)
         return PythonGuards(attributes, contents, empties, titles, tuple(self._memories))

@@ -1,4 +1,4 @@
-"""Comparison of Python values for guards: plain values, content of containers, and equality."""
+"""Functions that tell which Python values guards can compare, read the content of values, and compare values."""
 
 from __future__ import annotations
 
@@ -39,10 +39,7 @@ def is_container(value: Any) -> bool:
 
 
 def items_of(value: Any) -> tuple[Any, ...]:
-    """Return the content of a container, or of an object with slots.
-
-    The content is the keys and values of a mapping, the elements of another container, or the values of the slots.
-    """
+    """Return a mapping's keys and values, another container's elements, or the values of an object's slots."""
     if isinstance(value, Mapping):
         return (*value.keys(), *value.values())
     if isinstance(value, np.ndarray):
@@ -51,7 +48,7 @@ def items_of(value: Any) -> tuple[Any, ...]:
 
 
 def slots_of(value: Any) -> dict[str, Any]:
-    """Return the slots of an object that have a value, by name."""
+    """Return the values of an object's `__slots__` by name, without empty slots."""
     found = {}
     for kind in type(value).__mro__:
         names = vars(kind).get("__slots__", ())
@@ -122,10 +119,7 @@ def is_record(value: Any, depth: int = 4) -> bool:
 
 
 def content_text(value: Any) -> str:
-    """Return a text of a setting's content.
-
-    Settings with different content have different texts, except that tensors are left out.
-    """
+    """Return a text of a setting's content, different for different content; tensors are left out."""
     if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, (type, torch.Tensor, *_CALLABLE)):

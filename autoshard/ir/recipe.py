@@ -1,8 +1,7 @@
 """Recipes: layouts of a training run in the words of Megatron-LM, DeepSpeed and FSDP.
 
-A recipe gives the sizes of the axes (pipeline x data x context x tensor), the ZeRO stage and the recomputation. Experts
-share the data and context axes. `autoshard.plan` restricts its search by a recipe. `autoshard.price` turns a complete
-recipe into constraints on a traced program. A `Runtime` says how a framework runs the recipe.
+`autoshard.plan` restricts its search by a recipe. `autoshard.price` turns a complete recipe into constraints on a
+traced program. A `Runtime` says how a framework runs the recipe.
 """
 
 from __future__ import annotations
@@ -85,22 +84,22 @@ class Recipe:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every field is given. A complete recipe may omit `zero_group`, `schedule` and `stage_layers`."""
+        """Whether all fields but the optional `zero_group`, `schedule` and `stage_layers` are given."""
         return None not in _decided_of(self)
 
     @property
     def of_stage(self) -> Recipe:
-        """The recipe of one stage alone, for the mesh axes without the pipeline: `pipeline` is 1."""
+        """The same recipe with `pipeline=1`: the layout of a single stage on the mesh axes other than the pipeline."""
         return replace(self, pipeline=1, schedule=None, virtual_stages=1, stage_layers=None)
 
     @property
     def devices(self) -> int:
-        """Product of the axis sizes; free axes count 1."""
+        """Number of devices: pipeline x data x context x tensor, where a field that is None counts 1."""
         return math.prod(size or 1 for size in (self.pipeline, self.data, self.context, self.tensor))
 
     @property
     def words(self) -> str:
-        """The recipe as text for people.
+        """The recipe as a line of text for people.
 
         Example:
             >>> Recipe(data=4, zero=1, recompute="none").words
@@ -129,7 +128,7 @@ class Recipe:
         return f"micro-batches of {self.micro_batch}"
 
     def _partial_words(self) -> str:
-        """Return the given fields as text. Names of the free fields follow if there are at most `_NAMED`."""
+        """Return the given fields as text, and the names of the free fields if there are at most `_NAMED`."""
         given = {item.name: getattr(self, item.name) for item in fields(Recipe)}
         said = [
             f"{name}={value!r}"
@@ -149,7 +148,7 @@ class Recipe:
 
     @property
     def without_program(self) -> str:
-        """The first field value that `compile` cannot run yet, such as "recompute='selective'"; "" if there is none."""
+        """The first field that `compile` cannot run yet, such as "recompute='selective'"; "" if there is none."""
         has_experts, has_groups = is_several(self.expert), self.zero_group is not None
         refused = {
             f"expert={self.expert} with data={self.data}": has_experts and (self.data or 0) % (self.expert or 1) != 0,
@@ -206,12 +205,12 @@ class Recipe:
 
 
 def is_several(size: int | None) -> bool:
-    """Whether a size is given and exceeds one."""
+    """Whether a field of a recipe is given and exceeds one."""
     return size is not None and size > 1
 
 
 def named_schedule(recipe: Recipe) -> str:
-    """Return the name of the recipe's pipeline schedule. `schedule=None` means the usual schedule."""
+    """Return the name of the recipe's pipeline schedule; for None, the usual schedule with its `virtual_stages`."""
     return recipe.schedule or usual_schedule(recipe.virtual_stages or 1)
 
 
@@ -246,10 +245,9 @@ _decided_of = attrgetter(*DECIDED)
 
 @lru_cache(maxsize=1024, typed=True)
 def _check_kinds(*values: object) -> None:
-    """Check the fields of a recipe that are choices or flags. Raise `RecipeError` if a value is invalid.
+    """Check the values of the fields in `_CHOICES` and `_FLAGS`, given in this order; None is allowed.
 
-    `values` has the values of these fields, in the order of `_CHOICES` and `_FLAGS`. The function is cached, because a
-    search makes many recipes with equal values.
+    Raises `RecipeError` for an invalid value. Calls are cached, because a search repeats the same values.
     """
     for name, value in zip((*_CHOICES, *_FLAGS), values, strict=True):
         if value is not None:
@@ -257,7 +255,7 @@ def _check_kinds(*values: object) -> None:
 
 
 def check_field(name: str, value: object) -> None:
-    """Check one field's value, whatever the other fields are. Raises `RecipeError` if the value is invalid."""
+    """Check one field of a recipe regardless of the other fields. Raises `RecipeError` if the value is invalid."""
     if name in _COUNTS and not (value is None and name in _OPTIONAL):
         check_count(name, value)
     if name in _CHOICES:
@@ -267,7 +265,6 @@ def check_field(name: str, value: object) -> None:
 
 
 def _stage_layers(given: object) -> tuple[object, ...]:
-    """Return `stage_layers` as a tuple; `RecipeError` if it is no iterable."""
     if not isinstance(given, Iterable):
         raise RecipeError(f"stage_layers={given!r} is a {type(given).__name__}; pass a tuple of whole numbers.")
     return tuple(given)

@@ -12,18 +12,17 @@ PHASE = "recompute"
 
 @dataclass(frozen=True, slots=True)
 class RecomputedNode(RestoredNode):
-    """A node of the forward that runs a second time, just before node `before` of the backward."""
+    """A forward node that runs a second time, just before the backward's node `before`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """The recomputed nodes of a plan in program order, with their effect.
+    """The recomputed nodes of a plan in program order, with their effect on each rank.
 
     Args:
-        nodes: the recomputed nodes.
         candidates: number of nodes that the search could have recomputed.
-        saved_bytes: bytes by which recomputation lowers the peak of each rank, with the same specs.
-        time_s: seconds that recomputation adds to the objective.
+        saved_bytes: bytes by which recomputation lowers the peak of device memory, with the same specs.
+        time_s: seconds per step that recomputation adds to the objective.
     """
 
     nodes: tuple[RecomputedNode, ...] = ()

@@ -16,7 +16,7 @@ class Repeat:
     """A run of equal units in a list of blocks, with the middle units left out.
 
     Args:
-        path: path of the list ("model.layers").
+        path: qualified name of the list ("model.layers").
         period: blocks in a unit.
         before: number of the first block of the last unit ahead of the gap.
         behind: number of the first block of the first unit behind the gap, which stands for the units left out.
@@ -33,18 +33,18 @@ class Repeat:
 
     @property
     def left_out(self) -> int:
-        """Number of units left out."""
+        """Number of units that the program leaves out."""
         return (self.behind - self.before) // self.period - 1
 
     @property
     def units(self) -> tuple[int, ...]:
-        """Numbers of the first blocks of four units: two units ahead of the gap, and two units behind the gap."""
+        """Numbers of the first blocks of four units: two ahead of the gap, and two behind the gap."""
         return self.before - self.period, self.before, self.behind, self.behind + self.period
 
     def place(self, path: str) -> tuple[int, str] | None:
-        """Return the unit of a module or parameter, as an index into `units`, and the path within the unit.
+        """Return the place of a module or parameter in `units`: index of the unit, and path in the unit.
 
-        None if the path is in none of these four units. Example: (2, "0.mlp.weight").
+        For example (2, "0.mlp.weight"). None if `path` is in none of these four units.
         """
         block, rest = self._split(path)
         for index, first in enumerate(self.units):
@@ -55,7 +55,7 @@ class Repeat:
     def represented_by(self, path: str) -> tuple[str, ...]:
         """Return the paths of the whole model that `path` represents, `path` itself last.
 
-        A path in the unit behind the gap represents the same place in each left-out unit, and itself. Every other path
+        A path in the first unit behind the gap represents the same place in each left-out unit too. Every other path
         represents itself alone.
         """
         block, rest = self._split(path)
@@ -65,11 +65,10 @@ class Repeat:
         return tuple(".".join((self.path, str(number), *filter(None, (rest,)))) for number in numbers)
 
     def unit(self, path: str) -> tuple[int, str] | None:
-        """Return the number of the first block of the unit that contains `path`, and a second path.
+        """Return the number of the first block of the unit with `path`, and the path that represents `path`.
 
-        The second path leads to the same place in the first unit behind the gap.
-
-        None if the path is neither in a left-out unit nor in the unit behind the gap.
+        The representing path is at the same place in the unit behind the gap. None if `path` is neither in the unit
+        behind the gap nor in a left-out unit.
         """
         block, rest = self._split(path)
         if block is None or not self.before + self.period <= block < self.behind + self.period:
@@ -78,9 +77,9 @@ class Repeat:
         return block - offset, ".".join((self.path, str(self.behind + offset), *filter(None, (rest,))))
 
     def same_place_in_unit_of(self, path: str, other: str) -> str | None:
-        """Return the path in the unit of `other` that leads to the same place as `path` does in its own unit.
+        """Return the path that has, in the unit of `other`, the same place as `path` has in its own unit.
 
-        None if one of the paths lies in no block of the list.
+        None if `path` or `other` is outside the list of blocks.
         """
         (block, rest), (unit, _) = self._split(path), self._split(other)
         if block is None or unit is None:
@@ -89,10 +88,7 @@ class Repeat:
         return ".".join((self.path, str(number), *filter(None, (rest,))))
 
     def first_block(self, path: str) -> int | None:
-        """Return the number of the first block of the unit that contains `path`.
-
-        None if the path is neither in one of the four `units` nor in a left-out unit.
-        """
+        """Return the number of the first block of `path`'s unit; None outside `units` and the left-out units."""
         block, _ = self._split(path)
         ahead, *_, last = self.units
         return self._first(block) if block is not None and ahead <= block < last + self.period else None
@@ -107,10 +103,7 @@ class Repeat:
 
 
 def names_represented_by(repeats: tuple[Repeat, ...], name: str) -> tuple[str, ...]:
-    """Return the names in the whole model that a slot's name represents, the name itself last.
-
-    A slot's name is a path, or a kind and a path: "exp_avg:layers.30.weight".
-    """
+    """Return the names in the whole model that a slot's name ("exp_avg:layers.30.weight") represents, itself last."""
     prefix, colon, path = name.rpartition(":")
     for repeat in repeats:
         if repeat.place(path) is not None:

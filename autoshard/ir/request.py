@@ -1,4 +1,4 @@
-"""A request for a program, and the program that answers it."""
+"""A `Request` for the program of a call, and the `CompiledProgram` that answers it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class CompiledProgram:
     """The result of compiling one call of a model.
 
     Args:
-        phased: the lowered program, cut into forward and backward.
+        phased: the lowered program, cut into phases.
         plan: the plan of the program, or None for a program written by hand.
         sharded_outputs: names of the outputs ("output:0") that are returned sharded; all other outputs are whole.
         update: the traced update of a whole training step, or None.
         fingerprint: hash of the traced program by `autoshard.ir.fingerprint`, or "".
-        python: Python state that the trace read.
+        python: Python values that the trace read and set.
         weights: weights of micro-batch losses within the batch's loss, where the step has micro-batches.
         staged: the stages of a pipeline. `phased` then describes their common inputs and update, and does not run.
         own_stages: indices of the stages that this process runs.

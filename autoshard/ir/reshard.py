@@ -39,11 +39,9 @@ STEP_COST_BYTES = 2.0**-10
 
 @dataclass(frozen=True, slots=True)
 class ReshardStep:
-    """A change of spec along one mesh axis.
+    """A change of spec along one mesh axis, `axis`.
 
     Args:
-        kind: kind of step.
-        axis: the mesh axis that changes.
         axis_size: number of ranks along the axis.
         dim: the dim that `axis` splits before (ALL_GATHER, ALL_TO_ALL), or None.
         to_dim: the dim that `axis` splits after (SLICE, REDUCE_SCATTER, ALL_TO_ALL), or None.
@@ -99,18 +97,16 @@ def plan_reshard(
     itemsize: int = 4,
     cost: StepCost | None = None,
 ) -> tuple[ReshardStep, ...]:
-    """Find the cheapest steps that bring a tensor from `source` to `target`; no steps where the specs are equal.
+    """Return the cheapest steps that bring a tensor of global `shape` from spec `source` to spec `target`.
 
     Args:
-        source, target: specs before and after.
-        shape: the tensor's global shape.
-        mesh: the mesh of both specs.
         itemsize: bytes of one element.
-        cost: price of a step, as the module's docstring demands; default `bytes_sent`. Results are cached by `cost`, so
-            pass the same or an equal function each time.
+        cost: price of a step, not negative, and equal for steps of equal kind, axis, reduction and bytes. Default:
+            `bytes_sent`. Results are cached by `cost`, so pass the same or an equal function each time.
 
     Returns:
-        The steps in order. Among equally cheap paths, the fewest steps win, then the first in the order of their texts.
+        The steps in order; none for equal specs. Among equally cheap paths, the fewest steps win, then the first in the
+        order of their texts.
 
     Raises:
         InvalidSpecError: a spec does not fit the mesh or the shape, or mixes reductions.
@@ -135,16 +131,8 @@ def reshard_costs(
 ) -> NDArray[np.float64]:
     """Return the price of the cheapest reshard from each of `sources` to each of `targets`, [sources, targets].
 
-    Args:
-        sources, targets: specs before and after.
-        shape: the tensor's global shape.
-        mesh: the mesh of all specs.
-        itemsize: bytes of one element.
-        cost: the price of a step, as in `plan_reshard`.
-
-    Raises:
-        InvalidSpecError: a spec does not fit the mesh or the shape, or mixes reductions.
-        ValueError: `cost` gave a price that is negative or not finite.
+    `shape` is the global shape, `itemsize` the bytes of an element, and `cost` the price of a step (default:
+    `bytes_sent`). Raises `InvalidSpecError` and `ValueError` under the conditions of `plan_reshard`.
     """
     if not sources or not targets:
         return np.zeros((len(sources), len(targets)))
@@ -163,9 +151,9 @@ def reshard_costs(
 
 @lru_cache(maxsize=64)
 def _distances_to(graph: SpecGraph, shape: tuple[int, ...], itemsize: int, cost: StepCost) -> dict[int, NDArray]:
-    """Return the cached dict from a target node to the prices of reshards from every node to it, [nodes].
+    """Return the cache of `reshard_costs`: index of a target node to the prices of reshards from every node, [nodes].
 
-    The dict is new and empty at the first call with these arguments; `reshard_costs` fills it.
+    The cache is empty at first, and `reshard_costs` fills it. Equal arguments give the same cache.
     """
     return {}
 
@@ -192,7 +180,10 @@ def _plan(
 
 @lru_cache(maxsize=256)
 def _weights(graph: SpecGraph, shape: tuple[int, ...], itemsize: int, cost: StepCost) -> NDArray[np.float64]:
-    """Return the price of every edge, [edges]. Edges of equal class and equal bytes share one call of `cost`."""
+    """Return the price of every edge of `graph`, [edges].
+
+    Edges of equal class and equal bytes share one call of `cost`.
+    """
     sizes = graph.local_bytes(shape, itemsize)
     values, size_ids = np.unique(sizes, return_inverse=True)
     keys = graph.classes * len(values) + size_ids[graph.sources]

@@ -1,4 +1,4 @@
-"""Forward nodes whose values return in the backward by recomputation or from the host, instead of being saved."""
+"""Forward nodes whose values the backward does not read from saved copies, but recomputes or fetches from the host."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ from autoshard.ir.repeat import Repeat, names_represented_by
 
 @dataclass(frozen=True, slots=True)
 class RestoredNode:
-    """A node of the forward, and the place in the backward where its value returns.
-
-    Args:
-        name: name of the forward's node.
-        before: name of the backward's node just before which the value returns.
-        module: path of the module that issued the forward's node.
-    """
+    """The forward's node `name`, issued by `module`, whose value returns just before the backward's node `before`."""
 
     name: str
     before: str
@@ -24,7 +18,7 @@ class RestoredNode:
 
 
 def by_module(nodes: Iterable[RestoredNode], repeats: tuple[Repeat, ...]) -> Mapping[str, tuple[str, ...]]:
-    """Return a dict from the path of each module to the names of its nodes.
+    """Return the names of the nodes of each module, by module path.
 
     A left-out block gets the names of the nodes in the block that stands for it.
     """

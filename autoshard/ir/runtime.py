@@ -1,4 +1,4 @@
-"""Runtimes that execute training steps: our own is `compile`; other frameworks have profiles that price their runs."""
+"""Runtimes that execute training steps: our own, and profiles of other frameworks for pricing their runs."""
 
 from __future__ import annotations
 
@@ -155,11 +155,7 @@ RUNTIMES: Mapping[str, Runtime] = {
 
 
 def runtime_named(given: str | Runtime | None) -> Runtime | None:
-    """Return the profile of another framework, or None for our own runtime.
-
-    Raises:
-        NotAvailableError: no runtime has this name. The message lists the known names.
-    """
+    """Return another framework's profile, or None for our own; raise `NotAvailableError` for an unknown name."""
     if given in (None, AUTOSHARD) or isinstance(given, Runtime):
         return given if isinstance(given, Runtime) else None
     if given not in RUNTIMES:

@@ -1,4 +1,4 @@
-"""Text and HTML of plans and of their answers. `autoshard.report` registers a function for each class."""
+"""Text and HTML of plans and their answers; `autoshard.report` registers a function for each class."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from functools import singledispatch
 
 @singledispatch
 def text_of(item: object) -> str:
-    """Return the text of a plan or of an answer, for `print`."""
+    """Return the text that `print` shows for a plan or an answer."""
     raise TypeError(f"no text is registered for {type(item).__name__}: import autoshard.report")
 
 
 @singledispatch
 def page_of(item: object) -> str:
-    """Return a plan or an answer as one page of HTML."""
+    """Return an HTML page of a plan, or of an answer."""
     raise TypeError(f"no page is registered for {type(item).__name__}: import autoshard.report")

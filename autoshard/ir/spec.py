@@ -4,10 +4,10 @@ A spec names the mesh axes that split each dim of a tensor, major to minor, and 
 *partial*. Over a partial axis each rank holds an addend, and the value is their reduction. Ranks along all other axes
 hold copies.
 
-Uneven dims. An axis of size `a` splits a dim of size `n` into chunks of `ceil(n / a)` elements. Full chunks come first,
-then a smaller chunk, then empty chunks, like those of `torch.chunk` and DTensor. Several axes on one dim nest this
-split. Inside a program each rank holds the padded chunk, so local shapes are equal on all ranks. Values in the padding
-are undefined.
+An axis of size `a` splits a dim of size `n` into chunks of `ceil(n / a)` elements. Full chunks come first, then a
+smaller chunk, then empty chunks, like those of `torch.chunk` and DTensor. Several axes on one dim nest this split.
+Inside a program each rank holds the padded chunk, so local shapes are equal on all ranks. Values in the padding are
+undefined.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class PartitionSpec:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every axis that splits a dim or over which the value is partial."""
+        """The axes that split a dim, then the axes over which the value is partial."""
         return (*self.sharded_axes, *(axis for axis, _ in self.partial))
 
     @property
     def sharded_axes(self) -> tuple[str, ...]:
-        """Every axis that splits a dim, in the order of the dims."""
+        """The axes that split a dim, in the order of the dims."""
         return tuple(axis for dim in self.dims for axis in dim)
 
     @property
@@ -93,7 +93,7 @@ class PartitionSpec:
 
     @property
     def is_fully_replicated(self) -> bool:
-        """Whether every rank holds the whole value."""
+        """Whether every rank holds the whole value: no axis splits a dim or is partial."""
         return not self.dims and not self.partial
 
     def axes_of(self, dim: int) -> tuple[str, ...]:
@@ -108,7 +108,7 @@ class PartitionSpec:
         return None
 
     def reduction_over(self, axis: str) -> Reduction | None:
-        """Return the reduction of the value's addends over `axis`, or None."""
+        """Return the reduction for which the value is partial over `axis`, or None."""
         return dict(self.partial).get(axis)
 
     def check(self, mesh: Mesh, ndim: int) -> None:
@@ -123,7 +123,7 @@ class PartitionSpec:
             raise InvalidSpecError(f"{self!r} splits {len(self.dims)} dims, but the tensor has ndim={ndim}.")
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-        """Return the padded shape of each rank's local tensor, for a tensor of global `shape`."""
+        """Return the padded shape, equal on all ranks, of the local tensors of a tensor of global `shape`."""
         return tuple(self._local_size(dim, size, mesh) for dim, size in enumerate(shape))
 
     def _local_size(self, dim: int, size: int, mesh: Mesh) -> int:
@@ -132,15 +132,14 @@ class PartitionSpec:
         return size
 
     def is_even(self, shape: Sequence[int], mesh: Mesh) -> bool:
-        """Whether every split divides its dim, so that no rank holds padding."""
+        """Whether every split divides its dim of global `shape`, so that no rank holds padding."""
         return all(size % mesh.shards(self.axes_of(dim)) == 0 for dim, size in enumerate(shape))
 
     def to_placements(self, mesh: Mesh) -> tuple[Placement, ...]:
-        """Return the torch DTensor placements, one per mesh axis.
+        """Return the torch DTensor placements, one per mesh axis in the order of the mesh.
 
         Raises:
-            InvalidSpecError: several axes split a dim in another order than the mesh's. Placements cannot express
-                another order.
+            InvalidSpecError: axes split a dim in another order than the mesh's, which placements cannot express.
         """
         self._check_mesh_order(mesh)
         return tuple(self._placement(axis) for axis in mesh.axis_names)
@@ -174,10 +173,9 @@ class PartitionSpec:
 
     @classmethod
     def parse(cls, text: str) -> PartitionSpec:
-        """Read a spec from `text`, as printed by `repr`.
+        """Read a spec from `text`, as printed by `repr`: `P('data', None, partial={'model': 'sum'})`.
 
-        Raises:
-            InvalidSpecError: the text is not of the form `P('data', None, partial={'model': 'sum'})`.
+        Raises `InvalidSpecError` for any other text.
         """
         if len(text) > _MAX_TEXT:
             raise InvalidSpecError(f"spec={text[:40]!r}... has {len(text)} characters; write at most {_MAX_TEXT}.")

@@ -7,13 +7,12 @@ the minor-most, since ranks hold contiguous pieces only then. So an axis may
 * if it holds copies, split a dim (slice), or become partial (one rank keeps the value);
 * if it is partial, be reduced (all-reduce), or be reduced and split a dim (reduce-scatter).
 
-All partial axes of a spec have one reduction. Two reductions do not commute, so a spec that mixed them would have no
-defined value. A partial value changes its reduction only by being reduced.
+All partial axes of a spec have one reduction, because two reductions do not commute. A partial value changes its
+reduction only by being reduced.
 
-The graph depends only on the mesh, the number of dims and the reductions, so one graph serves all shapes. Edge
-weights depend on the shape. Shortest distances come from the Bellman-Ford iteration (Bellman 1958). It runs for all
-targets at once, vectorised over edges. It takes as many rounds as the longest shortest path has steps, about twice the
-number of axes.
+The graph depends only on the mesh, the number of dims and the reductions; edge weights depend on the shape. Shortest
+distances come from the Bellman-Ford iteration (Bellman 1958), for all targets at once and vectorised over edges. The
+number of rounds is the number of edges of the longest of the shortest paths, about twice the number of axes.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from autoshard.ir.spec import PartitionSpec, Reduction
 
 
 class ReshardKind(StrEnum):
-    """Kind of a reshard's step along its axis."""
+    """Kind of a reshard's step, which changes one mesh axis."""
 
     ALL_GATHER = "all_gather"
     ALL_REDUCE = "all_reduce"
@@ -43,7 +42,7 @@ class ReshardKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A change of one axis, which splits `dim` before and `to_dim` after.
+    """A change of one axis, which splits `dim` before and `to_dim` after (None: no dim).
 
     `reduction` belongs to the partial value before (ALL_REDUCE, REDUCE_SCATTER) or after (MAKE_PARTIAL).
     """
@@ -66,9 +65,9 @@ class Move:
 def _move(
     kind: ReshardKind, axis: str, dim: int | None, to_dim: int | None, reduction: Reduction | None = None
 ) -> Move:
-    """Return a move with these fields.
+    """Return a move; equal arguments give the same object.
 
-    Equal moves are one object, because graphs of many axes have hundreds of thousands of edges.
+    Graphs of many axes have hundreds of thousands of edges, but few different moves.
     """
     return Move(kind, axis, dim, to_dim, reduction)
 
@@ -83,12 +82,15 @@ State = tuple[Stacks, Partials]
 
 
 def state_of(spec: PartitionSpec, ndim: int) -> State:
-    """Return the state of `spec` for tensors with `ndim` dims."""
+    """Return `spec` as hashable tuples: the axes that split each of the `ndim` dims, and the partial axes."""
     return tuple(spec.axes_of(dim) for dim in range(ndim)), spec.partial
 
 
 def moves_from(state: State, mesh: Mesh, reductions: Sequence[Reduction]) -> Iterator[tuple[Move, State]]:
-    """Yield every move from `state` with the state after it. New partial axes have one of `reductions`."""
+    """Yield each move from `state` (a spec as tuples), with the state after the move.
+
+    An axis that becomes partial has one of `reductions`.
+    """
     stacks, partial = state
     used = {axis for axes in stacks for axis in axes}
     yield from _moves_of_splits(stacks, partial)
@@ -143,16 +145,14 @@ class SpecGraph:
     """All specs of tensors with `ndim` dims on `mesh`, and the moves between them.
 
     Args:
-        mesh: the mesh.
-        ndim: the number of dims of the tensors.
         specs: the spec of each node, [nodes].
         moves: the move of each edge, [edges], sorted by source node.
         sources, targets: source and target node of each edge, [edges].
         starts: index of each node's first edge, [nodes].
         classes: class number of each edge, [edges]. Edges of one class have equal kind, axis and reduction.
         stack_ids: index in `stacks` of each dim's stack, [nodes, ndim].
-        stacks: the distinct stacks.
-        index: from a state to the index of its node.
+        stacks: the distinct stacks of axes on one dim.
+        index: index of the node of each spec, by the spec as tuples (`state_of`).
     """
 
     mesh: Mesh
@@ -168,11 +168,11 @@ class SpecGraph:
     index: dict[State, int] = field(repr=False)
 
     def node_of(self, spec: PartitionSpec) -> int:
-        """Return the node index of `spec`."""
+        """Return the index of the node of `spec`."""
         return self.index[state_of(spec, self.ndim)]
 
     def local_bytes(self, shape: Sequence[int], itemsize: int) -> NDArray[np.int64]:
-        """Return the bytes of the padded local tensor under each spec, [nodes]."""
+        """Return the bytes of a rank's padded local tensor under each spec, [nodes], for a tensor of global `shape`."""
         result = np.full(len(self.specs), itemsize, dtype=np.int64)
         for dim, size in enumerate(shape):
             sizes = np.array([_padded_size(size, axes, self.mesh) for axes in self.stacks], dtype=np.int64)
@@ -185,12 +185,7 @@ class SpecGraph:
         return range(int(self.starts[node]), int(end))
 
     def distances_to(self, targets: Sequence[int], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the length of the shortest path from every node to each of `targets`, [nodes, targets].
-
-        Args:
-            targets: node indices.
-            weights: the length of each edge, at least zero, [edges].
-        """
+        """Return the shortest distance from every node to each target, [nodes, targets], for edge lengths `weights`."""
         result = np.full((len(self.specs), len(targets)), np.inf)
         result[targets, np.arange(len(targets))] = 0.0
         if not self.moves:
@@ -203,7 +198,7 @@ class SpecGraph:
             result = shorter
 
     def shortest_path(self, source: int, target: int, weights: NDArray[np.float64]) -> tuple[int, ...]:
-        """Return the edge indices of a shortest path from `source` to `target`.
+        """Return the edge indices of a shortest path between two nodes, for the edge lengths `weights`.
 
         Among paths of equal length, the path with the fewest edges wins, then the first path by the text of its moves.
         """
@@ -222,7 +217,7 @@ class SpecGraph:
 
 @lru_cache(maxsize=128)
 def spec_graph(mesh: Mesh, ndim: int, reductions: tuple[Reduction, ...]) -> SpecGraph:
-    """Return the graph of all specs with `ndim` dims on `mesh`. Partial values have only reductions in `reductions`."""
+    """Return the graph of all specs with `ndim` dims on `mesh`; partial values have one of `reductions`."""
     index, edges = _explore(mesh, ndim, reductions)
     stack_index: dict[tuple[str, ...], int] = {}
     stack_ids = [[stack_index.setdefault(axes, len(stack_index)) for axes in state[0]] for state in index]
@@ -253,7 +248,7 @@ def _explore(
 ) -> tuple[dict[State, int], list[tuple[Move, int, int]]]:
     """Search breadth first for the states that are reachable from the replicated state.
 
-    Return a dict from each state to its index, and the edges as (move, source, target), sorted by source.
+    Return the index of each state, and the edges as (move, source, target), sorted by source.
     """
     states: list[State] = [(((),) * ndim, ())]
     index = {states[0]: 0}

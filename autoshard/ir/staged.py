@@ -1,8 +1,8 @@
 """Training steps, and calls without gradients, cut into the stages of a pipeline, as data.
 
-Each stage has a program of its own, on the mesh without the axis of the pipeline. A value that crosses stages is a
-result of one program and an input of another, under one name. It goes to the rank with the same coordinates in the
-reading stage.
+Each stage has a program of its own, on the mesh without the pipeline axis. A value that crosses stages is a result of
+one program and an input of another, under one name. The value goes to the rank with the same coordinates in the reading
+stage.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _CROSSING, _WEIGHTS = "<", "<weights "
 
 
 def crossing_name(node: str, *, is_of_weights: bool) -> str:
-    """Return the name of a slot whose value crosses stages, made from the name of the value's node.
+    """Return the name of the slot for the value of `node`, which one stage computes and another stage reads.
 
-    `is_of_weights`: the value is computed from parameters alone.
+    `is_of_weights` says whether the value is computed from parameters alone.
     """
     return f"{_WEIGHTS if is_of_weights else _CROSSING}{node}>"
 
@@ -48,7 +48,7 @@ class Crossing:
     """A value that one stage makes and another stage reads, for each micro-batch.
 
     Args:
-        name: name of its slots in both programs.
+        name: name of the value's slots in both programs.
         maker: stage whose forward (`is_forward`) or backward makes the value.
         reader: stage whose forward or backward reads the value; later than the maker in the forward, earlier in the
             backward.
@@ -65,8 +65,7 @@ class CutProgram:
     """A traced step cut into stages.
 
     Args:
-        stages: program of each stage, with global shapes: forward, backward, and gradients of its own parameters.
-        crossings: the values that cross stages.
+        stages: programs with global shapes, each with forward, backward, and gradients of the stage's own parameters.
         cuts: for each stage after the first, the name of its first call in the forward.
     """
 
@@ -77,13 +76,10 @@ class CutProgram:
 
 @dataclass(frozen=True, slots=True)
 class StageProgram:
-    """Lowered program of a stage, with its plan.
+    """Lowered program of a stage, with the stage's plan.
 
-    Args:
-        phased: the stage's phases.
-        plan: the stage's plan.
-        is_of_equal_stage: whether `phased` comes from an equal stage. `phased` then has the other stage's names, and
-            only serves to predict time and memory.
+    With `is_of_equal_stage`, an equal stage was planned before. `phased` then has the graphs of that stage, and only
+    serves to predict time and memory.
     """
 
     phased: PhasedProgram
@@ -97,9 +93,8 @@ class StagedProgram:
 
     Args:
         stages: programs of the stages, in the order of the forward.
-        crossings: the values that cross stages.
         order: tasks of each pipeline rank in a step, in running order.
-        results: name of each returned output ("output:0") to its stage; a training step returns only the loss.
+        results: stage of each returned output, by name ("output:0"); a training step returns only the loss.
     """
 
     stages: tuple[StageProgram, ...]
@@ -108,23 +103,23 @@ class StagedProgram:
     results: Mapping[str, int]
 
     def digest(self) -> str:
-        """Return a hash of all stages' text and of the order, 16 hex digits, equal on all ranks."""
+        """Return a hash of all stages' text, their crossings and the order, 16 hex digits, equal on all ranks."""
         parts = [*(stage.phased.digest() for stage in self.stages), str(self.order), str(self.crossings)]
         halves = (stage.phased.halves for stage in self.stages if stage.phased.halves is not None)
         parts += [str(half.graph) for pair in halves for half in (pair.inputs, pair.weights)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
     def sent_slot(self, name: str, maker: int, *, is_forward: bool) -> LocalSlot:
-        """Return the slot of the value that stage `maker` sends to another stage under this name.
+        """Return the result slot of stage `maker` that is sent under the name `name`.
 
-        The value is an output of the maker's forward, or a gradient of its backward.
+        The slot is an output of the stage's forward (`is_forward`), or a gradient of its backward.
         """
         kind = OutputKind.OUTPUT if is_forward else OutputKind.SENT_GRADIENT
         slots = self.stages[maker].phased.lowered.outputs
         return next(slot for slot in slots if (slot.slot.kind, slot.slot.name) == (kind, name))
 
     def stage_of_parameters(self) -> Mapping[str, int]:
-        """Return a dict from the qualified name of each parameter to the stage that holds it."""
+        """Return the index of the stage that holds each parameter, by qualified name."""
         return {
             slot.slot.name: number
             for number, stage in enumerate(self.stages)

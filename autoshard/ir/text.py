@@ -1,4 +1,4 @@
-"""Text for people: sizes and times with their units, common names of several values, lines and tables."""
+"""Text for people: sizes and times with units, common forms of several names, lines and tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_WIDTH = 110
 
 
 def as_text(*parts: str | Table) -> str:
-    """Return lines and tables as one plain text; lines are not wrapped."""
+    """Return lines and tables as one plain text; tables are at most 110 characters wide, and lines are not wrapped."""
     width = min(_MAX_WIDTH, shutil.get_terminal_size((_MAX_WIDTH, 0)).columns)
     console = Console(width=width, color_system=None, highlight=False)
     with console.capture() as capture:
@@ -23,18 +23,18 @@ def as_text(*parts: str | Table) -> str:
 
 
 def any_block(name: str) -> str:
-    """Return a qualified name with "*" in place of its numbers: "layers.*.mlp.*.weight"."""
+    """Return a qualified name with "*" in place of each number: "layers.*.mlp.*.weight"."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def common_name(names: Sequence[str]) -> str:
-    """Return the common form of names that differ in some parts, with "*" in these parts: "layers.*.mlp.2.weight"."""
+    """Return qualified names of equal length as one, with "*" in parts that differ: "layers.*.mlp.2.weight"."""
     parts = zip(*(name.split(".") for name in names), strict=True)
     return ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
 def format_bytes(size: float) -> str:
-    """Return a size with a binary unit: `1.50 GiB`."""
+    """Return a size in bytes as text with a binary unit: `1.50 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
@@ -43,7 +43,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Return a time with a suitable unit: `12.3 ms`."""
+    """Return a time in seconds as text with a suitable unit: `12.3 ms`."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(seconds) >= scale:
             return f"{seconds / scale:.3g} {unit}"

@@ -1,8 +1,7 @@
 """Timelines of steps, as data of a plan and as files for chrome://tracing and ui.perfetto.dev.
 
 The file is the JSON object form of Chrome's trace event format. Ranks with equal timelines share one process, and each
-stream is a thread. Each span is one complete event ("ph": "X", times in microseconds); metadata names processes and
-threads.
+stream is a thread.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _SEPARATOR = " | "
 
 
 class TraceSpan(NamedTuple):
-    """Work on a stream of a process, in whole nanoseconds. `process` is an index into `Trace.processes`."""
+    """Work on a stream of a process, in whole nanoseconds; `process` is an index into `Trace.processes`."""
 
     process: int
     stream: str
@@ -40,7 +39,7 @@ class Trace:
 
     @classmethod
     def of(cls, processes: Sequence[str], spans: Iterable[tuple[int, str, str, float, float]]) -> Trace:
-        """Return a trace of spans, each (process, stream, name, start, end) with times in seconds."""
+        """Return a trace of spans, each given as (process, stream, name, start, end) with times in seconds."""
         made = []
         for process, stream, name, start_s, end_s in spans:
             start = round(start_s * 1e9)
@@ -48,7 +47,7 @@ class Trace:
         return cls(tuple(processes), tuple(made))
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the trace events: metadata first, then the spans."""
+        """Return Chrome's trace events, with times in microseconds: names of processes and threads, then the spans."""
         streams = dict.fromkeys((span.process, span.stream) for span in self.spans)
         threads = {key: number for number, key in enumerate(streams)}
         events: list[dict[str, Any]] = [_name("process_name", pid, 0, name) for pid, name in enumerate(self.processes)]
@@ -67,10 +66,7 @@ class Trace:
         write_text(path, json.dumps(document) + "\n")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the trace as JSON data.
-
-        A span is a line of text: `process | start_ns | duration_ns | stream | name`.
-        """
+        """Return JSON data with a line of text for each span: `process | start_ns | duration_ns | stream | name`."""
         lines = [
             _SEPARATOR.join((str(span.process), str(span.start_ns), str(span.duration_ns), span.stream, span.name))
             for span in self.spans

@@ -1,4 +1,4 @@
-"""A flag that is set while a model runs only to be traced. The model's tensors have no values then."""
+"""A flag that is set while a model runs only to be traced, when its tensors have no values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _IS_TRACED: ContextVar[bool] = ContextVar("autoshard_is_traced", default=False)
 
 @contextmanager
 def under_trace() -> Iterator[None]:
-    """Set the flag that `is_under_trace` returns, within the context."""
+    """Set the flag of `is_under_trace` within the context."""
     token = _IS_TRACED.set(True)
     try:
         yield
@@ -20,5 +20,5 @@ def under_trace() -> Iterator[None]:
 
 
 def is_under_trace() -> bool:
-    """Whether the flag is set, so that models run only to be traced."""
+    """Whether a model is running only to be traced, so that its tensors have no values."""
     return _IS_TRACED.get()

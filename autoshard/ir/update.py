@@ -1,4 +1,4 @@
-"""An optimizer's update of a model's parameters, as data. The update is traced after the backward of a training step.
+"""An optimizer's update of a model's parameters, as data, from which the update of a training step is traced.
 
 Parameters with the same hyper-parameters and number of steps form a group. A group's hyper-parameters are one vector
 input of the program, so that a schedule may change them from step to step.
@@ -16,7 +16,7 @@ from autoshard.errors import NotAvailableError
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """Update rule of a parameter.
+    """Update rule of the parameters of a group.
 
     Args:
         operator: name of the update's operator in `torch.ops.autoshard`.
@@ -33,7 +33,7 @@ class UpdateRule:
 
 @dataclass(frozen=True, slots=True)
 class UpdateGroup:
-    """Parameters, by qualified name, with a common update rule."""
+    """Parameters, by qualified name, with one update rule."""
 
     rule: UpdateRule
     parameters: tuple[str, ...]
@@ -41,7 +41,7 @@ class UpdateGroup:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The update of a training step.
+    """The optimizer's update in a training step.
 
     Args:
         optimizer: name of the optimizer's class.
@@ -61,15 +61,13 @@ class Update:
         return self.returns_norm or self.max_grad_norm is not None
 
     def group_of(self) -> Mapping[str, int]:
-        """Return a dict from each parameter's name to the index of its group."""
+        """Return the index of the group of each parameter, by qualified name."""
         return {name: number for number, group in enumerate(self.groups) for name in group.parameters}
 
     def serves(self, other: Update, updated: Collection[str]) -> bool:
-        """Whether a program traced for this update also performs `other`.
+        """Whether a program that was traced for this update also performs the update `other`.
 
-        Args:
-            other: the required update.
-            updated: names of the parameters that the program updates. Rules of all other parameters may differ.
+        `updated` has the names of the parameters that the program updates. Only their rules have to agree.
         """
         if (self.optimizer, self.max_grad_norm) != (other.optimizer, other.max_grad_norm):
             return False
@@ -94,20 +92,17 @@ def check_norm(max_grad_norm: Any) -> None:
 
 
 def state_slot(state: str, parameter: str) -> str:
-    """Return the name of a slot of optimizer state: "exp_avg:layers.0.weight"."""
+    """Return the name of the slot of a parameter's optimizer state: "exp_avg:layers.0.weight"."""
     return f"{state}:{parameter}"
 
 
 def parameter_of(slot_name: str) -> str:
-    """Return the name of the parameter from the name of a slot of optimizer state, as in `state_slot`."""
+    """Return the parameter's name in the name of a slot of optimizer state, as made by `state_slot`."""
     return slot_name.partition(":")[2]
 
 
 def names_state(pattern: str) -> bool:
-    """Whether the pattern of a constraint names optimizer state.
-
-    "exp_avg:*.weight" does; "input:0" and "*.weight" do not.
-    """
+    """Whether a constraint's pattern names optimizer state: "exp_avg:*.weight" does, "input:0" does not."""
     kind, colon, _ = pattern.partition(":")
     return bool(colon) and kind not in ("input", "output", "tangent", "hyper")
 
@@ -118,5 +113,5 @@ def hyper_slot(group: int) -> str:
 
 
 def group_of(slot_name: str) -> int:
-    """Return the index of the group from the name of a slot of hyper-parameters, as in `hyper_slot`."""
+    """Return the group's index in the name of a slot of hyper-parameters, as made by `hyper_slot`."""
     return int(slot_name.partition(":")[2])

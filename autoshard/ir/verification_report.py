@@ -1,4 +1,4 @@
-"""Report of a proof: the proven statements, and the assumptions of the proof."""
+"""Report of the proof that a lowered program equals the traced one."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from autoshard.ir.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class VerificationReport:
-    """The proven statements, and the assumptions of the proof.
+    """Counts of the proven values, results and calls of a lowered program, and the assumptions of the proof.
 
     Args:
         mesh: the mesh of the plan, including its pipeline axis.
         nodes: number of nodes of the lowered program, all covered by the proof.
         values: number of values of the traced program that the proof finds among the values of the ranks.
-        results: from a kind of result to the number of results that are proven to have the spec of their slot.
-        collectives: from the name of a collective ("all_reduce over data") to the number of its calls.
-        rules: from an operator to the number of traced calls whose proof rests on the operator's sharding rule.
+        results: number of results that are proven to have the spec of their slot, by kind of result.
+        collectives: number of calls of each collective, by name ("all_reduce over data").
+        rules: number of traced calls whose proof rests on an operator's sharding rule, by operator.
         assumptions: assumptions of the proof, one sentence each.
         seconds: wall time of the proof.
     """
@@ -36,7 +36,7 @@ class VerificationReport:
 
     @classmethod
     def together(cls, reports: Sequence[VerificationReport]) -> VerificationReport:
-        """Return one report for several programs. Its mesh is the mesh of the first report."""
+        """Return one report, with summed numbers and the first report's mesh, for several programs."""
         return cls(
             reports[0].mesh,
             sum(report.nodes for report in reports),
@@ -49,11 +49,11 @@ class VerificationReport:
         )
 
     def assuming(self, sentence: str) -> VerificationReport:
-        """Return a copy of the report with `sentence` as a further assumption."""
+        """Return a copy of the report with the further assumption `sentence`."""
         return replace(self, assumptions=(*self.assumptions, sentence))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON data."""
+        """Return the fields as JSON data, with the mesh as a dict from axis to size."""
         return {**asdict(self), "mesh": dict(self.mesh.axes)}
 
     def __str__(self) -> str:

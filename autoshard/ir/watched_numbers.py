@@ -1,9 +1,9 @@
 """Numbers that record their use by Python code while a call of a model is traced.
 
 A watched number stands in for an attribute. Arithmetic with it gives another watched number, whose expression is in
-terms of attributes. When Python takes a plain value from it (a comparison, a truth value, a conversion, a text), the
-expression and the value become a condition. A call under which all conditions hold takes the same path through the
-model's Python.
+terms of attributes. Taking a plain value from a watched number (by comparison, truth value, conversion or text) makes a
+condition of expression and value. A call under which all conditions hold takes the same path through the model's
+Python.
 
 Watched numbers do not subclass `int` or `float`, because C code would read their values unnoticed. `type(number)`
 cannot be intercepted. Code that calls `type` is found by its bytecode, and its numbers are then guarded by value.
@@ -57,13 +57,9 @@ _IS_WATCHING: ContextVar[bool] = ContextVar("autoshard_is_watching", default=Fal
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attribute:
-    """A number in an attribute of an object, as an expression.
+    """An expression that is one attribute: the number, of type `kind`, under `name` in the `vars` of `holder`.
 
-    Args:
-        title: name of the object for messages: "layers.0".
-        holder: the object.
-        name: name of the attribute in the object's `vars`.
-        kind: the number's type.
+    `title` is the path of `holder` for messages.
     """
 
     title: str
@@ -75,7 +71,7 @@ class Attribute:
 
     @property
     def key(self) -> tuple[int, str]:
-        """Key that identifies the attribute: the object's `id` and the name."""
+        """Hashable identity of the attribute: the `id` of the object, and the attribute's name."""
         return id(self.holder), self.name
 
     @property
@@ -85,15 +81,11 @@ class Attribute:
 
     @property
     def attributes(self) -> tuple[Attribute, ...]:
-        """A tuple of this attribute alone, as for `NumberOperation.attributes`."""
+        """This attribute alone, in a tuple: all attributes of the expression."""
         return (self,)
 
     def value(self) -> Any:
-        """Return the attribute's present value.
-
-        Raises:
-            TypeError: the value has another type, or is gone.
-        """
+        """Return the attribute's present value. Raises `TypeError` if it is gone or no longer of type `kind`."""
         found = vars(self.holder).get(self.name, MISSING)
         if type(found) is not self.kind:
             raise TypeError(f"{self.path} is no longer of type {self.kind.__name__}")
@@ -102,24 +94,19 @@ class Attribute:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NumberOperation:
-    """A function applied to attributes, other operations and plain values, as an expression.
-
-    Args:
-        function: the function.
-        operands: its arguments, each an expression or a plain value.
-    """
+    """A function applied to expressions (attributes, other operations) and plain values, itself an expression."""
 
     function: Callable[..., Any]
     operands: tuple[Any, ...]
 
     @property
     def size(self) -> int:
-        """Number of attributes and operations in the expression."""
+        """Number of attributes and operations in the expression, itself included."""
         return 1 + sum(item.size for item in self.operands if isinstance(item, (Attribute, NumberOperation)))
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Key that is equal for equal functions of equal operands."""
+        """Hashable key, equal for the same function of equal operands."""
         keys = (
             item.key if isinstance(item, (Attribute, NumberOperation)) else (type(item), repr(item))
             for item in self.operands
@@ -128,24 +115,19 @@ class NumberOperation:
 
     @property
     def attributes(self) -> tuple[Attribute, ...]:
-        """All attributes in the expression."""
+        """All attributes in the expression, in the order of their occurrence."""
         inner = (item for item in self.operands if isinstance(item, (Attribute, NumberOperation)))
         return tuple(attribute for item in inner for attribute in item.attributes)
 
     def value(self) -> Any:
-        """Return the result of the operation for the attributes' present values."""
+        """Return the expression's value for the present values of its attributes."""
         operands = (item.value() if isinstance(item, (Attribute, NumberOperation)) else item for item in self.operands)
         return self.function(*operands)
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A condition on a later call: an expression has the same value as in the trace.
-
-    Args:
-        expression: an expression in attributes.
-        outcome: the value that Python code saw during the trace.
-    """
+    """A condition on later calls: `expression` has the value `outcome`, which Python code saw during the trace."""
 
     expression: Attribute | NumberOperation
     outcome: Any
@@ -161,19 +143,19 @@ class Condition:
         return None
 
     def holds(self) -> bool:
-        """Whether the expression still has the recorded value."""
+        """Whether the expression's present value equals `outcome`."""
         try:
             return are_alike(self.expression.value(), self.outcome)
         except _ERRORS:
             return False
 
     def changes(self) -> list[str]:
-        """Return the paths of the attributes in the condition if it no longer holds, else an empty list."""
+        """Return the paths of the expression's attributes if the condition no longer holds, else an empty list."""
         return [] if self.holds() else [item.path for item in self.expression.attributes]
 
 
 class Watch:
-    """Makes watched numbers, and records the conditions on them in order."""
+    """Makes the watched numbers of one trace, and records the conditions on them."""
 
     def __init__(self) -> None:
         self._conditions: dict[Any, Condition] = {}
@@ -184,20 +166,20 @@ class Watch:
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
-        """The conditions recorded so far."""
+        """The conditions recorded so far, in order."""
         return tuple(self._conditions.values())
 
     def number(self, expression: Attribute | NumberOperation, value: float) -> Any:
-        """Return a watched number with this expression and value."""
+        """Return a new watched number with this expression and plain value."""
         number = (_Float if isinstance(value, float) else _Integer)(expression, value, self)
         self._made.append(weakref.ref(number))
         return number
 
     def derived(self, function: Callable[..., Any], *operands: Any) -> Any:
-        """Apply a function to watched numbers, and return a watched number.
+        """Apply a function to watched numbers, and return the result as a watched number.
 
-        If the result is no number, or its expression is too large, return the plain result. The operands then become
-        conditions.
+        If the result is no number, or its expression is too large, the plain result is returned. The operands then
+        become conditions.
         """
         value = self._apply(function, operands)
         expression = NumberOperation(function, tuple(map(_expression_of, operands)))
@@ -211,13 +193,13 @@ class Watch:
         return self.number(expression, value) if self._is_watching() else value
 
     def noted(self, function: Callable[..., Any], *operands: Any) -> Any:
-        """Apply a function to watched numbers, record its result as a condition, and return the plain result."""
+        """Apply a function to watched numbers; return its plain result, which becomes a condition on later calls."""
         value = self._apply(function, operands)
         self._note(NumberOperation(function, tuple(map(_expression_of, operands))), value)
         return value
 
     def exact(self, number: _Number) -> Any:
-        """Return the plain value of a number, and record it as a condition."""
+        """Return the plain value of a watched number, which becomes a condition on later calls."""
         self._note(number._expression, number._value)
         return number._value
 
@@ -245,7 +227,7 @@ class Watch:
         return self._is_open and not _IS_PAUSED.get()
 
     def close(self) -> None:
-        """Stop recording, and replace watched numbers that are left in containers and objects by plain numbers."""
+        """Stop recording, and put plain numbers in place of watched numbers left in containers and objects."""
         self._is_open = False
         left = [number for made in self._made if (number := made()) is not None]
         plain = {id(number): number._value for number in left}
@@ -281,7 +263,7 @@ def _replace(holder: Any, plain: Mapping[int, Any]) -> None:
 
 @contextlib.contextmanager
 def watching(attributes: Iterable[Attribute]) -> Iterator[Watch]:
-    """Put watched numbers in the place of attributes within the context, and yield their `Watch`.
+    """Put watched numbers in the place of `attributes` within the context, and yield their `Watch`.
 
     Raises:
         TypeError, AttributeError: an object does not accept a watched number as its attribute.
@@ -329,12 +311,15 @@ def unwatched() -> Iterator[None]:
 
 
 def is_watching() -> bool:
-    """Whether numbers are being watched. Such a call can only be traced by running its Python."""
+    """Whether `watching` is active in this context.
+
+    A call with watched numbers can only be traced by running its Python.
+    """
     return _IS_WATCHING.get()
 
 
 def plain_number(value: Any) -> Any:
-    """Return the plain value of a watched number, recorded as a condition. Return any other value as it is."""
+    """Return the plain value of a watched number, which becomes a condition; return any other value as it is."""
     return value._watch.exact(value) if isinstance(value, _Number) else value
 
 
@@ -386,7 +371,7 @@ def _converted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Number:
-    """A watched number: its expression in attributes, its plain value, and the `Watch` that records its conditions."""
+    """A number with its expression in attributes, its plain value, and the `Watch` that records its conditions."""
 
     __slots__ = ("__weakref__", "_expression", "_value", "_watch")
 
@@ -446,14 +431,10 @@ class _Number:
 
 
 class _Float(_Number):
-    """A watched floating-point number."""
-
     __slots__ = ()
 
 
 class _Integer(_Number):
-    """A watched integer or truth value."""
-
     __slots__ = ()
 
     __index__ = _converted(operator.index)

@@ -1,10 +1,8 @@
-"""Semantic operators and their kernels. The code knows no graphs, meshes or plans.
+"""Semantic operators, such as attention, dropout and experts, as operators of the torch library "autoshard".
 
-A semantic operator stands for a whole computation, such as attention, so that a sharding rule and a kernel can treat it
-as one node. Importing the package defines these operators in the torch library "autoshard": attention, dropout, random
-numbers, cross-entropy, recurrent layers, experts and their backwards. Each has a reference in plain PyTorch. The module
-`autoshard.kernels.registry`, which imports triton, has the Triton kernels and a table of the operators that they
-replace.
+Each operator has a reference in plain PyTorch, and is one node of a graph for its sharding rule and for its kernel. The
+Triton kernels are in `autoshard.kernels.registry`, because this module imports triton. No module of this folder works
+on meshes or plans.
 """
 
 from autoshard.kernels.attention import attention, attention_backward, attention_composite

@@ -54,11 +54,11 @@ def attention_reference(
         v: [B, G, T, E].
         mask: broadcastable to [B, H, S, T]. A bool mask is True where a query may attend. A float mask is added to the
             scores.
-        seed: int64 scalar tensor. Needed if dropout_p > 0.
+        seed: int64 scalar tensor, needed if dropout_p > 0.
         dropout_p: the probability that an attention weight is dropped, in [0, 1].
-        is_causal: whether to mask the columns beyond the row's global index, besides `mask`.
+        is_causal: whether to mask, besides `mask`, the scores whose global column index exceeds the global row index.
         scale: factor on the scores, usually 1 / sqrt(D).
-        site: the number of this random operator in the program.
+        site: the number of this random operator in the program, for the random numbers of dropout.
         offset: index of the first local score [B, H, S, T] in the global scores.
         global_shape: the shape [B, H, S, T] of the global scores.
 
@@ -95,7 +95,11 @@ def attention_backward_reference(
     offset: Sequence[int],
     global_shape: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, with their shapes and dtypes. grad_out is [B, H, S, E]."""
+    """Return the gradients of q, k and v, in their shapes and dtypes.
+
+    `grad_out` [B, H, S, E] is the gradient of `out`. The other arguments are arguments and results of
+    `attention_reference`.
+    """
     scores = _scores(q, k, mask, is_causal, scale, offset)
     dtype = scores.dtype
     probabilities = _probabilities(scores, lse)  # p
@@ -130,7 +134,8 @@ def attention_composite(
     """Compute `attention_reference` with operators that torch can differentiate, and return `out` in a tuple.
 
     The function serves second derivatives, and masks that require a gradient. `drop` maps the weights [B, H, S, T] to
-    weights after dropout. Without it, `autoshard::dropout` drops the same elements as `autoshard::attention`.
+    weights after dropout. If `drop` is None, the operator `autoshard::dropout` drops the same weights as
+    `autoshard::attention`.
     """
     check_attention(q, k, v, seed, dropout_p)
     scores = _scores(q, k, mask, is_causal, scale, offset)
@@ -145,7 +150,7 @@ def attention_composite(
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, dropout_p: float) -> None:
-    """Raise `ValueError` if operands do not fit each other, or dropout has no seed."""
+    """Raise `ValueError` if the shapes of q, k and v do not fit each other, or dropout has no seed."""
     shapes = f"q={tuple(q.shape)}, k={tuple(k.shape)}, v={tuple(v.shape)}"
     if not (q.dim() == k.dim() == v.dim() == 4):
         raise ValueError(f"attention takes q [B, H, S, D], k [B, G, T, D], v [B, G, T, E]; found {shapes}.")
@@ -158,7 +163,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, dropou
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float, offset: Sequence[int]) -> Tensor:
-    """Return the scores [B, H, S, T] in the accumulation dtype, -inf where masked."""
+    """Return the scores [B, H, S, T] in the accumulation dtype (`accumulation_dtype`), -inf where masked."""
     dtype = accumulation_dtype(q.dtype)
     scores = _merge(torch.matmul(_group(q.to(dtype) * scale, k), k.to(dtype).mT), q)
     if is_causal:
@@ -173,7 +178,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: f
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """Return exp(scores - lse). A row that is masked throughout (lse = -inf) becomes 0."""
+    """Return exp(scores - lse), with rows of 0 for queries that are masked throughout (lse = -inf)."""
     lse = lse.to(scores.dtype)
     return torch.exp(scores - torch.where(lse == -_INFINITY, _INFINITY, lse).unsqueeze(-1))
 
@@ -193,14 +198,16 @@ def _keep(
 
 
 def _group(x: Tensor, k: Tensor) -> Tensor:
-    """Reshape [B, H, S, X] to [B, G, g S, X]. Query heads that share a key head become rows of one matrix."""
+    """Reshape `x` [B, H, S, X] to [B, G, g S, X], where G is the number of heads in `k`.
+
+    The g query heads that share a key head become rows of one matrix.
+    """
     b, h, s, width = x.shape
     groups = k.shape[1]
     return x.reshape(b, groups, h // groups * s, width)
 
 
 def _merge(x: Tensor, q: Tensor) -> Tensor:
-    """Reshape [B, G, g S, X] back to [B, H, S, X]."""
     return x.reshape(*q.shape[:3], x.shape[-1])
 
 
@@ -240,9 +247,9 @@ def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def empty_row_major(x: Tensor, size: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an empty tensor [B, H, S, size] whose memory is row-major [B, S, H, size].
+    """Return an empty tensor [B, H, S, size] whose memory is that of a contiguous tensor [B, S, H, size].
 
-    By default, size and dtype are those of `x`.
+    `x` [B, H, S, D] gives B, H, S and the device. By default, `size` is D, and `dtype` is the dtype of `x`.
     """
     batch, heads, rows, width = x.shape
     shape = (batch, rows, heads, width if size is None else size)
@@ -250,10 +257,7 @@ def empty_row_major(x: Tensor, size: int | None = None, dtype: torch.dtype | Non
 
 
 def in_layout_of(like: Tensor, x: Tensor) -> Tensor:
-    """Return `x` with its dims in the order in which the dims of `like` lie in memory.
-
-    The result is a copy only if `x` lies in another order.
-    """
+    """Return `x`, or a copy of `x` whose dims lie in memory in the same order as the dims of `like`."""
     order = sorted(range(x.dim()), key=like.stride, reverse=True)
     ordered = x.permute(order)
     if ordered.is_contiguous():
@@ -262,9 +266,9 @@ def in_layout_of(like: Tensor, x: Tensor) -> Tensor:
 
 
 def in_result_layout(q: Tensor, out: Tensor) -> Tensor:
-    """Return a kernel's row-major result `out` in the layout of `empty_results`.
+    """Return a kernel's row-major result `out`, copied if needed.
 
-    The result is a copy only if `q` has the shape of `out` and is not row-major.
+    The dims of the returned tensor lie in memory in the same order as the dims of `q`.
     """
     batch, head, row, element = q.stride()
     is_by_rows = batch >= row >= head >= element
@@ -272,7 +276,7 @@ def in_result_layout(q: Tensor, out: Tensor) -> Tensor:
 
 
 def in_row_major_layout(x: Tensor) -> Tensor:
-    """Return `x` [B, H, S, D] with row-major memory [B, S, H, D]. The result is a copy only if its layout differs."""
+    """Return `x` [B, H, S, D], copied if needed, with the memory of a contiguous tensor [B, S, H, D]."""
     rows = x.transpose(1, 2)
     return x if rows.is_contiguous() else rows.clone(memory_format=torch.contiguous_format).transpose(1, 2)
 

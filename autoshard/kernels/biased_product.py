@@ -1,8 +1,6 @@
-"""`autoshard::biased_product`: a matrix product that adds a bias, out = a b + bias.
+"""`autoshard::biased_product`: out = a b + bias by `torch.addmm`.
 
-It needs no kernel of autoshard. `torch.addmm` passes the bias to cuBLASLt, whose epilogue adds the bias in float32
-before it rounds and stores the product. This saves the launch of an addition, and one write and one read of the
-product.
+On GPUs, cuBLASLt adds the bias while it writes the product. So no second kernel reads and writes the result.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ _aten = torch.ops.aten
 
 
 def why_not_biased_product(a: Tensor, b: Tensor, bias: Tensor) -> str | None:
-    """Return the reason that `biased_product` does not take these operands, or None."""
+    """Return the reason that `biased_product` cannot take these operands, or None if it can."""
     if a.dim() != 2 or b.dim() != 2 or tuple(bias.shape) != (b.shape[1],):
         shapes = f"{tuple(a.shape)}, {tuple(b.shape)}, {tuple(bias.shape)}"
         return f"the library takes a [M, K], b [K, N] and bias [N]; found {shapes}."

@@ -1,8 +1,8 @@
 """Launch configurations that tuning tries for a kernel: the default block sizes and warps, and their neighbours.
 
 The kernel's launcher computes the default from the operands' shapes. A neighbour has one block size, or the number of
-warps, doubled or halved. It may also have both doubled or both halved, so that each thread keeps its work. Block sizes
-that are not in `TUNABLE` cover a whole row or head, or determine the operands' layout.
+warps, doubled or halved, or both. Only the block sizes in `TUNABLE` vary. A kernel's other block sizes must cover a
+whole row or head, or they determine a memory layout.
 """
 
 from __future__ import annotations
@@ -41,18 +41,12 @@ TUNABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A launch configuration of a kernel.
-
-    Args:
-        blocks: names and values of the `constexpr` arguments that tuning may change.
-        num_warps: the warps of a program.
-    """
+    """A kernel's launch configuration: its tunable `constexpr` arguments by name, and the warps of a program."""
 
     blocks: tuple[tuple[str, int], ...]
     num_warps: int
 
     def __str__(self) -> str:
-        """Format the choice, such as "BLOCK_R 2, BLOCK_C 64, 8 warps"."""
         blocks = "".join(f"{name} {size}, " for name, size in self.blocks)
         return f"{blocks}{self.num_warps} warps"
 
@@ -60,15 +54,10 @@ class Choice:
 def choice_of(
     constants: Mapping[str, object], tunable: Sequence[str], num_warps: int
 ) -> tuple[Choice, dict[str, object]]:
-    """Split a kernel's default constants into a launch configuration and the constants that tuning keeps.
+    """Split a launch's `constexpr` arguments, by name, into tunable block sizes and all other arguments.
 
-    Args:
-        constants: all `constexpr` arguments by name.
-        tunable: names of the constants that tuning may change.
-        num_warps: the default number of warps.
-
-    Returns:
-        The default configuration, and the other `constexpr` arguments by name.
+    Return the default configuration, which has the block sizes and `num_warps`, and a dict of the other arguments.
+    `tunable` has the names of the tunable block sizes.
     """
     blocks = {name: value for name, value in constants.items() if name in tunable and isinstance(value, int)}
     fixed = {name: value for name, value in constants.items() if name not in blocks}
@@ -79,7 +68,6 @@ def neighbours(choice: Choice, fixed: Mapping[str, object]) -> tuple[Choice, ...
     """Return the configurations that tuning tries. The default `choice` is the first.
 
     Args:
-        choice: the default configuration.
         fixed: the `constexpr` arguments that tuning keeps. Names that start with BLOCK are side lengths of the tile.
     """
     around = (choice, *_steps(choice))
@@ -99,17 +87,13 @@ def _steps(choice: Choice) -> Iterator[Choice]:
 
 
 def _per_thread(choice: Choice, sides: Mapping[str, int]) -> float:
-    """Return the number of elements of a tile for each thread."""
     return math.prod(size for _, size in choice.blocks) * math.prod(sides.values()) / (32 * choice.num_warps)
 
 
 def _is_sensible(choice: Choice, sides: Mapping[str, int], least: float) -> bool:
-    """Whether a configuration keeps within the limits of warps and of elements per thread.
+    """Whether a configuration keeps the limits of warps and of tile elements per thread.
 
-    Args:
-        choice: the configuration.
-        sides: the fixed side lengths of the tile.
-        least: the lower limit of elements per thread. For tiny rows it is below `_MIN_PER_THREAD`.
+    `sides` has the tile's side lengths that tuning keeps, by name. `least` is the lower limit of elements per thread.
     """
     if not 1 <= choice.num_warps <= _MAX_WARPS or any(size < 1 for _, size in choice.blocks):
         return False

@@ -1,8 +1,7 @@
 """`autoshard::checked`: return a copy of a value, after a check of another value has passed.
 
-A model may assert values (`torch._assert_async`), and torch's linear algebra may fail (`torch.linalg.cholesky` of a
-matrix that is not positive definite). On one device, both raise an error. Every call of a program needs a result. So
-the check is part of a call that copies one of the program's results.
+`torch._assert_async` and `torch.linalg.cholesky` must raise as on one device. Every call of a program needs a result,
+so the check is part of a call that copies one of the program's results.
 """
 
 from __future__ import annotations
@@ -16,17 +15,15 @@ aten = torch.ops.aten
 
 
 def _checked(x: Tensor, status: Tensor, message: str, is_matrix: bool | None = None) -> Tensor:
-    """Check `status`, and return a copy of `x`.
+    """Return a copy of `x` if the check of `status` passes.
+
+    A failed assertion raises `RuntimeError`, and a failed factorisation raises `LinAlgError`.
 
     Args:
         x: any value.
         status: an assertion's condition, or the `info` tensor of a factorisation, which must be zero.
         message: the assertion's message, or the name of the factorisation's function.
-        is_matrix: None for an assertion. For a factorisation, whether it was of a single matrix.
-
-    Raises:
-        RuntimeError: the assertion failed.
-        torch.linalg.LinAlgError: a factorisation failed.
+        is_matrix: None for an assertion. For a factorisation, whether its operand was a single matrix, not a batch.
     """
     if is_matrix is None:
         aten._assert_async.msg(status, message)

@@ -76,12 +76,11 @@ def cross_entropy_backward_reference(
 
 
 def _safe(target: Tensor, is_counted: Tensor) -> Tensor:
-    """Return targets as indices [N, 1] for `gather`, with 0 for ignored rows."""
     return torch.where(is_counted, target, 0).unsqueeze(1)
 
 
 def fake_loss(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    """Return empty tensors loss [N] and lse [N]."""
+    """Return empty results of `cross_entropy`: loss [N] and lse [N]."""
     rows = (logits.shape[0],)
     dtype = accumulation_dtype(logits.dtype)
     return logits.new_empty(rows, dtype=dtype), logits.new_empty(rows, dtype=dtype)
@@ -90,7 +89,7 @@ def fake_loss(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing
 def fake_backward(
     grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
 ) -> Tensor:
-    """Return an empty gradient of the logits."""
+    """Return an empty gradient of the logits [N, C]."""
     return logits.new_empty(logits.shape)
 
 

@@ -1,11 +1,8 @@
 """`autoshard::ctc_loss` and its backward: the loss of each sequence by connectionist temporal classification.
 
-A sequence of T distributions over C symbols gives a target with some probability, summed over all alignments with
-blanks. The loss is the negative log of this probability (Graves et al., "Connectionist Temporal Classification", ICML
-2006). torch's operators compute it.
-
-The table `log_alpha` is as wide as for the longest possible target. So its size follows from the operands' shapes. In
-torch the size depends on the lengths of the targets.
+The loss is the negative log of a target's probability, summed over all alignments with blanks (Graves et al.,
+"Connectionist Temporal Classification", ICML 2006). Unlike in torch, the table `log_alpha` is as wide as for the
+longest possible target, so that its size follows from the operands' shapes.
 """
 
 from __future__ import annotations
@@ -24,18 +21,17 @@ aten = torch.ops.aten
 def ctc_loss_reference(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of each sequence, and the logs of the forward variables (alpha in the paper).
+    """Return the loss [N] of each sequence, and the logs of the forward variables, alpha in the paper, [N, T, 2 S + 1].
+
+    N is the number of sequences, T of time steps, C of classes, and S of places for labels. The loss is infinite if no
+    alignment gives the target. log_alpha is -inf beyond a sequence's lengths.
 
     Args:
-        log_probs: [T, N, C], float32 or float64.
-        targets: [N, S] integers in [0, C), none of them blank. Values beyond a target's length are ignored.
+        log_probs: [T, N, C], float32 or float64. The results have the same dtype.
+        targets: [N, S] integers in [0, C), none of them `blank`. Values beyond a target's length are ignored.
         input_lengths: [N] integers, each at most T.
         target_lengths: [N] integers, each at most S.
-        blank: the class of the blank.
-
-    Returns:
-        loss [N] and log_alpha [N, T, 2 S + 1], in the dtype of log_probs. The loss is infinite if no alignment gives
-        the target. log_alpha is -inf beyond a sequence's lengths.
+        blank: the class that stands for no label.
     """
     loss, log_alpha = aten._ctc_loss.Tensor(log_probs, targets, input_lengths, target_lengths, blank)
     width = 2 * targets.shape[1] + 1
@@ -59,8 +55,8 @@ def ctc_loss_backward_reference(
 ) -> Tensor:
     """Return the gradient of the log-probabilities, [T, N, C].
 
-    With `zero_infinity`, gradients of infinite losses are zero. The other arguments are arguments and results of
-    `ctc_loss_reference`.
+    `grad_loss` is [N]. With `zero_infinity`, a sequence with infinite loss has gradient zero. The other arguments are
+    arguments and results of `ctc_loss_reference`.
     """
     lengths = (input_lengths, target_lengths)
     return aten._ctc_loss_backward.Tensor(

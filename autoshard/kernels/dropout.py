@@ -24,13 +24,9 @@ def dropout_reference(
     Args:
         x: a shard of a global array, of any shape and float dtype.
         seed: int64 scalar tensor.
-        p: the probability of dropping an element, in [0, 1].
         site: the number of this random operator in the program.
         offset: global index of `x`'s first element, one entry per dim.
         global_shape: the shape of the whole array.
-
-    Returns:
-        Tensor of `x`'s shape and dtype, contiguous.
     """
     keep = keep_mask(x.shape, offset, global_shape, seed, site, p)
     scaled = x.to(accumulation_dtype(x.dtype)) * keep_scale(p)

@@ -1,9 +1,8 @@
 """Operators that exchange rows between ranks while they run. The number of rows may depend on the operands' values.
 
 Such an operator is written as *steps*: a generator that yields an `Exchange` for each communication and receives the
-arrived rows. With one process per rank, `run_steps` runs an all-to-all for each exchange. The simulator runs the steps
-of all ranks of a group in one process (`run_together`). Operands and results have static shapes. The number of
-exchanged rows may depend on values.
+arrived rows. `run_steps` runs them with one process per rank, `run_together` for all ranks in the simulator. Operands
+and results have static shapes.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ class Exchange:
     """One all-to-all of a rank with the ranks of its group.
 
     Args:
-        tensors: the tensors to send. Dim 0 has their rows, first the rows for the first rank.
-        sent: for each rank, the number of rows to send to this rank. It is the same for every tensor.
-        received: for each rank, the number of rows that arrive from this rank, for every tensor.
-        is_awaited: whether the tensors have arrived when the generator gets them. Otherwise the generator calls
-            `arrived` to wait for them.
+        tensors: the rows to send. In each tensor, rows for the first rank come first.
+        sent: for each rank of the group, the number of rows of each tensor that go to this rank.
+        received: for each rank of the group, the number of rows of each tensor that come from this rank.
+        is_awaited: whether the generator gets tensors that have arrived. If False, the generator must pass them to
+            `arrived` before it reads them.
     """
 
     tensors: Sequence[Tensor]
@@ -60,13 +59,10 @@ The operator's last argument is the name of the group. The function takes all ot
 def define_exchanging(
     name: str, schema: str, steps_of: Callable[..., Steps], fake: Callable[..., object]
 ) -> OpOverload:
-    """Define the operator `autoshard::name`, which runs the steps that `steps_of` makes, and return the operator.
+    """Define the operator `autoshard::name`, whose last argument is `str group`, the name of the process group.
 
-    Args:
-        name: the operator's name, without the namespace.
-        schema: arguments and returns. The last argument is the name of the process group.
-        steps_of: takes all arguments but the group, and returns one rank's steps.
-        fake: takes all arguments, and returns empty tensors of the right shapes.
+    `steps_of` takes the operator's arguments without the group, and returns one rank's steps. `fake` takes all
+    arguments, and returns empty tensors like the results.
     """
 
     def run(*args: Any) -> Any:
@@ -78,17 +74,12 @@ def define_exchanging(
 
 
 def arrived(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Wait until all tensors have arrived, and return the arrived tensors."""
+    """Wait for tensors of an exchange that is not awaited (`Exchange.is_awaited`), and return them."""
     return [_c10d.wait_tensor(tensor) for tensor in tensors]
 
 
 def run_steps(steps: Steps, group: str) -> Any:
-    """Run one rank's steps with all-to-alls, and return their results.
-
-    Args:
-        steps: the steps of this process.
-        group: torch's name of the process group.
-    """
+    """Run this process's steps, with an all-to-all for each exchange in torch's process group named `group`."""
     try:
         exchange = next(steps)
         while True:
@@ -128,7 +119,10 @@ def run_together(ranks: Sequence[Steps]) -> list[Any]:
 
 
 def _arriving(exchanges: Sequence[Exchange], rank: int) -> list[Tensor]:
-    """Return the rows that reach `rank` for each exchanged tensor, first the rows from the first rank."""
+    """Return the rows that `rank` receives, one tensor for each exchanged tensor, with rows of the first rank first.
+
+    `exchanges` has the current exchange of each rank. Raise `ValueError` if `rank` expects other numbers of rows.
+    """
     sent = [exchange.sent[rank] for exchange in exchanges]
     if sent != list(exchanges[rank].received):
         raise ValueError(f"rank {rank} expects {list(exchanges[rank].received)} rows of each rank, but is sent {sent}.")

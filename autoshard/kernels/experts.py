@@ -1,8 +1,8 @@
 """`autoshard::experts` and its backward: a mixture-of-experts layer without its router.
 
-Each token passes its chosen experts, and the operator returns the weighted sum of their results. It is equation 1 of
-Shazeer et al., "Outrageously large neural networks" (2017). Tokens are sorted by expert, and each matrix product is a
-grouped product, so no token is dropped or padded (Gale et al., "MegaBlocks", 2022).
+The operator returns the weighted sum of the results of each token's experts, equation 1 of Shazeer et al.,
+"Outrageously large neural networks" (2017). Tokens are sorted by expert for grouped products, so no token is dropped or
+padded (Gale et al., "MegaBlocks", 2022).
 
 Shapes: T tokens, k experts for each token, H hidden size, E experts, I intermediate size. With a gate, the first
 product has g = 2 halves. Without a gate, g is 1. For token t, j in 1 .. k and e = index[t, j]:
@@ -11,10 +11,7 @@ product has g = 2 halves. Without a gate, g is 1. For token t, j in 1 .. k and e
     out_t = sum_j weights[t, j] gate(u) B_e
 
 An index outside 0 .. E - 1 stands for no expert, and adds nothing. So a rank that holds some of the experts subtracts
-the number of its first expert from the index. The sum of the ranks' results is the whole result.
-
-The backward computes u a second time, so only the operands are saved for it. If ranks exchange tokens,
-`exchanged_experts_keeping` also saves the rows that arrived and u.
+the number of its first expert from the index, and the ranks' results sum up. The backward computes u a second time.
 """
 
 from __future__ import annotations
@@ -59,7 +56,10 @@ class ExpertGroups:
         return values.masked_fill_(is_unknown if values.dim() == 1 else is_unknown.unsqueeze(1), 0)
 
     def of_each(self, vectors: Tensor) -> Tensor:
-        """Return the vector of each sorted row's expert [R, N], from the vectors of all experts [E, N]."""
+        """Return a tensor [R, N] with the vector of each sorted row's expert.
+
+        `vectors` [E, N] has a vector for each expert.
+        """
         return vectors.index_select(0, self.ids if self.is_cut else self.ids.clamp(max=vectors.shape[0] - 1))
 
     def products(self, rows: Tensor, matrices: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class ExpertGroups:
         return out
 
     def gradients(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return the matrix product left^T right of each expert's rows, [E, M, N].
+        """Return left^T right for each expert's rows, as a tensor [E, M, N].
 
         `left` [R, M] and `right` [R, N] have sorted rows. If `left` has the rows given to `products`, and `right` the
         gradient of the products, the result is the gradient of the matrices.
@@ -96,7 +96,6 @@ class ExpertGroups:
 
 
 def _is_grouped(left: Tensor, right: Tensor) -> bool:
-    """Whether `grouped_mm` takes the operands: a supported dtype, at least one row, and strides of whole 16 bytes."""
     is_known = left.dtype in (torch.bfloat16, torch.float16, torch.float32) and left.dtype == right.dtype
     return is_known and left.shape[0] > 0 and all(map(_is_aligned, (left, right)))
 
@@ -108,14 +107,10 @@ def _is_aligned(operand: Tensor) -> bool:
 
 
 def group_by_expert(ids: Tensor, experts: int) -> ExpertGroups:
-    """Sort rows by expert.
+    """Return rows sorted by expert, given the number of each row's expert, `ids` [R].
 
-    On a CPU, rows without an expert are left out. On other devices these rows stay. Otherwise the host would wait for
-    the device to count the rows.
-
-    Args:
-        ids: [R], the expert of each row. A number outside 0 .. experts - 1 stands for no expert.
-        experts: the number of experts, E.
+    A number outside 0 .. experts - 1 stands for no expert. On a CPU, rows without an expert are left out. On other
+    devices they stay, because the host would have to wait for the device to count them.
     """
     known = torch.where((ids >= 0) & (ids < experts), ids, experts)
     ids, order = torch.sort(known, stable=True)
@@ -127,7 +122,6 @@ def group_by_expert(ids: Tensor, experts: int) -> ExpertGroups:
 
 
 def _is_read_at_once(tensor: Tensor) -> bool:
-    """Whether the host can read `tensor` without waiting for a device."""
     return tensor.device.type == "cpu"
 
 
@@ -139,9 +133,9 @@ class ExpertWeights:
         gate_up: A, [E, g, I, H]. If `interleaved`, [E, I, g, H]. If `transposed`, H is the second dim.
         gate_up_bias: a, [E, g, I], or [E, I, g] if `interleaved`. None stands for zero.
         down: B, [E, H, I], or [E, I, H] if `transposed`.
-        activation, alpha, limit: name and parameters of the function between the products, as for `Gate`.
-        transposed: whether the matrices stand as for `x @ matrix`, with the summed dim before the other dims.
-        interleaved: whether gate and up alternate, as for `Gate`.
+        activation, alpha, limit: the fields `name`, `alpha` and `limit` of the `Gate` between the products.
+        transposed: whether matrices are stored for `x @ matrix`, so that the dim of inputs precedes that of outputs.
+        interleaved: whether the elements of gate and up alternate in the first product (`Gate.interleaved`).
     """
 
     gate_up: Tensor
@@ -155,13 +149,13 @@ class ExpertWeights:
 
     @property
     def count(self) -> int:
-        """E, the number of experts."""
+        """The number E of experts in `down`. If ranks hold different experts, only this rank's experts count."""
         return self.down.shape[0]
 
     def first_products(self, x: Tensor, groups: ExpertGroups) -> Tensor:
         """Return u [R, g I], the product of the sorted rows x [R, H] with A, plus the bias.
 
-        Rows without an expert get undefined values, here and in the later steps.
+        The products of rows without an expert are undefined.
         """
         u = groups.products(x, self._gate_up)
         return u if self.gate_up_bias is None else u + groups.of_each(self.gate_up_bias.flatten(1))
@@ -171,11 +165,10 @@ class ExpertWeights:
         return groups.products(self._gate.forward(u), self._down)
 
     def results_of_all(self, x: Tensor, is_chosen: Tensor) -> Tensor:
-        """Return the result of every expert for every token, [E, T, H], before weighting.
+        """Return a tensor [E, T, H] with the result of every expert for every token of `x` [T, H], before weighting.
 
-        Args:
-            x: the tokens [T, H].
-            is_chosen: bool [E, T, 1], whether the token chose the expert. Other results are finite but meaningless.
+        `is_chosen` [E, T, 1] says whether the token chose the expert. The results of experts that a token did not
+        choose are finite but meaningless.
         """
         u = torch.matmul(x, self._gate_up)  # [E, T, g I]
         u = u if self.gate_up_bias is None else u + self.gate_up_bias.flatten(1).unsqueeze(1)
@@ -185,12 +178,8 @@ class ExpertWeights:
     def backward(self, grad: Tensor, x: Tensor, weights: Tensor, groups: ExpertGroups) -> tuple[Any, ...]:
         """Return the gradients of x [R, H], weights [R], gate_up, gate_up_bias (None without a bias) and down.
 
-        The gradients of x and weights are undefined for rows without an expert.
-
-        Args:
-            grad: the gradient of the weighted results, for sorted rows [R, H].
-            x, weights: the sorted rows [R, H] and their weights [R].
-            groups: the experts of the rows.
+        `grad` [R, H] is the gradient of the weighted results. Rows are sorted. The gradients of x and weights are
+        undefined for rows without an expert.
         """
         hidden, backward = self.hidden(self.first_products(x, groups))
         d_x, d_weights, d_u, grad = self.backward_of_rows(grad, weights, hidden, backward, groups)
@@ -198,19 +187,16 @@ class ExpertWeights:
         return d_x, d_weights, *self.backward_of_matrices(grad, x, hidden, d_u, groups)
 
     def hidden(self, u: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return gate(u) [R, I], and a function from the gradient of gate(u) to the gradient of u."""
+        """Return h = gate(u) [R, I], and a function from the gradient of h to the gradient of u."""
         return self._gate.with_backward(u)
 
     def backward_of_rows(
         self, grad: Tensor, weights: Tensor, hidden: Tensor, backward: Callable[[Tensor], Tensor], groups: ExpertGroups
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the gradients of x, weights, u and the results before weighting.
+        """Return the gradients of x, weights, u and the results before weighting, for sorted rows.
 
-        Args:
-            grad: the gradient of the weighted results, for sorted rows [R, H].
-            weights: the weights of the rows [R].
-            hidden, backward: the results of the method `hidden`.
-            groups: the experts of the rows.
+        `grad` [R, H] is the gradient of the weighted results. `hidden` and `backward` are results of the method
+        `hidden`.
         """
         unweighed = groups.products(grad, self._down.mT)  # the gradient of hidden, [R, I]
         d_weights = (unweighed.to(weights.dtype) * hidden).sum(1)
@@ -224,12 +210,7 @@ class ExpertWeights:
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return the gradients of gate_up, gate_up_bias (None without a bias) and down.
 
-        Args:
-            grad: the gradient of the results before weighting, from `backward_of_rows`.
-            x: the sorted rows [R, H].
-            hidden: gate(u) [R, I].
-            d_u: the gradient of u, from `backward_of_rows`.
-            groups: the experts of the rows.
+        `x` [R, H] has the sorted rows, and `hidden` is gate(u) [R, I]. `d_u` and `grad` come from `backward_of_rows`.
         """
         d_down = groups.gradients(hidden, grad) if self.transposed else groups.gradients(grad, hidden)
         d_gate_up = groups.gradients(x, d_u) if self.transposed else groups.gradients(d_u, x)
@@ -255,12 +236,8 @@ class ExpertWeights:
 def add_up(rows: Tensor, order: Tensor, index: Tensor) -> Tensor:
     """Return the sum of each token's rows, [T, H].
 
-    An assignment is a token and one of its k experts, with number t k + j.
-
-    Args:
-        rows: [R, H], the results of R assignments.
-        order: [R], the number of each row's assignment.
-        index: [T, k], for the shape.
+    An assignment is a token and one of its k experts, with number t k + j. Row r of `rows` [R, H] is the result of the
+    assignment with number order[r]. `index` [T, k] is read for its shape only.
     """
     tokens, chosen = index.shape
     is_whole = rows.shape[0] == index.numel()
@@ -270,12 +247,9 @@ def add_up(rows: Tensor, order: Tensor, index: Tensor) -> Tensor:
 
 
 def spread(values: Tensor, order: Tensor, index: Tensor) -> Tensor:
-    """Return a tensor [T, k] of zeros with values[r] at assignment number order[r].
+    """Return a tensor of the shape of `index` [T, k] with values[r] at the assignment number order[r] = t k + j.
 
-    Args:
-        values: [R], the values of R assignments.
-        order: [R], the number t k + j of each value's assignment.
-        index: [T, k], for the shape.
+    It is zero at assignments that are not in `order`.
     """
     return values.new_zeros(index.numel()).index_copy_(0, order, values).view(index.shape)
 
@@ -284,7 +258,7 @@ def experts_reference(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, experts: int,
     activation: str, transposed: bool, interleaved: bool, alpha: float, limit: float,
 ) -> Tensor:  # fmt: skip
-    """Return the weighted sum of the results of each token's experts.
+    """Return the weighted sum of each token's experts' results. Raise `ValueError` if shapes do not fit.
 
     Args:
         x: the tokens [T, H].
@@ -295,9 +269,6 @@ def experts_reference(
 
     Returns:
         out [T, H] in x's dtype. Matrix products have x's dtype. Sums over k have the promoted dtype of x and weights.
-
-    Raises:
-        ValueError: shapes do not fit.
     """
     check_experts(x, index, weights, gate_up, down)
     held = ExpertWeights(gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit)
@@ -311,7 +282,10 @@ def experts_composite(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, experts: int,
     activation: str, transposed: bool, interleaved: bool, alpha: float, limit: float,
 ) -> tuple[Tensor]:  # fmt: skip
-    """Compute `experts_reference` with operators that torch can differentiate. Each token passes all experts."""
+    """Compute `experts_reference` with operators that torch can differentiate.
+
+    Every expert processes every token, chosen or not. The result is in a tuple.
+    """
     held = ExpertWeights(gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit)
     is_chosen = index.unsqueeze(2) == torch.arange(held.count, device=index.device)  # [T, k, E]
     share = torch.where(is_chosen, weights.unsqueeze(2), 0.0).sum(1).mT.unsqueeze(2)  # [E, T, 1]
@@ -322,9 +296,9 @@ def experts_backward_reference(
     grad_out: Tensor, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
     down: Tensor, experts: int, activation: str, transposed: bool, interleaved: bool, alpha: float, limit: float,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of x, weights, gate_up, gate_up_bias (None without a bias) and down.
+    """Return the gradients of x, weights, gate_up, gate_up_bias (None without a bias) and down, shaped as the operands.
 
-    They have the operands' shapes and dtypes. grad_out is [T, H].
+    `grad_out` is [T, H]. The other arguments are those of `experts_reference`.
     """
     held = ExpertWeights(gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit)
     groups = group_by_expert(index.flatten(), held.count)
@@ -337,7 +311,7 @@ def experts_backward_reference(
 
 
 def check_experts(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> None:
-    """Raise `ValueError` if operands do not fit each other."""
+    """Raise `ValueError` if the shapes of the operands of `experts` do not fit each other."""
     fits = (
         (x.dim(), index.dim(), gate_up.dim(), down.dim()) == (2, 2, 4, 3)
         and index.shape == weights.shape
@@ -353,7 +327,7 @@ def check_experts(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, do
 
 
 def fake_experts(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, *rest: Any) -> Tensor:
-    """Return an empty result of `experts` with the right shape and dtype."""
+    """Return an empty result of `experts`, of x's shape and dtype."""
     check_experts(x, index, weights, gate_up, rest[1])
     return x.new_empty(x.shape)
 
@@ -362,7 +336,7 @@ def fake_experts_backward(
     grad_out: Tensor, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
     down: Tensor, *_: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return empty gradients of x, weights, gate_up, gate_up_bias and down with the right shapes and dtypes."""
+    """Return empty gradients of x, weights, gate_up, gate_up_bias and down, like these operands in shape and dtype."""
     operands = (x, weights, gate_up, gate_up_bias, down)
     return tuple(None if operand is None else operand.new_empty(operand.shape) for operand in operands)
 

@@ -21,7 +21,6 @@ class ExampleCompilation:
     """The argument types and constants for which a `@triton.jit` function is compiled once, as an example.
 
     Args:
-        function: the `@triton.jit` function.
         signature: from the name of every argument, in order, to its Triton type, such as `{"x_ptr": "*bf16", "rows":
             "i32"}`. Arguments in `constants` have the type "constexpr".
         size: elements of a row.
@@ -37,7 +36,7 @@ class ExampleCompilation:
 
     @property
     def name(self) -> str:
-        """The function's name."""
+        """The name of the `@triton.jit` function."""
         return self.function.fn.__name__
 
 
@@ -51,7 +50,6 @@ class Kernel:
             target of a node. Results may have wider dtypes: statistics are float32 where ATen's have 16 bits.
         why_not: takes the operator's arguments, real or fake. Returns None if the kernel applies, else the reason in
             one sentence. It ignores the device, because plans for a GPU are made without one.
-        examples: example compilations for tests and cost models.
     """
 
     operator: OpOverload
@@ -72,7 +70,7 @@ class Form:
     Args:
         compose: `compose(like, *variables)` returns a tuple of results, or the only result. `like` is a tensor with the
             first result's shape, dtype and device. The variables have the names of the kernel's arguments. None stands
-            for a result that this form lacks. Then no call may read this result.
+            for a result of the kernel that these calls do not compute.
         constants: maps `like` to the kernel's arguments that are not variables, by name.
         derived_variables: a function for each variable of `compose` that is no argument of the kernel, by the
             variable's name. The function takes a dict of the kernel's arguments by name, and returns the variable's
@@ -86,12 +84,12 @@ class Form:
     dims: int | None = None
 
     def may_yield(self, like: Tensor) -> bool:
-        """Whether `like` can be the first result: a float tensor with the right number of dims."""
+        """Whether `like` can be the first result of the form: a float tensor with `dims` dims."""
         return like.is_floating_point() and like.dim() > 0 and self.dims in (None, like.dim())
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Names of the arguments of `compose` after `like`."""
+        """Names of the arguments of `compose` after `like`, in order."""
         return tuple(signature(self.compose).parameters)[1:]
 
     def results(self, like: Tensor, variables: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -108,7 +106,6 @@ class FusedKernel:
         operator: the operator of the library "autoshard" that runs the kernel. It is functional and opaque.
         why_not: takes the operator's arguments, real or fake. Returns None if the kernel applies, else the reason.
         forms: the groups of calls that the kernel may replace.
-        examples: example compilations for tests and cost models.
         allowed_readers: operators outside the kernel that may read the kernel's intermediate values. With another
             reader, the value would be computed both outside and inside the kernel, so the kernel is not used. None
             allows any reader.
@@ -125,12 +122,12 @@ class FusedKernel:
 
     @property
     def name(self) -> str:
-        """The operator's name, such as "autoshard::triton_gated"."""
+        """The operator's name with its namespace, such as "autoshard::triton_gated"."""
         return self.operator._schema.name
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of the operator's arguments."""
+        """Names of the operator's arguments, in order."""
         return tuple(argument.name for argument in self.operator._schema.arguments)
 
     @property
@@ -144,7 +141,6 @@ def example(function: Any, types: str, tile: Tile, size: int, **constants: objec
     """Return an `ExampleCompilation` of a function that has BLOCK_R and BLOCK_C as its last arguments.
 
     Args:
-        function: the `@triton.jit` function.
         types: the Triton types of the arguments that are not `constexpr`, in order and separated by spaces, such as
             `"*bf16 i32"`. The word None stands for an absent pointer.
         tile: the values of BLOCK_R and BLOCK_C, and the warps.
@@ -158,7 +154,7 @@ def example(function: Any, types: str, tile: Tile, size: int, **constants: objec
 def block_example(function: Any, types: str, size: int, num_warps: int, **constants: object) -> ExampleCompilation:
     """Return an `ExampleCompilation` of a function whose block sizes are among `constants`.
 
-    The other arguments are those of `example`.
+    The other arguments have the same meaning as in `example`. `num_warps` is the number of warps of a program.
     """
     names, kinds = list(function.arg_names), types.split()
     absent = {name: None for name, kind in zip(names, kinds, strict=False) if kind == "None"}

@@ -24,7 +24,7 @@ _TILE_ELEMENTS = 2048
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The tile of rows and columns that one Triton program computes with `num_warps` warps. All are powers of two."""
+    """The rows and columns that one Triton program computes together, with `num_warps` warps. All are powers of 2."""
 
     rows: int
     columns: int
@@ -34,7 +34,7 @@ class Tile:
 def row_tile(columns: int, max_columns: int = MAX_COLUMNS) -> Tile:
     """Return the tile for rows of `columns` elements.
 
-    The tile is at most `max_columns` wide. A program walks longer rows block by block.
+    A tile is at most `max_columns` wide. A program computes longer rows in several blocks.
     """
     width = min(triton.next_power_of_2(max(columns, 1)), max_columns)
     rows = max(1, min(16, _TILE_ELEMENTS // width))
@@ -42,17 +42,17 @@ def row_tile(columns: int, max_columns: int = MAX_COLUMNS) -> Tile:
 
 
 def cdiv(count: int, size: int) -> int:
-    """Return `count / size`, rounded up. `triton.cdiv` does the same, but takes 5 us, and a launch needs several."""
+    """Return `count / size`, rounded up. `triton.cdiv` is slower: it takes 5 us, several times in a launch."""
     return -(-count // size)
 
 
 def over_rows(rows: int) -> Callable[[Mapping[str, Any]], tuple[int, ...]]:
-    """Return a function from block sizes to the launch grid: one program for each BLOCK_R rows."""
+    """Return a function from block sizes by name to the launch grid: one program for each BLOCK_R rows."""
     return lambda blocks: (cdiv(rows, blocks["BLOCK_R"]),)
 
 
 def over_pieces(rows: int, columns: int) -> Callable[[Mapping[str, Any]], tuple[int, ...]]:
-    """Return a function from block sizes to the launch grid: one program for each tile of BLOCK_R by BLOCK_C."""
+    """Return a function from block sizes by name to the launch grid: a program for each tile of BLOCK_R by BLOCK_C."""
     return lambda blocks: (cdiv(rows, blocks["BLOCK_R"]), cdiv(columns, blocks["BLOCK_C"]))
 
 
@@ -63,7 +63,7 @@ def as_rows(x: Tensor, columns: int) -> Tensor:
 
 
 def refuse_dtypes(**tensors: Tensor | None) -> str | None:
-    """Return the reason that kernels do not support a tensor's dtype, or None if they support all of them."""
+    """Return why Triton kernels do not support the dtype of one of the tensors, or None if they support all."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype not in FLOATS:
             return f"{name} has dtype {tensor.dtype}; the kernel takes float32, bfloat16 and float16."
@@ -71,14 +71,14 @@ def refuse_dtypes(**tensors: Tensor | None) -> str | None:
 
 
 def refuse_columns(columns: int) -> str | None:
-    """Return the reason that a kernel that holds whole rows does not support rows of `columns` elements, or None."""
+    """Return why a kernel that holds whole rows does not support rows of `columns` elements, or None if it does."""
     if 1 <= columns <= MAX_COLUMNS:
         return None
     return f"a row has {columns} elements; the kernel holds whole rows of 1 to {MAX_COLUMNS}."
 
 
 def require(name: str, reason: str | None) -> None:
-    """Raise `KernelError` for the kernel `name` if there is a reason against it."""
+    """Raise `KernelError` for the kernel `name` if `reason`, the answer of a `why_not` function, is not None."""
     if reason is not None:
         raise KernelError(f"{name} does not apply: {reason} Use the operator that it replaces.")
 
@@ -99,16 +99,13 @@ def launch(
     While tuning is active, the tuner may replace the given block sizes and warps by faster ones.
 
     Args:
-        kernel: the function.
         grid: maps block sizes by name to the number of programs along each axis of the grid.
-        device: the device of the tensors.
         arguments: the arguments that are not `constexpr`, in order.
-        num_warps: the number of warps without tuning.
         tunable: names of the `constexpr` arguments that tuning may change. The default is the kernel's entry in
             `TUNABLE`.
-        follow: maps the tunable constants to further constants that depend on them.
+        follow: maps the tunable `constexpr` arguments by name to further `constexpr` arguments that depend on them.
         changes: the tensors that the kernel both reads and writes.
-        constants: the `constexpr` arguments by name, with the block sizes without tuning.
+        constants: the `constexpr` arguments by name, with the default block sizes.
 
     Raises:
         KernelError: the tensors are not on a GPU, and the kernel was not loaded for Triton's interpreter.

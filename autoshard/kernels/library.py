@@ -1,12 +1,10 @@
 """The torch library "autoshard", and functions that define its operators.
 
-An operator has a schema, an implementation in plain PyTorch that runs on every backend, and a function that makes empty
-results for fake tensors. An operator is opaque to tracing (`CompositeExplicitAutograd`) and functional. No result
-aliases an operand.
+An operator is opaque to tracing (`CompositeExplicitAutograd`) and functional: no result aliases an operand. Its
+implementation in plain PyTorch runs on every backend.
 
-The derivative of an operator is another opaque operator, which itself has no derivative. A second derivative uses the
-*composite* of the operator. The composite computes the same results with small operators, which torch can
-differentiate any number of times.
+The derivative of an operator is another opaque operator, without a derivative. A second derivative uses the
+*composite*: the same results by small operators, which torch can differentiate any number of times.
 """
 
 from __future__ import annotations
@@ -40,13 +38,9 @@ def define(
     """Define `autoshard::name` and return its default overload.
 
     Args:
-        name: the operator's name, without the namespace.
         schema: arguments and returns, such as `"(Tensor x) -> Tensor"`.
         implementation: the function in plain PyTorch, for any device. Its results alias no operand.
         fake: takes the same arguments, and returns empty tensors of the right shape, dtype and device.
-
-    Returns:
-        `torch.ops.autoshard.<name>.default`.
     """
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
@@ -70,9 +64,8 @@ def differentiate(
     """Set the derivative of an operator.
 
     Args:
-        overload: the operator.
         setup_context: saves the tensors that `backward` needs, as in `torch.library.register_autograd`.
-        backward: computes the gradients of the operands.
+        backward: returns the operands' gradients from the context and the results' gradients, as in the same function.
         composite: if given, the backward with `create_graph=True` differentiates the composite, so that the gradients
             can be differentiated again.
     """
@@ -98,11 +91,8 @@ def gradients_with_graph(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradient of each operand, as results of operators that torch can differentiate again.
 
-    Args:
-        ctx: the context of the forward's `torch.autograd.Function`.
-        composite: recomputes the forward's results from the operands.
-        operands: the forward's arguments.
-        grads: the gradients of the forward's results. None stands for zero.
+    `ctx` is the context of the forward's `torch.autograd.Function`. `grads` has the gradients of its results, with None
+    for zero.
     """
     _ = ctx.saved_tensors  # raises if a saved tensor was changed in place since the forward
     needed = ctx.needs_input_grad
@@ -128,10 +118,7 @@ def refuse_derivative(overload: torch._ops.OpOverload, computation: str) -> None
     """Make an operator raise `NotAvailableError` when a gradient reaches it.
 
     The operator is the backward of an operator without a composite, so its derivative would be a second derivative.
-
-    Args:
-        overload: the backward operator.
-        computation: the name of the computation for the message, such as "CTC loss".
+    `computation` names the operator in the message, such as "CTC loss".
     """
 
     def refuse(ctx: Any, *grads: Tensor | None) -> None:
@@ -144,7 +131,7 @@ def refuse_derivative(overload: torch._ops.OpOverload, computation: str) -> None
 
 
 def composite_of(overload: torch._ops.OpOverload) -> Composite:
-    """Return the composite of an operator of this library: the same results by differentiable operators."""
+    """Return the composite that `differentiate` was given for an operator."""
     return _COMPOSITES[overload]
 
 

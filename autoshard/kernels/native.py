@@ -1,8 +1,7 @@
 """The table of native operators, which take the arguments of semantic operators and call torch's fused kernels.
 
-A semantic operator computes its definition in plain PyTorch, which is also the reference of tests. In a lowered program
-the pass `passes.lowering.select_kernels` replaces a semantic operator by its native operator. With
-`backend="reference"`, the semantic operator stays.
+A semantic operator computes its definition in plain PyTorch. The pass `passes.lowering.select_kernels` replaces it by
+its native operator, unless `backend="reference"`.
 """
 
 from __future__ import annotations

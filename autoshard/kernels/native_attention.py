@@ -69,11 +69,10 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _LibraryKernel:
-    """A fused kernel of torch.
+    """A fused kernel of torch, as a forward and a backward function.
 
-    Args:
-        forward: takes `(q, k, v, bias, is_causal, scale)`, returns the result and the log-sum-exp [B, H, S].
-        backward: takes `(grad_out, q, k, v, bias, out, lse, is_causal, scale)`, returns the gradients of q, k and v.
+    `forward` takes (q, k, v, bias, is_causal, scale), and returns out and lse [B, H, S]. `backward` returns the
+    gradients of q, k and v.
     """
 
     forward: Callable[..., Result]
@@ -84,11 +83,8 @@ class _LibraryKernel:
 class _AttentionCall:
     """One call of a kernel: attention of some queries to some keys.
 
-    Args:
-        rows: positions of the queries.
-        keys: positions of the keys and values.
-        is_causal: whether query number i of `rows`, from 0, attends only to the first i + 1 keys of `keys`.
-        bias: [B or 1, H or 1, rows, keys], added to the scores, or None.
+    With `is_causal`, query number i of `rows`, from 0, attends only to the first i + 1 keys of `keys`. `bias` is
+    [B or 1, H or 1, rows, keys].
     """
 
     rows: range
@@ -97,12 +93,11 @@ class _AttentionCall:
     bias: Tensor | None = None
 
     def of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the slices of q, k and v that the call reads."""
         return _cut(q, self.rows), _cut(k, self.keys), _cut(v, self.keys)
 
 
 def _cut(x: Tensor, places: range) -> Tensor:
-    """Return the slice of `x` [B, H, S, ...] at the positions `places` of the sequence."""
+    """Return `x` [B, H, S, ...] at the positions `places` of the sequence; `x` itself if they are all positions."""
     return x if len(places) == x.shape[2] else x.narrow(2, places.start, len(places))
 
 
@@ -110,7 +105,7 @@ def native_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, dropout_p: float, is_causal: bool,
     scale: float, site: int, offset: Sequence[int], global_shape: Sequence[int],
 ) -> Result:  # fmt: skip
-    """Compute attention of grouped heads. Arguments, results and errors are those of `attention_reference`."""
+    """Compute attention by torch's fused kernels. Arguments, results and errors are those of `attention_reference`."""
     check_attention(q, k, v, seed, dropout_p)
     found: list[Result] = []
     if dropout_p > 0.0 or not _has_kernel(q, k, v):
@@ -144,10 +139,7 @@ def native_attention_backward(
     seed: Tensor | None, dropout_p: float, is_causal: bool, scale: float, site: int, offset: Sequence[int],
     global_shape: Sequence[int],
 ) -> Gradients:  # fmt: skip
-    """Return the gradients of q, k and v, with their shapes and dtypes.
-
-    The arguments are those of `attention_backward_reference`.
-    """
+    """Compute `attention_backward_reference`, the gradients of q, k and v, by torch's fused kernels."""
     sums = _GradientSums(q, k, v)
     if dropout_p > 0.0 or not _has_kernel(q, k, v):
         for rows in _blocks(q, q.shape[0] * q.shape[1] * k.shape[2]):
@@ -176,9 +168,9 @@ def native_attention_backward(
 
 
 class _GradientSums:
-    """Adds up the gradients of the calls that one attention was cut into.
+    """Adds up the gradients of q, k and v of the kernel calls into which one attention was cut.
 
-    The gradients of a call that covers all queries and keys are kept as they are.
+    The gradients of a call with all queries and all keys are kept without a copy.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -187,7 +179,6 @@ class _GradientSums:
         self._sums: Gradients | None = None
 
     def add(self, part: _AttentionCall, gradients: Gradients) -> None:
-        """Add the gradients of the call `part`, at its queries and keys."""
         q, k, _ = self._like
         if self._sums is None and (len(part.rows), len(part.keys)) == (q.shape[2], k.shape[2]):
             self._whole = gradients
@@ -198,7 +189,6 @@ class _GradientSums:
             _cut(total, place).add_(gradient)
 
     def gradients(self) -> Gradients:
-        """Return the summed gradients of q, k and v, in their dtypes."""
         found = self._whole or self._sums or self._zeros()
         dq, dk, dv = (total.to(item.dtype) for total, item in zip(found, self._like, strict=True))
         return dq, dk, dv
@@ -217,7 +207,6 @@ def _has_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _kernel_of(q: Tensor, part: _AttentionCall) -> _LibraryKernel:
-    """Return the fused kernel that computes the call `part`, as in the module's table."""
     if q.device.type == "cpu":
         return _CPU
     is_square = not part.is_causal or len(part.rows) == len(part.keys)
@@ -229,7 +218,7 @@ def _kernel_of(q: Tensor, part: _AttentionCall) -> _LibraryKernel:
 
 @cache
 def _prefers_cudnn(device: torch.device) -> bool:
-    """Whether torch's own attention would try cuDNN first: on Hopper and Blackwell, with cuDNN 9.15 or later."""
+    """Whether torch's own attention tries cuDNN first on `device`: Hopper or Blackwell, with cuDNN 9.15 or later."""
     if not torch.cuda.is_available() or torch.version.hip or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
     version = torch.backends.cudnn.version()
@@ -248,9 +237,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, part: _AttentionCall, scale: float
 def _parts(
     q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, offset: Sequence[int]
 ) -> Iterator[tuple[range, Sequence[_AttentionCall]]]:
-    """Yield the positions of each block of queries, in order, with the calls that compute the block.
+    """Yield each block of queries, in order: its positions in the sequence, and its calls of a kernel.
 
-    Queries that attend to no key have no calls. If a block has several calls, their results are merged.
+    A block has no calls if its queries attend to no key.
     """
     shift, queries, keys = offset[2] - offset[3], range(q.shape[2]), range(k.shape[2])
     if mask is not None:
@@ -271,11 +260,8 @@ def _parts(
 def _bias_of(mask: Tensor, rows: range, q: Tensor, k: Tensor, shift: int | None) -> Tensor:
     """Return the bias of a block of queries, [B or 1, H or 1, rows, T], which is added to the scores.
 
-    Args:
-        mask: the whole mask, bool or float.
-        rows: the positions of the queries.
-        q, k: queries and keys, for shapes and dtype.
-        shift: for causal attention, how many tokens the first query is after the first key. None: not causal.
+    `q` and `k` are read for shapes and dtype. In causal attention, `shift` is the number of tokens from the first key
+    to the first query. Otherwise it is None.
     """
     block = _rows_of(mask, rows)
     if block.dtype == torch.bool:
@@ -293,14 +279,16 @@ def _rows_of(mask: Tensor, rows: range) -> Tensor:
 
 
 def _blocks(q: Tensor, elements_of_row: int) -> list[range]:
-    """Cut the queries into blocks of at most `_BLOCK_ELEMENTS` elements, but of at least one query."""
+    """Return the positions of consecutive blocks of queries, each with at most `_BLOCK_ELEMENTS` elements of a bias.
+
+    A query has `elements_of_row` elements of a bias. A block has at least one query.
+    """
     count = q.shape[2]
     size = max(1, _BLOCK_ELEMENTS // max(1, elements_of_row))
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def _moved(offset: Sequence[int], rows: range) -> list[int]:
-    """Return the offset of attention for the queries `rows`, from the offset for all local queries."""
     return [offset[0], offset[1], offset[2] + rows.start, offset[3]]
 
 
@@ -325,7 +313,7 @@ def _nothing(q: Tensor, v: Tensor) -> Result:
 
 
 def _merge(results: Sequence[Result]) -> Result:
-    """Return the merged result and log-sum-exp of the same queries over one or two disjoint sets of keys."""
+    """Return merged result and log-sum-exp of calls with the same queries, over one or two disjoint sets of keys."""
     (first, lse), *others = results
     out = first if not others else first.to(lse.dtype)
     for other, other_lse in others:
@@ -334,16 +322,12 @@ def _merge(results: Sequence[Result]) -> Result:
 
 
 def merge_into(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
-    """Merge two results of attention of the same queries over disjoint sets of keys, and write the result into `out`.
+    """Merge two results of attention of the same queries over disjoint sets of keys, and return the merged log-sum-exp.
 
     Args:
         out: result [B, H, S, E] over the first keys, in the accumulation dtype. Overwritten with the merged result.
         lse: log-sum-exp [B, H, S] over the first keys.
-        other, other_lse: result and log-sum-exp over the second keys. The log-sum-exp of a query that attends to none
-            of these keys is -inf.
-
-    Returns:
-        The log-sum-exp over both sets of keys.
+        other, other_lse: result and log-sum-exp over the second keys, -inf for a query that attends to none of them.
     """
     total = torch.logaddexp(lse, other_lse)
     finite = total.masked_fill(total == -math.inf, 0.0)
@@ -430,7 +414,7 @@ def _efficient_backward(
 
 
 def _aligned(bias: Tensor | None, q: Tensor) -> Tensor | None:
-    """Return the bias as [B, H, S, T]. Its rows begin at multiples of `_MASK_STEP` elements, as the kernel requires."""
+    """Expand a bias to [B, H, S, T]. Its rows begin at multiples of `_MASK_STEP` elements, as the kernel requires."""
     if bias is None:
         return None
     columns = bias.shape[-1]

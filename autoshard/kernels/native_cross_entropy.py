@@ -1,14 +1,12 @@
 """The native operators of cross-entropy, with whole and with split vocabulary, and their backwards.
 
 They take the arguments of the semantic operators. On a GPU they run Triton kernels (`triton_cross_entropy.py`,
-`triton_split_cross_entropy.py`), which read the logits once, and write their gradient once. On other devices, and for
-unsupported dtypes, torch's kernels run on one block of rows after another. On a CPU, a block fits into a core's cache,
-so no probabilities are written to memory.
+`triton_split_cross_entropy.py`). Elsewhere, and for unsupported dtypes, torch's kernels run on one block of rows after
+another. On a CPU, a block fits into a core's cache.
 
 In a block, `aten._log_softmax` gives the loss. The log-sum-exp is the greatest logit of a row minus its greatest
 log-probability. For the backward, let q be the target distribution (1 - e at the target, plus e / C everywhere) and g
-the gradient of the row's loss. Then `aten._log_softmax_backward_data` of -g q is g (softmax(x) - q), in one pass. Over
-a split vocabulary (`split_cross_entropy.py`), a block is computed by definition.
+the gradient of the row's loss. Then `aten._log_softmax_backward_data` of -g q is g (softmax(x) - q), in one pass.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ _CPU_BLOCK, _BLOCK = 1 << 18, 1 << 24
 def native_cross_entropy(
     logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """Return loss and log-sum-exp of each row. Arguments and results are those of `cross_entropy_reference`."""
+    """Return the loss and the log-sum-exp of each row. The arguments are those of `cross_entropy_reference`."""
     given = (logits, target, ignore_index, label_smoothing)
     if logits.is_cuda and why_not_cross_entropy(*given) is None:
         return triton_cross_entropy(*given)
@@ -63,13 +61,7 @@ def native_cross_entropy(
 
 
 def _expected(log_p: Tensor, chosen: Tensor, label_smoothing: float) -> Tensor:
-    """Return the mean of each row's log-probabilities under its target distribution, [n].
-
-    Args:
-        log_p: log-probabilities [n, C].
-        chosen: the targets [n, 1].
-        label_smoothing: the weight of the uniform distribution in the target distribution.
-    """
+    """Return the mean [n] of log-probabilities [n, C] under each row's target distribution; `chosen` is [n, 1]."""
     at_target = log_p.gather(1, chosen).squeeze(1)
     if label_smoothing == 0.0:
         return at_target
@@ -79,7 +71,7 @@ def _expected(log_p: Tensor, chosen: Tensor, label_smoothing: float) -> Tensor:
 def native_cross_entropy_backward(
     grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
 ) -> Tensor:
-    """Return the gradient of the logits. Arguments and result are those of `cross_entropy_backward_reference`."""
+    """Return the gradient of the logits. The arguments are those of `cross_entropy_backward_reference`."""
     given = (grad_loss, logits, target, lse, ignore_index, label_smoothing)
     if logits.is_cuda and why_not_cross_entropy_backward(*given) is None:
         return triton_cross_entropy_backward(*given)
@@ -101,9 +93,9 @@ def native_cross_entropy_backward(
 def native_split_cross_entropy(
     logits: Tensor, top: Tensor, indices: Tensor, elsewhere: Tensor, factor: float
 ) -> tuple[Tensor, Tensor]:
-    """Return each row's sum of exponentials, and its target's logit.
+    """Return each row's sum of exponentials over this rank's classes, and its target's logit times `factor`.
 
-    Arguments and results are those of `split_cross_entropy_reference`.
+    The arguments are those of `split_cross_entropy_reference`.
     """
     given = (logits, top, indices, elsewhere, factor)
     if logits.is_cuda and why_not_split_cross_entropy(*given) is None:
@@ -126,10 +118,7 @@ def native_split_cross_entropy_backward(
     correction: float,
     shift: float,
 ) -> Tensor:
-    """Return the gradient of the rank's logits.
-
-    Arguments and result are those of `split_cross_entropy_backward_reference`.
-    """
+    """Return the gradient of the rank's logits. The arguments are those of `split_cross_entropy_backward_reference`."""
     given = (logits, lse, scale, indices, elsewhere, is_ignored, correction, shift)
     if logits.is_cuda and why_not_split_cross_entropy_backward(*given) is None:
         return triton_split_cross_entropy_backward(*given)
@@ -143,17 +132,14 @@ def native_split_cross_entropy_backward(
 
 
 def _without_rows(result: Tensor, is_left_out: Tensor) -> Tensor:
-    """Write zeros into the rows of `result` where `is_left_out` is True, and return `result`.
-
-    Before, these rows may hold any values, even infinities.
-    """
+    """Write zeros into the rows of `result` where `is_left_out` is True, and return `result`."""
     if result.is_cpu:
         return result.index_fill_(0, is_left_out.nonzero().squeeze(1), 0.0)
     return result.masked_fill_(is_left_out.unsqueeze(1), 0.0)  # does not wait for the device to count rows
 
 
 def _blocks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield blocks of rows: a tuple with a block of the logits [N, C] and the same rows of each other tensor."""
+    """Yield the tensors' rows block by block, as tuples with the same rows of `logits` and of all `others`."""
     size = max(1, (_CPU_BLOCK if logits.is_cpu else _BLOCK) // max(1, logits.shape[1]))
     return zip(*(item.split(size) for item in (logits, *others)), strict=True)
 

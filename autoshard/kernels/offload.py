@@ -1,7 +1,7 @@
 """`autoshard::to_host` and `autoshard::from_host`: move a value from its device to the host's memory, and back.
 
-On an accelerator, the copies use pinned memory and are queued on the current stream. Later operators of this stream
-wait for them, but the host does not. On a CPU, each operator only makes a copy.
+On an accelerator, the copies use pinned memory and the current stream, and the host does not wait for them. On a CPU,
+each operator only makes a copy.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from autoshard.kernels.library import define
 
 
 def _to_host(x: Tensor) -> Tensor:
-    """Return a copy of `x` in the host's memory, with the strides of `x`."""
+    """Start to copy `x` to the host's memory, with the strides of `x`."""
     if x.device.type == "cpu":
         return x.clone()
     return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
 
 
 def _from_host(x: Tensor) -> Tensor:
-    """Return a copy of `x`, a result of `to_host`, on the current accelerator.
+    """Start to copy a pinned `x` to the current accelerator. If `x` is not pinned, return a copy on the CPU.
 
-    If `x` is not pinned, it did not come from an accelerator, and the copy is on the CPU.
+    Only `_to_host` of an accelerator's tensor returns pinned memory.
     """
     if not x.is_pinned():
         return x.clone()

@@ -1,9 +1,8 @@
 """Operators that update one parameter as an optimizer does: SGD, SGD with momentum, Adam and AMSGrad.
 
-Each operator takes the parameter, its gradient and its state, and returns the new parameter and state. It runs the
-function of torch's own optimizer (`torch.optim.sgd.sgd`, `torch.optim.adam.adam`). So a traced update has torch's
-arithmetic in torch's order, and uses torch's fused kernels if they take the tensors. `IN_PLACE` maps each operator to
-an operator that overwrites its operands. `MANY` maps the latter to an operator that updates many parameters in a call.
+Each operator maps the parameter, its gradient and its state to the new parameter and state. It calls the function of
+torch's own optimizer (`torch.optim.adam.adam`), fused if possible. `IN_PLACE` maps each operator to an operator that
+overwrites its operands. `MANY` maps the latter to an operator that updates many parameters in a call.
 
 Hyper-parameters come in a vector, float64 [k] on the CPU, so that schedulers can change them without another trace:
 
@@ -53,7 +52,7 @@ def sgd_(params: Tensors, grads: Tensors, scale: Tensor | None, hyper: Tensor, m
         params, grads: lists of equal length. A gradient has the shape and dtype of its parameter.
         scale: scalar that multiplies gradients, or None.
         hyper: float64 [5], the values named in `SGD_HYPER`.
-        maximize: whether to ascend.
+        maximize: whether to ascend the gradient instead of descending it.
     """
     _run_sgd(params, grads, None, scale, hyper, nesterov=False, maximize=maximize)
 
@@ -67,9 +66,10 @@ def momentum_(
     nesterov: bool,
     maximize: bool,
 ) -> None:
-    """Update parameters in place by gradient descent with momentum. The first step sets the buffers to the gradients.
+    """Update parameters in place by gradient descent with momentum.
 
-    `momentum_buffers` has a buffer for each parameter. The other arguments are those of `sgd_` and `torch.optim.SGD`.
+    The first step sets each buffer of `momentum_buffers` to the parameter's gradient. `nesterov` selects Nesterov's
+    momentum. The other arguments are those of `sgd_`.
     """
     _run_sgd(params, grads, momentum_buffers, scale, hyper, nesterov=nesterov, maximize=maximize)
 
@@ -91,7 +91,7 @@ def adam_(
         scale: scalar that multiplies gradients, or None.
         hyper: float64 [6], the values named in `ADAM_HYPER`.
         decoupled: whether weight decay shrinks the parameter itself instead of changing the gradient.
-        maximize: whether to ascend.
+        maximize: whether to ascend the gradient instead of descending it.
     """
     _run_adam([params, grads, exp_avgs, exp_avg_sqs], scale, hyper, decoupled=decoupled, maximize=maximize)
 
@@ -168,16 +168,14 @@ def _calls(
 ) -> Iterator[tuple[bool, list[Tensors]]]:
     """Split an update of many parameters into calls of torch's functions.
 
-    Scaled gradients are copies, so with `scale` a call takes at most `_SCALED_AT_ONCE` bytes of parameters.
+    Yield, for each call, whether it uses a fused kernel, and its lists of tensors, in the order of `groups`.
 
     Args:
         groups: lists of equal length: parameters, gradients, then state.
-        scale: scalar that multiplies gradients, or None.
-        on_cpus: dtypes for which the fused kernel is used on CPUs.
-        may_fuse: whether fused kernels may be used at all.
-
-    Yields:
-        Whether the call is fused, and the lists for the call, with scaled and contiguous gradients.
+        scale: multiplies the gradients, or None. Scaled gradients are copies. So with `scale`, a call takes at most
+            `_SCALED_AT_ONCE` bytes of parameters.
+        on_cpus: the dtypes for which fused kernels are used on CPUs.
+        may_fuse: False to use no fused kernel, as in the first step with momentum.
     """
     members = list(zip(*groups, strict=True))
     fused = [may_fuse and _may_fuse(on_cpus, *member) for member in members]
@@ -189,10 +187,7 @@ def _calls(
 
 
 def _parts(members: Sequence[tuple[Tensor, ...]]) -> Iterator[list[tuple[Tensor, ...]]]:
-    """Yield lists of members in order, each list with at most `_SCALED_AT_ONCE` bytes of parameters.
-
-    A member has a parameter, its gradient and its state. A larger parameter is alone in its list.
-    """
+    """Cut members (parameter, gradient, *state) into lists of at most `_SCALED_AT_ONCE` bytes of parameters."""
     part: list[tuple[Tensor, ...]] = []
     taken = 0
     for member in members:
@@ -210,20 +205,14 @@ def _scaled(grad: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def _may_fuse(on_cpus: Collection[torch.dtype], param: Tensor, grad: Tensor, *state: Tensor) -> bool:
-    """Whether torch's fused kernel takes a parameter and its state: contiguous floats on a CPU or a CUDA device.
-
-    The gradient is made contiguous later. `on_cpus` lists the dtypes for which the kernel is used on CPUs.
-    """
+    """Whether torch's fused kernel takes the parameter and its state. `_scaled` later makes the gradient contiguous."""
     if param.device.type not in ("cpu", "cuda") or (param.is_cpu and param.dtype not in on_cpus):
         return False
     return all(tensor.is_contiguous() and tensor.is_floating_point() for tensor in (param, *state))
 
 
 def _out_of_place(in_place: Callable[..., None], written: Sequence[int]) -> Callable[..., Tensor | tuple[Tensor, ...]]:
-    """Return a function that computes the update `in_place` without changing its operands.
-
-    The function copies the operands at the indices `written`, updates the copies in place, and returns them.
-    """
+    """Return a function that copies the operands at the indices `written`, updates the copies, and returns them."""
 
     def run(*args: object) -> Tensor | tuple[Tensor, ...]:
         values = list(args)
@@ -254,7 +243,7 @@ def _empty(written: Sequence[int]) -> Callable[..., Tensor | tuple[Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class _UpdateTwins:
-    """Three operators for one update: functional, in place, and in place for many parameters in one call."""
+    """The three operators of one update: functional, in place, and in place for many parameters in one call."""
 
     functional: OpOverload
     in_place: OpOverload
@@ -262,14 +251,12 @@ class _UpdateTwins:
 
 
 def _define(name: str, in_place: Callable[..., None], state: Sequence[str], flags: Sequence[str]) -> _UpdateTwins:
-    """Define the three operators of an update.
+    """Define the three operators of an update, and return them.
 
-    Args:
-        name: the functional operator's name, such as "adam_update".
-        in_place: the function that updates lists of tensors, such as `adam_`.
-        state: names of the state tensors. The operators take the parameter, the gradient, then the state. The
-            functional operator returns the new parameter and state, and the other operators overwrite them.
-        flags: names of the bool arguments.
+    `name` is the name of the functional operator, such as "adam_update". `in_place` updates lists of tensors, as
+    `adam_` does. The operands are the parameter, the gradient, and the tensors named in `state`. `flags` has the names
+    of bool arguments. The functional operator returns the new parameter and state. The two other operators overwrite
+    the parameter and state.
     """
     tensors = ["param", "grad", *state]
     written = [index for index, tensor in enumerate(tensors) if tensor != "grad"]
@@ -293,7 +280,7 @@ def _define(name: str, in_place: Callable[..., None], state: Sequence[str], flag
 
 
 def sum_of_squares_reference(x: Tensor) -> Tensor:
-    """Return the sum of the squares of all elements as a scalar, in float32, or in float64 for float64."""
+    """Return the sum of the squares of all elements of `x` as a scalar, in float32, or in float64 for float64."""
     return torch.linalg.vector_norm(x, dtype=accumulation_dtype(x.dtype)).square()
 
 

@@ -28,14 +28,9 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox_4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Return four random words for each counter.
+    """Return four random words in [0, 2^32) for each counter, int64, of the broadcast shape.
 
-    Args:
-        counter: four int64 tensors of 32 bit words, low word first. They are broadcast against each other.
-        key: two int64 tensors of 32 bit words, low word first.
-
-    Returns:
-        Four int64 tensors of words in [0, 2^32), of the broadcast shape.
+    `counter` has four int64 tensors of 32 bit words, low word first, and `key` has two. All tensors are broadcast.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -53,7 +48,6 @@ def random_words(
     """Return a random word of 32 bits for each element of one shard of a global array.
 
     Args:
-        shape: the shard's shape.
         offset: the global index of the shard's first element, one entry per dim.
         global_shape: the shape of the whole array. Elements beyond it (padding) get meaningless words.
         seed: int64 scalar tensor. The result is on its device.
@@ -77,9 +71,9 @@ def random_words(
 def random_block(
     shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int], seed: Tensor, site: int, block: int = 0
 ) -> Words:
-    """Return four random words in [0, 2^32) for each element of a shard, as four tensors.
+    """Return four random words in [0, 2^32) for each element of one shard of a global array.
 
-    Different blocks give independent words. The other arguments are those of `random_words`.
+    Different numbers `block` give independent words. The other arguments are those of `random_words`.
     """
     index = _global_index(shape, offset, global_shape, seed.device)
     seed = seed.reshape(())
@@ -97,7 +91,7 @@ def keep_mask(
     site: int,
     p: float,
 ) -> Tensor:
-    """Return a bool tensor that is True where dropout keeps an element, with probability 1 - p.
+    """Return a bool tensor of `shape`, True with probability 1 - p, where dropout keeps an element of the shard.
 
     The other arguments are those of `random_words`.
     """
@@ -116,12 +110,12 @@ def drop_threshold(p: float) -> int:
 
 
 def keep_scale(p: float) -> float:
-    """Return `1 / (1 - p)`, the factor on kept elements, or 0 if every element is dropped."""
+    """Return `1 / (1 - p)`, the factor of dropout on kept elements, or 0 if p is 1."""
     return 0.0 if p >= 1.0 else 1.0 / (1.0 - p)
 
 
 def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """Return the high and the low word of a product of two 32 bit words. int64 wraps, and keeps all 64 bits."""
+    """Return the high and the low word of a product of two 32 bit words, whose 64 bits an int64 keeps."""
     product = word * multiplier
     return (product >> 32) & _MASK, product & _MASK
 
@@ -129,7 +123,7 @@ def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
 def _global_index(
     shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int], device: torch.device
 ) -> Tensor:
-    """Return an int64 tensor with each shard element's row-major number in the global array."""
+    """Return an int64 tensor of `shape` with the row-major number of each element in the global array."""
     if not len(shape) == len(offset) == len(global_shape):
         raise ValueError(
             f"shape={tuple(shape)}, offset={tuple(offset)} and global_shape={tuple(global_shape)} "

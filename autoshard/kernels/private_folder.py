@@ -12,15 +12,14 @@ _OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def make_private(folder: Path, purpose: str) -> None:
-    """Make a folder that only this user can open, and its parents. An existing folder must already be private.
+    """Make a folder that only this user can open, together with its missing parents.
 
-    Args:
-        folder: the folder.
-        purpose: the folder's contents, for the error message, such as "generated kernels".
+    An existing folder must already be private. `purpose` names the folder's contents in messages, such as "generated
+    kernels".
 
     Raises:
-        OSError: the folder cannot be made.
-        KernelError: the folder belongs to another user, or other users can write to it.
+        OSError: the folder or a parent cannot be made.
+        KernelError: an existing folder is not private.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -28,9 +27,9 @@ def make_private(folder: Path, purpose: str) -> None:
 
 
 def check_private(folder: Path, purpose: str) -> None:
-    """Raise `KernelError` if a folder belongs to another user, or other users can write to it.
+    """Raise `KernelError` if a folder belongs to another user, or if other users can write to it.
 
-    A folder that does not exist is private.
+    A missing folder passes the check. `purpose` names the folder's contents in the message.
     """
     try:
         found = folder.stat()

@@ -57,10 +57,8 @@ def random_reference(
         distribution: a name in `DISTRIBUTIONS`.
         parameters: the distribution's parameters, in the order of the module's table.
         site: the number of this random operator in the program.
-        shape: the shard's shape.
         offset: global index of the shard's first element, one entry per dim.
         global_shape: the shape of the whole array.
-        dtype: the dtype of the result.
 
     Returns:
         Tensor of `shape`, contiguous.
@@ -80,12 +78,12 @@ def random_reference(
 
 
 def bits_53(high: Tensor, low: Tensor) -> Tensor:
-    """Return int64 numbers in [0, 2^53) made of two words of 32 bits."""
+    """Return int64 numbers in [0, 2^53), each made of a word of `high` and a word of `low`, both of 32 bits."""
     return (high << 21) | (low >> 11)
 
 
 def unit(high: Tensor, low: Tensor) -> Tensor:
-    """Return float64 numbers in [0, 1) made of two words of 32 bits."""
+    """Return float64 numbers in [0, 1) with 53 bits, each made of a 32 bit word of `high` and of `low`."""
     return bits_53(high, low).to(torch.float64) * _UNIT
 
 
@@ -146,12 +144,13 @@ def _integer(words: Words, low: Number, high: Number, *, dtype: torch.dtype) -> 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """One distribution of `autoshard::random`.
+    """A distribution of random numbers.
 
     Args:
-        draw: `draw(words, *parameters, dtype=dtype)` returns a random number for each element.
-        accepts: maps the parameters to a bool, whether they are in range.
-        range: the condition of `accepts` as text, for messages.
+        draw: takes the four random words of each element, the distribution's parameters, and the keyword `dtype`.
+            Returns the numbers.
+        accepts: takes the parameters, and returns whether they are in range.
+        range: the condition that `accepts` checks, as text for messages, such as "std >= 0".
     """
 
     draw: Callable[..., Tensor]

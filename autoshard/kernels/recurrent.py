@@ -6,9 +6,8 @@
   product, as in cuDNN.
 * RNN: Elman, "Finding structure in time" (1990).
 
-The product of the input with its weights does not depend on the state. So the caller computes it for all steps at once
-(Appleyard et al., "Optimizing performance of recurrent neural networks on GPUs", 2016). It is an ordinary matrix
-product, which can be sharded. FlashRNN (Poeppel et al. 2024) has the same operands.
+The caller computes the product of the input with its weights for all steps at once, as an ordinary matrix product.
+Source: Appleyard et al., "Optimizing performance of recurrent neural networks on GPUs" (2016).
 
 Shapes: B batch, T time, H hidden, P output size. P is H, or less with a projection. The operand `inputs` at step t is
 x_t [B, gates H], the product of the input with its weights. The state before the step is h' and c'.
@@ -36,7 +35,7 @@ from autoshard.kernels.library import accumulation_dtype, define, differentiate
 def lstm_reference(
     inputs: Tensor, h0: Tensor, c0: Tensor, w_hh: Tensor, w_hr: Tensor | None, lengths: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run all time steps of an LSTM layer.
+    """Run all time steps of an LSTM layer, of at least one step. Raise `ValueError` if shapes do not fit.
 
     Args:
         inputs: [B, T, 4 H], the product x W_ih^T plus all biases, gates in the order i, f, g, o.
@@ -50,9 +49,6 @@ def lstm_reference(
     Returns:
         y [B, T, P] and the states after the last step, [B, P] and [B, H]. For the backward, also gates [B, T, 4 H]
         after their nonlinearities, and cells [B, T, H].
-
-    Raises:
-        ValueError: shapes do not fit, or there is no time step.
     """
     _check("lstm", 4, inputs, (h0, c0), w_hh, w_hr)
     h, c = h0, c0.to(accumulation_dtype(inputs.dtype))
@@ -129,7 +125,7 @@ def lstm_backward_reference(
 def gru_reference(
     inputs: Tensor, h0: Tensor, w_hh: Tensor, b_hh: Tensor | None, lengths: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run all time steps of a GRU layer.
+    """Run all time steps of a GRU layer, of at least one step. Raise `ValueError` if shapes do not fit.
 
     Args:
         inputs: [B, T, 3 H], the product x W_ih^T + b_ih, gates in the order r, z, n.
@@ -141,9 +137,6 @@ def gru_reference(
     Returns:
         y [B, T, H] and the state after the last step [B, H]. For the backward, also gates [B, T, 4 H], the values of
         r, z, n and q.
-
-    Raises:
-        ValueError: shapes do not fit, or there is no time step.
     """
     _check("gru", 3, inputs, (h0,), w_hh)
     dtype, parts = accumulation_dtype(inputs.dtype), (2 * h0.shape[1], h0.shape[1])
@@ -191,7 +184,7 @@ def gru_backward_reference(
 def rnn_reference(
     inputs: Tensor, h0: Tensor, w_hh: Tensor, lengths: Tensor | None, relu: bool, reverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Run all time steps of an Elman layer.
+    """Run all time steps of an Elman layer, of at least one step. Raise `ValueError` if shapes do not fit.
 
     Args:
         inputs: [B, T, H], the product x W_ih^T plus all biases.
@@ -202,9 +195,6 @@ def rnn_reference(
 
     Returns:
         y [B, T, H], and the state after the last step [B, H].
-
-    Raises:
-        ValueError: shapes do not fit, or there is no time step.
     """
     _check("rnn", 1, inputs, (h0,), w_hh)
     nonlinearity = torch.relu if relu else torch.tanh
@@ -256,23 +246,23 @@ def _check(
 
 
 def _order(x: Tensor, reverse: bool) -> range:
-    """Return the indices of the time steps of `x` [B, T, ...] in the order of execution."""
+    """Return the indices of the time steps of `x` [B, T, ...] in the order of execution, from the last if `reverse`."""
     steps = range(x.shape[1])
     return steps[::-1] if reverse else steps
 
 
 def _stack(steps: list[Tensor], like: Tensor, reverse: bool) -> Tensor:
-    """Stack the values of time steps, given in the order of execution, to [B, T, ...] in the dtype of `like`."""
+    """Return the values of time steps as a tensor [B, T, ...] in the order of time, with the dtype of `like`.
+
+    `steps` has the values in the order of execution.
+    """
     return torch.stack(steps[::-1] if reverse else steps, dim=1).to(like.dtype)
 
 
 def _before(states: Tensor, first: Tensor, reverse: bool) -> Tensor:
-    """Return the state before each step, [B, T, ...].
+    """Return the state before each step, given the state after each step, both [B, T, ...].
 
-    Args:
-        states: the state after each step, [B, T, ...].
-        first: the state before the first executed step, [B, ...].
-        reverse: whether steps run from the last to the first.
+    `first` [B, ...] is the state before the first executed step.
     """
     first = first.unsqueeze(1).to(states.dtype)
     if reverse:
@@ -281,12 +271,11 @@ def _before(states: Tensor, first: Tensor, reverse: bool) -> Tensor:
 
 
 def _running(lengths: Tensor | None, t: int) -> Tensor | None:
-    """Return a bool tensor [B, 1], whether each row runs step t. None if all rows run all steps."""
+    """Return a bool tensor [B, 1] that says which rows run step t, or None if all rows run all steps."""
     return None if lengths is None else (lengths > t).unsqueeze(1)
 
 
 def _advance(running: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
-    """Return `new` for rows that run the step, and `old` for all other rows."""
     return new if running is None else torch.where(running, new, old)
 
 
@@ -302,7 +291,6 @@ def _where_running(lengths: Tensor | None, values: Tensor) -> Tensor:
 
 
 def _start(grad: Tensor | None, state: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of a final state as `dtype`, or zeros like `state` if `grad` is None."""
     return torch.zeros_like(state, dtype=dtype) if grad is None else grad.to(dtype)
 
 
@@ -315,11 +303,9 @@ def _tanh_slope(value: Tensor) -> Tensor:
 
 
 def _weight_gradient(grad: Tensor, operand: Tensor) -> Tensor:
-    """Return a weight's gradient [M, N], summed over batch and time.
+    """Return the gradient of a weight [M, N], summed over batch and time.
 
-    Args:
-        grad: the gradient of the products of operand and weight, [B, T, M].
-        operand: the operand of these products, [B, T, N].
+    `grad` [B, T, M] is the gradient of the products, and `operand` [B, T, N] is the other factor of the products.
     """
     return torch.mm(grad.flatten(0, 1).mT, operand.flatten(0, 1))
 

@@ -1,16 +1,8 @@
-"""The tables of Triton kernels, with the operators that each kernel may replace and its condition.
+"""The tables of Triton kernels: `KERNELS` for one operator each, `FUSED` for several operators at once.
 
-`KERNELS` has kernels for one operator, and `FUSED` has kernels for several operators at once.
-
-To use a kernel for one operator, a pass changes only the target of a node:
-
-    kernel = find_kernel(node.target, args, kwargs)      # args with fake tensors: node.meta["val"]
-    if kernel is not None:
-        node.target = kernel.replacement                 # same arguments, same results
-
-Importing this module imports triton and defines the replacements as operators `autoshard::triton_*`. Each replacement
-is functional and opaque. For unsupported operands it raises `KernelError`. It never falls back to another
-implementation.
+To use a kernel for one operator, a pass changes only the target of a node to `Kernel.replacement`. Importing this
+module imports triton and defines the replacements as operators `autoshard::triton_*`. For unsupported operands, a
+replacement raises `KernelError`, and never falls back to another implementation.
 """
 
 from __future__ import annotations
@@ -72,7 +64,7 @@ FUSED: tuple[FusedKernel, ...] = tuple(kernel for module in _FUSED_MODULES for k
 
 
 def kernels_of(operator: OpOverload) -> tuple[Kernel, ...]:
-    """Return the kernels that may replace an operator, the preferred kernel first. The tuple may be empty."""
+    """Return the kernels that may replace an operator, the preferred kernel first, or an empty tuple."""
     return KERNELS.get(operator, ())
 
 
@@ -81,10 +73,7 @@ def find_kernel(
 ) -> Kernel | None:
     """Return the first kernel that applies to a call, or None.
 
-    Args:
-        operator: the target of the call.
-        args: the call's arguments, with tensors (real, fake or meta) in place of nodes.
-        kwargs: the call's keyword arguments.
+    Tensors among the arguments may be real, fake or meta tensors.
 
     Example:
         >>> import torch

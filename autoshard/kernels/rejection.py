@@ -1,8 +1,7 @@
 """`autoshard::poisson`, `binomial` and `gamma`: random numbers of distributions whose parameters are tensors.
 
-Each element draws numbers until the algorithm accepts one. Philox (`philox.py`) gives each element its own blocks of
-random words, and each attempt uses other blocks. So the attempts of one element do not change the numbers of another
-element. Arithmetic is float64. Parameters that are out of range give NaN.
+Each element draws numbers until the algorithm accepts one. Each attempt of each element uses Philox blocks of its own,
+so attempts of one element do not change another element. Arithmetic is float64. Parameters out of range give NaN.
 
 Poisson and binomial numbers with a mean below 10 are drawn by inversion with sequential search. The other algorithms:
 
@@ -37,11 +36,9 @@ Proposal = Callable[[int], tuple[Tensor, Tensor]]
 def poisson_reference(
     rate: Tensor, seed: Tensor, site: int, offset: Sequence[int], global_shape: Sequence[int]
 ) -> Tensor:
-    """Return a Poisson number for each rate, in the dtype of `rate`.
+    """Return a Poisson number for each mean in `rate`, in the dtype of `rate`.
 
-    Args:
-        rate: a shard of a global array, of any shape.
-        seed, site, offset, global_shape: arguments of `random_reference`.
+    The other arguments are those of `random_reference`.
     """
     blocks = _blocks(rate, seed, site, offset, global_shape)
     mean = rate.to(torch.float64)
@@ -51,9 +48,9 @@ def poisson_reference(
 
 
 def _transformed_poisson(mean: Tensor, blocks: Blocks, wanted: Tensor) -> Tensor:
-    """Return Poisson numbers drawn by PTRS where `wanted` is True, and NaN elsewhere.
+    """Return Poisson numbers with the means `mean`, drawn by PTRS, where `wanted` is True, and NaN elsewhere.
 
-    `blocks` maps the number of an attempt to random words. Variables are named as in the paper.
+    `blocks` maps an attempt's number to random words. Variables have the paper's names.
     """
     b = 0.931 + 2.53 * mean.sqrt()
     a = -0.059 + 0.02483 * b
@@ -72,11 +69,9 @@ def _transformed_poisson(mean: Tensor, blocks: Blocks, wanted: Tensor) -> Tensor
 def binomial_reference(
     count: Tensor, p: Tensor, seed: Tensor, site: int, offset: Sequence[int], global_shape: Sequence[int]
 ) -> Tensor:
-    """Return a binomial number for each element, in the dtype of `count`: successes among `count` trials.
+    """Return the number of successes in `count` trials of probability `p`, for each element, in the dtype of `count`.
 
-    Args:
-        count, p: numbers of trials and probabilities of success: shards of global arrays, both of one shape.
-        seed, site, offset, global_shape: arguments of `random_reference`.
+    `count` and `p` are shards of global arrays of one shape. The other arguments are those of `random_reference`.
     """
     blocks = _blocks(count, seed, site, offset, global_shape)
     n, p = count.to(torch.float64), p.to(torch.float64)
@@ -90,10 +85,10 @@ def binomial_reference(
 
 
 def _transformed_binomial(n: Tensor, q: Tensor, blocks: Blocks, wanted: Tensor) -> Tensor:
-    """Return binomial numbers drawn by BTRS where `wanted` is True, and NaN elsewhere.
+    """Return binomial numbers of `n` trials, drawn by BTRS, where `wanted` is True, and NaN elsewhere.
 
-    `n` has the numbers of trials, and `q` the probabilities of success. `blocks` maps the number of an attempt to
-    random words. Variables are named as in the paper. Factorials use the logarithm of the gamma function.
+    `q` has the probabilities of success. `blocks` maps an attempt's number to random words. Variables have the paper's
+    names.
     """
     spread = torch.sqrt(n * q * (1.0 - q))
     b = 1.15 + 2.53 * spread
@@ -116,11 +111,10 @@ def _transformed_binomial(n: Tensor, q: Tensor, blocks: Blocks, wanted: Tensor) 
 def gamma_reference(
     shape: Tensor, seed: Tensor, site: int, offset: Sequence[int], global_shape: Sequence[int]
 ) -> Tensor:
-    """Return a gamma number of rate 1 for each shape parameter, in the dtype of `shape`. Parameter 0 gives 0.
+    """Return a gamma number of rate 1 for each element of `shape`, in the dtype of `shape`.
 
-    Args:
-        shape: the shape parameters of the distribution: a shard of a global array.
-        seed, site, offset, global_shape: arguments of `random_reference`.
+    `shape` has the shape parameters of the distribution, not the sizes of a tensor. A shape parameter of 0 gives 0. The
+    other arguments are those of `random_reference`.
     """
     blocks = _blocks(shape, seed, site, offset, global_shape)
     alpha = shape.to(torch.float64)
@@ -144,12 +138,11 @@ def _blocks(like: Tensor, seed: Tensor, site: int, offset: Sequence[int], global
 
 
 def _uniforms(words: Words) -> tuple[Tensor, Tensor]:
-    """Return two tensors of numbers in [0, 1), made of the four words of a block."""
     return unit(words[0], words[1]), unit(words[2], words[3])
 
 
 def _hat(words: Words) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the random numbers of transformed rejection: U in [-1/2, 1/2), V in [0, 1), and 1/2 - |U|."""
+    """Return the uniform numbers of transformed rejection: U in [-1/2, 1/2), V in [0, 1), and 1/2 - |U|."""
     u, v = _uniforms(words)
     return u - 0.5, v, 0.5 - (u - 0.5).abs()
 
@@ -157,7 +150,7 @@ def _hat(words: Words) -> tuple[Tensor, Tensor, Tensor]:
 def _until_accepted(propose: Proposal, wanted: Tensor) -> Tensor:
     """Return the first accepted proposal of each element where `wanted` is True, and NaN elsewhere.
 
-    `propose` maps the number of an attempt to proposals and to bools, whether they are accepted.
+    `propose` maps an attempt's number to two tensors: a proposal for each element, and whether it is accepted.
     """
     result, waiting = torch.full(wanted.shape, torch.nan, dtype=torch.float64, device=wanted.device), wanted
     for attempt in itertools.count():
@@ -170,13 +163,10 @@ def _until_accepted(propose: Proposal, wanted: Tensor) -> Tensor:
 
 
 def _invert(u: Tensor, none: Tensor, growth: Callable[[int], Tensor], wanted: Tensor) -> Tensor:
-    """Return the least k whose cumulative probability exceeds `u`.
+    """Return, for each element, the least k whose cumulative probability exceeds `u` in [0, 1).
 
-    Args:
-        u: numbers in [0, 1).
-        none: the probability of 0.
-        growth: maps k to the probability of k divided by the probability of k - 1.
-        wanted: the elements to compute. Other elements of the result are meaningless.
+    `none` is the probability of 0, and `growth(k)` is the probability of k divided by the probability of k - 1. Results
+    of elements that are not `wanted` are meaningless.
     """
     k, probability, reached = torch.zeros_like(u), none, none
     for step in range(1, _MOST_STEPS):
@@ -190,7 +180,10 @@ def _invert(u: Tensor, none: Tensor, growth: Callable[[int], Tensor], wanted: Te
 
 
 def _choose(*cases: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the value of the case that holds for each element, or NaN. A case is a bool tensor and a value."""
+    """Return, for each element, the value of the case that holds there, or NaN if no case holds.
+
+    A case is a bool tensor, True where the case holds, and a tensor of values.
+    """
     result = torch.full_like(cases[0][1], torch.nan)
     for holds, value in cases:
         result = torch.where(holds, value, result)

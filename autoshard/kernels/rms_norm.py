@@ -28,8 +28,7 @@ def rms_norm_composite(
     """Compute both results of `aten::_fused_rms_norm`, out and rstd, with operators that torch can differentiate.
 
     Args:
-        x: the input. Its last dims have the sizes `normalized_shape`.
-        normalized_shape: sizes of the trailing dims that one norm spans.
+        x: the input, whose last dims have the sizes `normalized_shape`.
         weight: a tensor of shape `normalized_shape`, or None.
         eps: added to the mean of squares. None stands for `torch.finfo(dtype).eps` of the accumulation dtype.
     """
@@ -54,9 +53,7 @@ def rms_norm_backward_reference(
     Args:
         grad_out: the gradient of the first result, with the shape of x.
         x: the forward's input, [*, C]. C stands for all dims of `normalized_shape`.
-        normalized_shape: sizes of the trailing dims that one norm spans.
         rstd: [*, 1], the forward's second result.
-        weight: a tensor of shape `normalized_shape`, or None.
         output_mask: whether the gradient of x is needed, and whether the gradient of the weight is needed.
     """
     columns = math.prod(normalized_shape)
@@ -74,7 +71,6 @@ def rms_norm_backward_reference(
 
 
 def _torch_has_it() -> bool:
-    """Whether torch itself runs `aten::_fused_rms_norm_backward` on CPU tensors."""
     one = torch.ones(1, 1)
     try:
         torch.ops.aten._fused_rms_norm_backward.default(one, one, [1], one, None, [True, False])

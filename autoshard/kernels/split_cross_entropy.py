@@ -36,7 +36,7 @@ def split_cross_entropy_reference(
         top: [N], the greatest logit over the classes of all ranks, in float32, or in float64 for float64 logits.
         indices: [N] int64, the target's number among the rank's classes, in [0, C). Any valid number if `elsewhere`.
         elsewhere: [N] bool, whether the target is on another rank.
-        factor: the factor on the target's logit.
+        factor: multiplies the target's logit.
 
     Returns:
         total [N] and expected [N], in the dtype of `top`.
@@ -74,12 +74,12 @@ def split_cross_entropy_backward_reference(
 
 
 def fake_forward(logits: Tensor, top: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    """Return empty tensors total [N] and expected [N]."""
+    """Return empty results of `split_cross_entropy`: total [N] and expected [N]."""
     return torch.empty_like(top), torch.empty_like(top)
 
 
 def fake_backward(logits: Tensor, *_: object) -> Tensor:
-    """Return an empty gradient of the rank's logits."""
+    """Return an empty gradient of the rank's logits [N, C]."""
     return logits.new_empty(logits.shape)
 
 

@@ -21,7 +21,7 @@ _MAX_BLOCK = 1024
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """Return the activation of float32 x."""
+    """Return the activation of float32 x. ACTIVATION is a name of `ACTIVATIONS`."""
     if ACTIVATION == "silu":
         return x * tl.sigmoid(x)
     if ACTIVATION == "gelu":
@@ -32,7 +32,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def slope(x, ACTIVATION: tl.constexpr):
-    """Return the derivative of the activation at float32 x."""
+    """Return the derivative of the activation at float32 x. ACTIVATION is a name of `ACTIVATIONS`."""
     if ACTIVATION == "silu":
         gate = tl.sigmoid(x)
         return gate * (1.0 + x * (1.0 - gate))
@@ -48,8 +48,8 @@ def slope(x, ACTIVATION: tl.constexpr):
 def piece(rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     """Return the indices of a program's tile in a 2-D grid over a matrix [rows, columns].
 
-    They are row indices [BLOCK_R, 1] (int64), column indices [1, BLOCK_C], and the mask [BLOCK_R, BLOCK_C] that is true
-    inside the matrix.
+    The results are row indices [BLOCK_R, 1] (int64), column indices [1, BLOCK_C], and a mask [BLOCK_R, BLOCK_C]. The
+    mask is true inside the matrix.
     """
     row = (tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
     column = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
@@ -62,5 +62,5 @@ def piece_tile(columns: int) -> Tile:
 
 
 def refuse_activation(activation: str) -> str | None:
-    """Return the reason that kernels do not support the activation, or None if they do."""
+    """Return why kernels do not support the activation, or None if its name is in `ACTIVATIONS`."""
     return None if activation in ACTIVATIONS else f"activation={activation!r} is not one of {ACTIVATIONS}."

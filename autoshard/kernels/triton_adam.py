@@ -35,9 +35,9 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 @triton.jit
 def _pointers(addresses_ptr, element, TYPE: tl.constexpr):
-    """Return pointers to the elements of a tensor at the indices `element`.
+    """Return pointers to the elements `element` of a tensor of Triton type TYPE.
 
-    The tensor has the Triton type TYPE. addresses_ptr [] points to the tensor's address.
+    addresses_ptr [] is int64, the address of the tensor.
     """
     return tl.load(addresses_ptr).to(tl.pointer_type(TYPE)) + element  # type: ignore[arg-type]
 
@@ -104,7 +104,7 @@ def adam_kernel(
 def why_not_adam_updates(
     params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor]
 ) -> str | None:
-    """Return the reason that one launch cannot update these tensors, or None."""
+    """Return the reason that one launch cannot update these tensors, or None if it can."""
     for name, group in (("params", params), ("grads", grads), ("exp_avgs", exp_avgs), ("exp_avg_sqs", exp_avg_sqs)):
         kinds = {(tensor.dtype, tensor.device) for tensor in group}
         if len(group) != len(params) or len(kinds) != 1 or not {dtype for dtype, _ in kinds} <= set(FLOATS):
@@ -158,7 +158,10 @@ def _adam_updates(
 
 
 def _factors(options: dict[str, float], decoupled: bool) -> tuple[float, ...]:
-    """Return the scalar arguments of `adam_kernel`, from step_size to eps, from the values named in `ADAM_HYPER`."""
+    """Return the scalar arguments of `adam_kernel`, from step_size to eps.
+
+    `options` has the values of `ADAM_HYPER` by name.
+    """
     step = options["step"] + 1
     lr, decay = options["lr"], options["weight_decay"]
     step_size = lr / (1 - options["beta1"] ** step)
@@ -186,7 +189,7 @@ adam_updates_ = define(
 
 
 def examples() -> tuple[ExampleCompilation, ...]:
-    """Return example compilations of the kernel, for float32 and for bfloat16 parameters, with float32 moments."""
+    """Return compilations for float32 and for bfloat16 parameters, with float32 moments."""
     constants = {"MAXIMIZE": False, "STEPS": 9, "BLOCK": _BLOCK, "GRAD": tl.float32, "STATE": tl.float32}
     types = "*i64 *fp32 i32" + " fp32" * 8
     return tuple(

@@ -4,9 +4,8 @@
     backward:  dx = dresidual = residual_grad + gradient of total through the norm
 
 In a pre-norm block, `total` is the residual of the next block, and residual_grad is its gradient from there. The
-kernels are those of `triton_norm.py`. They replace an addition and a norm. The norm is an operator of torch such as
-`aten::_fused_rms_norm`, or the RMS norm of transformers. The latter has the calls pow, mean, rsqrt and mul in float32,
-with casts of narrower dtypes before and after.
+kernels are those of `triton_norm.py`. They replace an addition and a norm, which is torch's or the RMS norm of
+transformers. The latter has pow, mean, rsqrt and mul in float32, with casts of narrower dtypes before and after.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _aten = torch.ops.aten
 
 
 def why_not_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float | None) -> str | None:
-    """Return the reason that `triton_add_rms_norm` does not take these operands, or None."""
+    """Return why `triton_add_rms_norm` cannot take these operands, or None if it can."""
     return _refuse(x, residual, weight=weight)
 
 
@@ -46,14 +45,14 @@ def why_not_add_rms_norm_backward(
     weight: Tensor,
     weight_shape: Sequence[int],
 ) -> str | None:
-    """Return the reason that `triton_add_rms_norm_backward` does not take these operands, or None."""
+    """Return why `triton_add_rms_norm_backward` cannot take these operands, or None if it can."""
     return _refuse(input, grad_out if residual_grad is None else residual_grad, grad_out=grad_out, weight=weight)
 
 
 def why_not_add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> str | None:
-    """Return the reason that `triton_add_layer_norm` does not take these operands, or None."""
+    """Return why `triton_add_layer_norm` cannot take these operands, or None if it can."""
     return _refuse(x, residual, weight=weight, bias=bias)
 
 
@@ -66,12 +65,15 @@ def why_not_add_layer_norm_backward(
     weight: Tensor,
     bias: Tensor,
 ) -> str | None:
-    """Return the reason that `triton_add_layer_norm_backward` does not take these operands, or None."""
+    """Return why `triton_add_layer_norm_backward` cannot take these operands, or None if it can."""
     return _refuse(input, residual_grad, grad_out=grad_out, weight=weight, bias=bias)
 
 
 def _refuse(x: Tensor, other: Tensor, **tensors: Tensor | None) -> str | None:
-    """Return the reason that a kernel does not take these dtypes or cannot add `other` to the rows of `x`, or None."""
+    """Return why a kernel cannot add `x` and `other` and normalise the rows of the sum, or None if it can.
+
+    `tensors` has further operands by name, whose dtypes must be supported.
+    """
     reason = refuse_dtypes(x=x, other=other, **tensors)
     if reason is None and (x.shape != other.shape or x.dtype != other.dtype or x.dim() == 0):
         return f"the added tensors have shapes {tuple(x.shape)}, {tuple(other.shape)}, dtypes {x.dtype}, {other.dtype}."
@@ -196,17 +198,20 @@ add_layer_norm_backward = define(
 
 
 def _wide(like: Tensor, x: Any) -> Any:
-    """Return `x` cast to float32, as transformers' norm casts its input. `like` has the model's dtype."""
+    """Cast to float32, as transformers' norm casts its input. `like` has the model's dtype."""
     return x if like.dtype == torch.float32 else _aten._to_copy.default(x, dtype=torch.float32)
 
 
 def _narrow(like: Tensor, x: Any) -> Any:
-    """Return `x` cast to the dtype of `like`, as transformers' norm casts its result back."""
+    """Cast to the dtype of `like`, as transformers' norm casts its result back."""
     return x if like.dtype == torch.float32 else _aten._to_copy.default(x, dtype=like.dtype)
 
 
 def _cast_gradient(like: Tensor, x: Any, dtype: torch.dtype) -> Any:
-    """Return the gradient of a cast: `x` cast to `dtype`, with the arguments that autograd passes."""
+    """Return `x` cast to `dtype`, as autograd writes the gradient of a cast. `like` has the model's dtype.
+
+    If the model's dtype is float32, there is no cast, and `x` is returned.
+    """
     if like.dtype == torch.float32:
         return x
     return _aten._to_copy.default(x, dtype=dtype, layout=torch.strided, device=like.device)
@@ -226,9 +231,9 @@ def _add_written_out(like: Tensor, x: Any, residual: Any, weight: Any, eps: Any)
 
 
 def _written_out_backward(like: Tensor, grad_out: Any, input: Any, rstd: Any, weight: Any) -> tuple[Any, Any]:
-    """Return the backward that autograd derives from `written_out`: two addends of dx, and the weight's gradient.
+    """Return the gradients that autograd derives from `written_out`: the two addends of dx, and dw.
 
-    The weight's gradient is a sum with `keepdim=True`.
+    The calls sum dw over rows with `keepdim=True`.
     """
     last, x = like.dim() - 1, _wide(like, input)
     weighted = _cast_gradient(like, _aten.mul.Tensor(grad_out, weight), torch.float32)
@@ -249,9 +254,10 @@ def _alone_backward(like: Tensor, grad_out: Any, input: Any, rstd: Any, weight: 
 def _added_backward(
     like: Tensor, grad_out: Any, residual_grad: Any, input: Any, rstd: Any, weight: Any
 ) -> tuple[Any, Any]:
-    """Return dx of norm and addition together, and the weight's gradient.
+    """Return the gradient of x plus `residual_grad`, and the gradient of the weight, in autograd's order of operations.
 
-    In float32, autograd adds the two addends of dx to the residual's gradient one after the other.
+    In float32, the two addends of dx are added to `residual_grad` one after the other. In narrower dtypes, dx is
+    rounded first.
     """
     (direct, through), grad_weight = _written_out_backward(like, grad_out, input, rstd, weight)
     if like.dtype == torch.float32:
@@ -298,7 +304,7 @@ _BACKWARD = "*bf16 *bf16 {mean} *fp32 *bf16 *bf16 *bf16 *fp32 {bias} i32 i32 i32
 
 
 def forward_examples(centred: bool, has_x_bias: bool = False) -> tuple[Any, ...]:
-    """Return example compilations of the forward kernel with a residual, for layer norm (`centred`) or RMS norm."""
+    """Return compilations of the forward kernel with a residual, for layer norm (`centred`) or RMS norm."""
     kinds = {True: "*bf16", False: "None"}
     types = _NORM.format(x_bias=kinds[has_x_bias], bias=kinds[centred], mean="*fp32" if centred else "None")
     flags = {"CENTRED": centred, "HAS_X_BIAS": has_x_bias, "HAS_RESIDUAL": True, "HAS_WEIGHT": True}

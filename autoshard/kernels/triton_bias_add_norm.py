@@ -2,10 +2,9 @@
 
     total = x + x_bias + residual,  out = norm(total)
 
-x is the matrix product of a linear layer with the bias x_bias. With tensor parallelism, the additions follow the
-reduce-scatter or all-reduce of x. Then one kernel computes all from the collective's result to the next layer's input.
-The kernel is that of `triton_norm.py`. The backward is that of `triton_add_norm.py`, because the gradient of x_bias is
-the sum of the residual's gradient over rows.
+x is the matrix product of a linear layer with the bias x_bias, after its reduce-scatter or all-reduce under tensor
+parallelism. The kernel is that of `triton_norm.py`. The backward is that of `triton_add_norm.py`, because the gradient
+of x_bias is the sum of the residual's gradient over rows.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ _aten = torch.ops.aten
 def why_not_bias_add_rms_norm(
     x: Tensor, x_bias: Tensor, residual: Tensor, weight: Tensor | None, eps: float | None
 ) -> str | None:
-    """Return the reason that `triton_bias_add_rms_norm` does not take these operands, or None."""
+    """Return why `triton_bias_add_rms_norm` cannot take these operands, or None if it can."""
     return _refuse(x, x_bias, residual, weight=weight)
 
 
 def why_not_bias_add_layer_norm(
     x: Tensor, x_bias: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> str | None:
-    """Return the reason that `triton_bias_add_layer_norm` does not take these operands, or None."""
+    """Return why `triton_bias_add_layer_norm` cannot take these operands, or None if it can."""
     return _refuse(x, x_bias, residual, weight=weight, bias=bias)
 
 
@@ -112,8 +111,6 @@ def _total_alike(like: Tensor, x: Any, x_bias: Any, residual: Any) -> Any:
 
 
 def _layer_norm_of(total: Any) -> Any:
-    """Return a function for `Form.compose` that applies torch's layer norm to the result of `total`."""
-
     def compose(like: Tensor, x: Any, x_bias: Any, residual: Any, weight: Any, bias: Any, eps: Any) -> tuple[Any, ...]:
         summed = total(like, x, x_bias, residual)
         results = _aten.native_layer_norm.default(summed, [like.shape[-1]], weight, bias, eps)
@@ -123,8 +120,6 @@ def _layer_norm_of(total: Any) -> Any:
 
 
 def _rms_norm_of(total: Any) -> Any:
-    """Return a function for `Form.compose` that applies torch's RMS norm to the result of `total`."""
-
     def compose(like: Tensor, x: Any, x_bias: Any, residual: Any, weight: Any, eps: Any) -> tuple[Any, ...]:
         summed = total(like, x, x_bias, residual)
         results = _aten._fused_rms_norm.default(summed, [like.shape[-1]], weight, eps)
@@ -134,8 +129,6 @@ def _rms_norm_of(total: Any) -> Any:
 
 
 def _written_out_of(total: Any) -> Any:
-    """Return a function for `Form.compose` that applies the RMS norm of transformers to the result of `total`."""
-
     def compose(like: Tensor, x: Any, x_bias: Any, residual: Any, weight: Any, eps: Any) -> tuple[Any, ...]:
         summed = total(like, x, x_bias, residual)
         return *written_out(like, summed, weight, eps), summed

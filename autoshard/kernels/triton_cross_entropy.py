@@ -1,8 +1,7 @@
-"""`autoshard::cross_entropy` and its backward as Triton kernels.
+"""`autoshard::cross_entropy` and its backward as Triton kernels. The backward may overwrite the logits.
 
-The forward reads the logits once. The backward may overwrite the logits with their gradient. The formulas are those of
-`cross_entropy.py`. The forward walks a row in blocks (Milakov, Gimelshein, "Online normalizer calculation for softmax",
-2018, algorithm 3). It keeps a running maximum m and a sum s of exp(x - m):
+The formulas are those of `cross_entropy.py`. The forward walks a row once, in blocks (Milakov, Gimelshein, "Online
+normalizer calculation for softmax", 2018, algorithm 3). It keeps a running maximum m and a sum s of exp(x - m):
 
     m' = max(m, max x),  s' = s exp(m - m') + sum_c exp(x_c - m'),  lse = m + log s
 
@@ -114,7 +113,7 @@ def cross_entropy_backward_kernel(
 ):
     """Write the gradient of a tile of logits.
 
-    grad_loss_ptr, target_ptr and lse_ptr are [rows]. logits_ptr and grad_ptr are [rows, columns], and may be the same.
+    grad_loss_ptr, target_ptr and lse_ptr are [rows]. logits_ptr and grad_ptr are [rows, columns], and may be equal.
     They have the classes from `first` on. All chunks together have `classes` classes.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -134,12 +133,7 @@ def cross_entropy_backward_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The position of a chunk of logits among all classes.
-
-    Args:
-        first: the number of the chunk's first class.
-        classes: the number of classes in all chunks.
-    """
+    """The position of a chunk of classes: the number of its first class, and the number of classes in all chunks."""
 
     first: int
     classes: int
@@ -161,7 +155,6 @@ def cross_entropy_into(
         loss, lse: [N] float32, contiguous. Overwritten. After the first chunk, `lse` is also read.
         logits: [N, columns], with stride 1 along columns.
         target: [N], contiguous.
-        ignore_index, label_smoothing: arguments of `autoshard::cross_entropy`.
         chunk: the classes of the logits. Chunks must come in order.
         expected_logit: [N] float32, written and read from chunk to chunk. None if there is only one chunk.
     """
@@ -197,8 +190,6 @@ def cross_entropy_backward_into(
         grad: [N, columns], with stride 1 along columns. Overwritten.
         grad_loss, target, lse: [N], contiguous. `lse` is the log-sum-exp over all classes.
         logits: [N, columns], with stride 1 along columns.
-        ignore_index, label_smoothing: arguments of `autoshard::cross_entropy`.
-        chunk: the classes of the logits.
     """
     rows, columns = logits.shape
     tile = row_tile(columns, _MAX_BLOCK)
@@ -216,14 +207,14 @@ def cross_entropy_backward_into(
 
 
 def why_not_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> str | None:
-    """Return the reason that the kernel cannot replace `autoshard::cross_entropy`, or None."""
+    """Return why the kernel cannot replace `autoshard::cross_entropy` on these operands, or None if it can."""
     return refuse_dtypes(logits=logits)
 
 
 def why_not_cross_entropy_backward(
     grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
 ) -> str | None:
-    """Return the reason that the kernel cannot replace `autoshard::cross_entropy_backward`, or None."""
+    """Return why the kernel cannot replace `autoshard::cross_entropy_backward` on these operands, or None if it can."""
     return refuse_dtypes(grad_loss=grad_loss, logits=logits, lse=lse)
 
 
@@ -278,7 +269,7 @@ triton_cross_entropy_backward = define(
 
 
 def forward_examples(*, chunked: bool) -> tuple[ExampleCompilation, ...]:
-    """Return example compilations of the forward kernel, for logits of all classes, or of a chunk if `chunked`."""
+    """Return compilations of the forward kernel, for logits of all classes, or of a chunk of classes if `chunked`."""
     expected_logit = "*fp32" if chunked else "None"
     return tuple(
         example(

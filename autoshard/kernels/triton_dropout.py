@@ -67,7 +67,7 @@ def dropout_kernel(
 def why_not_dropout(
     x: Tensor, seed: Tensor, p: float, site: int, offset: Sequence[int], global_shape: Sequence[int]
 ) -> str | None:
-    """Return the reason that the kernel cannot replace `autoshard::dropout`, or None. Only `x` is inspected."""
+    """Return why the kernel cannot replace `autoshard::dropout`, or None if it can. Only `x` is inspected."""
     if not 1 <= x.dim() <= _MAX_DIMS:
         return f"x has {x.dim()} dims; the kernel takes 1 to {_MAX_DIMS}."
     return refuse_dtypes(x=x)
@@ -101,11 +101,10 @@ def _dropout(
 def _place(
     shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int]
 ) -> tuple[list[int], list[int], int]:
-    """Return a shard's position in the global array, with dims of size 1 in front to make four dims.
+    """Return sizes, strides and start of a shard, after its dims are padded to four by dims of size 1 in front.
 
-    Returns:
-        The sizes of the four dims of the shard. The strides of the first three dims in the row-major global array. The
-        global number of the shard's first element.
+    The strides are those of the first three dims in the row-major global array. The start is the global number of the
+    shard's first element.
     """
     missing = _MAX_DIMS - len(shape)
     sizes = [*[1] * missing, *shape]

@@ -59,10 +59,7 @@ def gated_backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Compute a tile of the gradients of gate and up.
-
-    All pointers are [rows, columns]. grad_gate_ptr and grad_up_ptr are contiguous.
-    """
+    """Compute a tile of both gradients. All pointers are [rows, columns]. The results' pointers are contiguous."""
     row, column, inside = piece(rows, columns, BLOCK_R, BLOCK_C)
     grad_out = tl.load(grad_out_ptr + row * grad_out_stride + column, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -73,12 +70,12 @@ def gated_backward_kernel(
 
 
 def why_not_gated(gate: Tensor, up: Tensor, activation: str) -> str | None:
-    """Return the reason that `triton_gated` does not take these operands, or None."""
+    """Return why `triton_gated` cannot take these operands, or None if it can."""
     return _refuse(activation, gate=gate, up=up)
 
 
 def why_not_gated_backward(grad_out: Tensor, gate: Tensor, up: Tensor, activation: str) -> str | None:
-    """Return the reason that `triton_gated_backward` does not take these operands, or None."""
+    """Return why `triton_gated_backward` cannot take these operands, or None if it can."""
     return _refuse(activation, gate=gate, up=up, grad_out=grad_out)
 
 

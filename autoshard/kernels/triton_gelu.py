@@ -73,12 +73,12 @@ def bias_gelu_backward_kernel(
 
 
 def why_not_bias_gelu(x: Tensor, bias: Tensor, shape: Sequence[int], activation: str) -> str | None:
-    """Return the reason that `triton_bias_gelu` does not take these operands, or None."""
+    """Return why `triton_bias_gelu` cannot take these operands, or None if it can."""
     return _refuse(x, bias, activation) or _refuse_shape("shape", shape, x)
 
 
 def why_not_bias_gelu_backward(grad_out: Tensor, x: Tensor, bias: Tensor, activation: str) -> str | None:
-    """Return the reason that `triton_bias_gelu_backward` does not take these operands, or None."""
+    """Return why `triton_bias_gelu_backward` cannot take these operands, or None if it can."""
     reason = _refuse(x, bias, activation) or _refuse_shape("grad_out", grad_out.shape, x)
     return reason or refuse_dtypes(grad_out=grad_out)
 
@@ -91,7 +91,10 @@ def _refuse(x: Tensor, bias: Tensor, activation: str) -> str | None:
 
 
 def _refuse_shape(name: str, shape: Sequence[int], x: Tensor) -> str | None:
-    """Return the reason that a tensor of `shape` does not have as many and as long rows as x, or None."""
+    """Return why the rows of the tensor `name`, of this `shape`, do not match the rows of `x`, or None if they match.
+
+    Rows match if they are as many and as long.
+    """
     if len(shape) > 0 and shape[-1] == x.shape[-1] and torch.Size(shape).numel() == x.numel():
         return None
     return f"{name}={tuple(shape)} does not have the rows of x={tuple(x.shape)}."
@@ -168,7 +171,7 @@ def _add_of(rank_changes: bool) -> Any:
 
 
 def _forward_form(rank_changes: bool, activation: str) -> Form:
-    """Return the form gelu(x + bias). If `rank_changes`, the sum is reshaped before the gelu."""
+    """Return the `Form` of gelu(x + bias). If `rank_changes`, the sum is reshaped before the gelu."""
     add = _add_of(rank_changes)
 
     def compose(like: Tensor, x: Any, bias: Any) -> Any:

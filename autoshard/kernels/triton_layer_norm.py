@@ -23,7 +23,7 @@ from autoshard.kernels.triton_norm import (
 def why_not_layer_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> str | None:
-    """Return the reason that the kernel cannot replace `aten::native_layer_norm`, or None."""
+    """Return why the kernel cannot replace `aten::native_layer_norm` on these operands, or None if it can."""
     reason = refuse_dtypes(input=input, weight=weight, bias=bias)
     return reason or refuse_columns(math.prod(normalized_shape))
 
@@ -38,7 +38,7 @@ def why_not_layer_norm_backward(
     bias: Tensor | None,
     output_mask: Sequence[bool],
 ) -> str | None:
-    """Return the reason that the kernel cannot replace `aten::native_layer_norm_backward`, or None."""
+    """Return why the kernel cannot replace `aten::native_layer_norm_backward` on these operands, or None if it can."""
     reason = refuse_dtypes(grad_out=grad_out, input=input, mean=mean, rstd=rstd, weight=weight, bias=bias)
     return reason or refuse_columns(math.prod(normalized_shape))
 

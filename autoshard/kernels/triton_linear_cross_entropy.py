@@ -8,10 +8,8 @@ matrix product of a chunk. For x [N, K], w [C, K] and the classes c of a chunk:
     backward:  z = x w_c^T,  dz = dloss (exp(z - lse) - (1 - e) [c = t] - e / C),  dx += dz w_c,  dw_c = dz^T x
 
 lse and the expected logit y are carried from chunk to chunk. The loss is lse - y (`triton_cross_entropy.py`). A chunk
-has as many classes as x has features, but at least `LEAST_CLASSES`. So for many features, the logits of a chunk take as
-much memory as x. Chunks are classes and not rows of x, so that each row of dw belongs to one chunk. Only dx is summed
-over chunks, in float32. The backward computes the logits a second time, so it needs four matrix products in all instead
-of three.
+has as many classes as x has features, but at least `LEAST_CLASSES`. Each row of dw belongs to one chunk, so only dx is
+summed over chunks, in float32. The backward computes the logits again: four matrix products in all instead of three.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ def chunk_classes(depth: int) -> int:
 def why_not_linear_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
 ) -> str | None:
-    """Return the reason that `triton_linear_cross_entropy` does not take these operands, or None."""
+    """Return why `triton_linear_cross_entropy` cannot take these operands, or None if it can."""
     shapes = f"hidden={tuple(hidden.shape)}, weight={tuple(weight.shape)}, target={tuple(target.shape)}"
     if hidden.dim() < 2 or weight.dim() != 2 or 0 in (*hidden.shape, *weight.shape):
         return f"the kernel takes hidden [..., K] and weight [C, K], not empty; found {shapes}."
@@ -71,16 +69,13 @@ def why_not_linear_cross_entropy_backward(
     ignore_index: int,
     label_smoothing: float,
 ) -> str | None:
-    """Return the reason that `triton_linear_cross_entropy_backward` does not take these operands, or None."""
+    """Return why `triton_linear_cross_entropy_backward` cannot take these operands, or None if it can."""
     reason = why_not_linear_cross_entropy(hidden, weight, target, ignore_index, label_smoothing)
     return reason or refuse_dtypes(grad_loss=grad_loss, lse=lse)
 
 
 def _chunks(x: Tensor, weight: Tensor) -> Iterator[tuple[Chunk, slice, Tensor]]:
-    """Yield each chunk, the slice of its classes, and their logits [N, classes of the chunk].
-
-    All chunks share the memory of the logits. The next chunk overwrites it.
-    """
+    """Yield each chunk of classes, its slice of `weight`, and its logits, in memory that the next chunk overwrites."""
     classes, depth = weight.shape
     size = chunk_classes(depth)
     memory = x.new_empty((len(x), size))
@@ -184,12 +179,11 @@ def _narrow(like: Tensor, grad: Any, *, is_wide: bool) -> Any:
 
 
 def _grads(grad: Any, x: Any, weight: Any) -> tuple[Any, Any]:
-    """Return the gradients of x and the weight, from the gradient of the logits."""
     return _aten.mm.default(grad, weight), _aten.mm.default(_aten.t.default(grad), x)
 
 
 def _rows_forward(*, is_wide: bool) -> Form:
-    """Return the form of the forward for hidden [N, K]. `is_wide`: the logits are cast to float32."""
+    """Return the `Form` of the forward for hidden [N, K]. If `is_wide`, the logits are cast to float32."""
 
     def compose(like: Tensor, hidden: Any, weight: Any, target: Any, ignore_index: Any, label_smoothing: Any) -> Any:
         return _losses(_product(hidden, weight, is_wide=is_wide), target, ignore_index, label_smoothing)
@@ -210,9 +204,9 @@ def _rows_backward(*, is_wide: bool) -> Form:
 
 
 def _sequence_product(hidden: Any, weight: Any, sizes: Sequence[Any], *, is_wide: bool) -> tuple[Any, Any]:
-    """Return hidden [B, S, K] reshaped to rows [B S, K], and their logits [B S, C], as models compute them.
+    """Return rows [B S, K] of hidden, and their logits [B S, C].
 
-    The logits are first reshaped to [B, S, C]. If `is_wide`, they are cast to float32.
+    Models reshape the logits to [B, S, C] and back, and so do these calls.
     """
     batch, length, rows, depth, classes = sizes
     x = _aten.reshape.default(hidden, [rows, depth])
@@ -224,7 +218,7 @@ def _sequence_product(hidden: Any, weight: Any, sizes: Sequence[Any], *, is_wide
 
 
 def _sequence_forward(*, is_wide: bool) -> Form:
-    """Return the form of the forward for hidden [B, S, K]. `is_wide`: the logits are cast to float32."""
+    """Return the `Form` of the forward for hidden [B, S, K]. If `is_wide`, the logits are cast to float32."""
 
     def compose(
         like: Tensor, hidden: Any, weight: Any, target: Any, ignore_index: Any, label_smoothing: Any,
@@ -250,9 +244,9 @@ def _sequence_backward(*, is_wide: bool) -> Form:
 
 
 def _dim_of_hidden(index: int) -> Callable[[Mapping[str, Any]], object]:
-    """Return a function from the kernel's arguments to the size of dim `index` of hidden [B, S, K].
+    """Return a function from the kernel's arguments by name to the size of dim `index` of hidden [B, S, K].
 
-    The function returns None if hidden has another number of dims.
+    The function returns None if hidden does not have three dims.
     """
 
     def compute(arguments: Mapping[str, Any]) -> object:

@@ -173,7 +173,6 @@ def norm_forward(
         x, residual: tensors of rows, of any shape. `residual` may be None.
         columns: elements of a row.
         weight, bias, x_bias: tensors with a row's elements, or None.
-        eps: added to the mean of squares.
         out: contiguous, overwritten with the result.
         rstd, mean: float32 with one element for each row, overwritten.
         total: contiguous, overwritten with x + x_bias + residual. Needed with a residual.

@@ -23,7 +23,7 @@ from autoshard.kernels.triton_norm import (
 def why_not_rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
 ) -> str | None:
-    """Return the reason that the kernel cannot replace `aten::_fused_rms_norm`, or None."""
+    """Return why the kernel cannot replace `aten::_fused_rms_norm` on these operands, or None if it can."""
     return refuse_dtypes(input=input, weight=weight) or refuse_columns(math.prod(normalized_shape))
 
 
@@ -35,7 +35,7 @@ def why_not_rms_norm_backward(
     weight: Tensor | None,
     output_mask: Sequence[bool],
 ) -> str | None:
-    """Return the reason that the kernel cannot replace `aten::_fused_rms_norm_backward`, or None."""
+    """Return why the kernel cannot replace `aten::_fused_rms_norm_backward` on these operands, or None if it can."""
     reason = refuse_dtypes(grad_out=grad_out, input=input, rstd=rstd, weight=weight)
     return reason or refuse_columns(math.prod(normalized_shape))
 

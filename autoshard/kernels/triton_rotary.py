@@ -98,7 +98,7 @@ def rotary_kernel(
 
 
 def why_not_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> str | None:
-    """Return the reason that `triton_rotary` does not take these operands, or None."""
+    """Return why `triton_rotary` cannot take these operands, or None if it can."""
     reason = refuse_dtypes(q=q, k=k, cos=cos, sin=sin)
     if reason is not None:
         return reason
@@ -149,7 +149,7 @@ rotary = define(
 
 
 def _halves(like: Tensor, q: Any, k: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
-    """Return q and k rotated as by `apply_rotary_pos_emb` of transformers, x cos + rotate_half(x) sin."""
+    """Rotate `q` and `k` as `apply_rotary_pos_emb` of transformers does: x cos + rotate_half(x) sin."""
     half = like.shape[-1] // 2
 
     def rotate(x: Any) -> Any:
@@ -163,7 +163,7 @@ def _halves(like: Tensor, q: Any, k: Any, cos: Any, sin: Any) -> tuple[Any, Any]
 def _halves_backward(like: Tensor, q: Any, k: Any, cos: Any, sin: Any, k_heads: Any) -> tuple[Any, Any]:
     """Return the gradients of q and k that autograd derives from `_halves`.
 
-    The arguments q and k are the gradients of the two results of `_halves`. `k_heads` is the number of key heads.
+    `q` and `k` are the gradients of the rotated queries and keys, and `k_heads` is the number of key heads.
     """
     batch, heads, length, size = like.shape
     half = size // 2

@@ -30,10 +30,7 @@ def softmax_forward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Compute the softmax of BLOCK_R rows.
-
-    x_ptr and out_ptr are [rows, columns], with stride 1 along columns. BLOCK_C is at least `columns`.
-    """
+    """Compute the softmax of BLOCK_R rows. x_ptr and out_ptr are [rows, columns], with stride 1 along columns."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     column = tl.arange(0, BLOCK_C)[None, :]
     inside = (row < rows) & (column < columns)
@@ -105,12 +102,12 @@ def softmax_backward_into(grad_out: Tensor, out: Tensor, grad: Tensor) -> None:
 
 
 def why_not_softmax(x: Tensor, dim: int, half_to_float: bool) -> str | None:
-    """Return the reason that the kernel cannot replace `aten::_softmax`, or None."""
+    """Return why the kernel cannot replace `aten::_softmax` on these operands, or None if it can."""
     return _refuse_dim(x, dim) or refuse_dtypes(x=x) or refuse_columns(x.shape[-1])
 
 
 def why_not_softmax_backward(grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> str | None:
-    """Return the reason that the kernel cannot replace `aten::_softmax_backward_data`, or None."""
+    """Return why the kernel cannot replace `aten::_softmax_backward_data` on these operands, or None if it can."""
     reason = refuse_dtypes(grad_output=grad_output, output=output)
     return _refuse_dim(output, dim) or reason or refuse_columns(output.shape[-1])
 

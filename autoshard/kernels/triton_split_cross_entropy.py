@@ -103,7 +103,7 @@ def split_cross_entropy_backward_kernel(
 def why_not_split_cross_entropy(
     logits: Tensor, top: Tensor, indices: Tensor, elsewhere: Tensor, factor: float
 ) -> str | None:
-    """Return the reason that `triton_split_cross_entropy` does not take these operands, or None."""
+    """Return why `triton_split_cross_entropy` cannot take these operands, or None if it can."""
     return _refuse(logits, {"top": top, "indices": indices, "elsewhere": elsewhere}, {"top": top})
 
 
@@ -117,7 +117,7 @@ def why_not_split_cross_entropy_backward(
     correction: float,
     shift: float,
 ) -> str | None:
-    """Return the reason that `triton_split_cross_entropy_backward` does not take these operands, or None."""
+    """Return why `triton_split_cross_entropy_backward` cannot take these operands, or None if it can."""
     rows = {"lse": lse, "scale": scale, "indices": indices, "elsewhere": elsewhere, "is_ignored": is_ignored}
     return _refuse(logits, rows, {"lse": lse, "scale": scale})
 
@@ -183,7 +183,7 @@ def _split_cross_entropy_backward(
 
 
 def _bytes(flags: Tensor) -> Tensor:
-    """Return a bool tensor as contiguous int8, because not every version of Triton can load bools."""
+    """Return flags as contiguous int8, because not every version of Triton can load bools."""
     return flags.contiguous().view(torch.int8)
 
 

@@ -1,20 +1,16 @@
 """Tunes block sizes and warps of Triton kernels: measures candidates with `triton.autotune`, and uses the fastest.
 
-The candidates are the default launch configuration and its neighbours (`candidates.py`). A kernel is measured once for
-each key, such as the dtypes and rounded sizes of its arguments. Tuning is off by default. `tune_kernels` or the
-variable AUTOSHARD_TUNE turn it on. It needs a GPU. A kernel in Triton's interpreter is only tuned with a given timer.
-Measurements are kept in a folder (`tuning_store.py`), from which later processes read them.
+A kernel is measured once for each key, such as the dtypes and rounded sizes of its arguments. Tuning is off by default.
+`tune_kernels` or the variable AUTOSHARD_TUNE turn it on. It needs a GPU. Later processes read the measurements from a
+folder (`tuning_store.py`).
 
 *Results.* Every candidate computes the same function. Sums over other blocks may differ in the last place. A kernel
 runs many times while it is measured, so the tensors that it both reads and writes are saved before and restored after.
-A kernel whose copies would exceed 256 MiB keeps the default. A kernel that is first launched while a CUDA graph is
-captured has the default until it is launched outside of a capture.
+A kernel keeps the default if these copies would exceed 256 MiB, or during the capture of a CUDA graph.
 
 *Ranks.* Ranks that compute the same values (replicas of a norm, say) must get equal bits, and therefore use the same
-configuration. They launch a kernel with the same key, and the folder has one choice for each key, from the first rank
-that published a choice. A rank uses only published choices. Ranks launch kernels at different times, so they do not
-communicate about choices. Instead, before a program runs, they compare whether they tune, and in which folder
-(`folder_identity`). If files are damaged or the disk gets full during the run, ranks may use different choices.
+configuration. The folder has one choice for each key, from the first rank that published a choice, and a rank uses only
+published choices. Before a program runs, ranks compare whether they tune, and in which folder (`folder_identity`).
 """
 
 from __future__ import annotations
@@ -81,11 +77,9 @@ class Launch:
 
 @dataclass(slots=True)
 class Tuner:
-    """Chooses block sizes and warps for launches, and remembers its choices.
+    """Chooses block sizes and warps for launches, and remembers its choices, which processes share in `store`.
 
-    Args:
-        store: the folder of choices that processes share.
-        timer: measures in place of `triton.testing.do_bench`. With a timer, interpreted kernels are tuned too.
+    `timer` measures in place of `triton.testing.do_bench`. With a timer, interpreted kernels are tuned too.
     """
 
     store: Store
@@ -95,10 +89,9 @@ class Tuner:
     _measures: bool = True
 
     def choose(self, launch: Launch, heuristic: Choice) -> Choice:
-        """Return block sizes and warps for a launch.
+        """Return block sizes and warps for a launch: remembered by the tuner, read from the store, or measured.
 
-        The tuner remembers its choices. For a new key, it reads the choice from the store, or else measures candidates.
-        If no measurement is possible, return `heuristic`, the default.
+        If no measurement is possible, return the default `heuristic`.
         """
         if launch.is_interpreted and self.timer is None:
             return heuristic
@@ -117,9 +110,9 @@ class Tuner:
         return choice
 
     def _measure(self, launch: Launch, key: Key) -> Choice | None:
-        """Measure all candidates of `key`, publish the fastest, and return the choice that the store holds.
+        """Measure all candidates, publish the fastest in the store, and return the store's choice.
 
-        Return None if the kernel cannot be measured, or the choice cannot be published.
+        Return None if the launch cannot be measured, or if the store cannot be written.
         """
         copied = sum(tensor.numel() * tensor.element_size() for tensor in launch.changes)
         if not self._measures or copied > _MAX_COPIED_BYTES or len(key.candidates) == 1:
@@ -139,10 +132,7 @@ class Tuner:
 
 
 def measure(launch: Launch, candidates: Sequence[Choice], timer: Timer | None) -> dict[Choice, float]:
-    """Measure each candidate with `triton.autotune`, and return its median time in milliseconds.
-
-    The time is infinite if the candidate needs more registers or shared memory than the device has.
-    """
+    """Return the median time of each candidate in milliseconds, infinite for a candidate that the device cannot run."""
     configs = {
         triton.Config(launch.blocks(choice), choice.num_warps, None): choice  # type: ignore[arg-type]
         for choice in candidates
@@ -156,7 +146,7 @@ def measure(launch: Launch, candidates: Sequence[Choice], timer: Timer | None) -
 
 @cache
 def tuner_of(tuning: Tuning) -> Tuner:
-    """Return the tuner of a setting of `tune_kernels`: the same tuner at each call, with its remembered choices."""
+    """Return the tuner of a setting of `tune_kernels`. Equal settings share one tuner and its remembered choices."""
     return Tuner(tuning.store, tuning.timer)
 
 
@@ -174,8 +164,8 @@ def _key(launch: Launch, heuristic: Choice, arguments: Sequence[str]) -> Key:
 def _class_of(argument: object) -> str:
     """Return a text that is equal for arguments which share one measurement.
 
-    It has the dtype of a tensor, or the next power of two of an integer and whether 16 divides the integer. Triton
-    compiles multiples of 16 to wider loads.
+    The text has a tensor's dtype. For an integer, it has the next power of two, and says whether 16 divides the
+    integer. Triton compiles multiples of 16 to wider loads.
     """
     if isinstance(argument, Tensor):
         return str(argument.dtype)
@@ -186,10 +176,7 @@ def _class_of(argument: object) -> str:
 
 @cache
 def _source_digest(kernel: Any) -> str:
-    """Return a digest of a kernel's source and of the functions that it calls.
-
-    For an interpreted kernel, the digest covers only the kernel's own source.
-    """
+    """Return a digest of a kernel's source. Unless the kernel is interpreted, called functions are included."""
     if isinstance(kernel, triton.JITFunction):
         return kernel.cache_key
     return hashlib.sha256(inspect.getsource(kernel.fn).encode()).hexdigest()
@@ -206,7 +193,6 @@ def _is_capturing(device: torch.device) -> bool:
 
 @contextmanager
 def _restored(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Save `tensors` when the context begins, and restore their values when it ends."""
     copies = [tensor.clone() for tensor in tensors]
     try:
         yield

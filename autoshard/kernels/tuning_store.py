@@ -1,12 +1,10 @@
 """The folder of tuned launch configurations, with one JSON file for each tuned key.
 
-The first process that publishes a choice writes the file. It has the whole key of the measurement, the choice, and
-every candidate's median time. A file is used only if its key matches and its choice is one of the candidates.
-Otherwise it counts as missing. So a bad file can make a kernel slow, but not wrong.
+A file has the whole key of the measurement, the choice, and every candidate's median time. It is used only if its key
+matches and its choice is one of the candidates. So a bad file can make a kernel slow, but not wrong.
 
-A writer locks the folder with `flock`, which local disks have, and NFS since version 4. It looks for a choice once
-more, and publishes by renaming a complete file. So readers never see half a file. The folder is private to its user,
-and can be removed safely.
+The first process that publishes a choice writes the file. It locks the folder with `flock`, and renames a complete
+file. The folder is private to its user, and can be removed safely.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ class Key:
     Args:
         kernel: the name of the kernel's function.
         facts: all conditions that the fastest choice depends on, as values for JSON: device, versions, arguments.
-        candidates: the launch configurations to measure.
+        candidates: the launch configurations that are measured.
     """
 
     kernel: str
@@ -46,13 +44,13 @@ class Key:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The key as a dict that JSON can represent."""
+        """The key's kernel, facts and candidates as a dict that JSON can represent."""
         return {"kernel": self.kernel, **self.facts, "candidates": [str(choice) for choice in self.candidates]}
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The tuned launch configurations in a folder."""
+    """A folder of tuned launch configurations. It is made when a configuration is first written."""
 
     folder: Path
 
@@ -67,13 +65,10 @@ class Store:
         return next((choice for choice in key.candidates if str(choice) == entry.get("choice")), None)
 
     def publish(self, key: Key, choice: Choice, times_ms: Mapping[Choice, float]) -> Choice:
-        """Publish a choice for `key`, unless another process has published one. Return the published choice.
+        """Publish `choice` for `key`, unless another process has published a choice. Return the published choice.
 
-        `times_ms` has the median time of each candidate in milliseconds, for people who read the file.
-
-        Raises:
-            OSError: the folder cannot be written, or cannot be locked.
-            KernelError: the folder is not private to this user.
+        `times_ms` has the median time of each candidate in milliseconds, for people who read the file. Raise `OSError`
+        if the folder cannot be written or locked, and `KernelError` if it is not private to this user.
         """
         times = {str(item): time_ms if math.isfinite(time_ms) else "does not fit" for item, time_ms in times_ms.items()}
         text = json.dumps({"choice": str(choice), "median_ms": times, "key": key.record}, indent=1) + "\n"
@@ -87,9 +82,7 @@ class Store:
     def identity(self) -> str:
         """Return a random text that is kept in the folder. Processes that get the same text share their choices.
 
-        Raises:
-            OSError: the folder cannot be written, or cannot be locked.
-            KernelError: the folder is not private to this user.
+        Raise `OSError` if the folder cannot be written or locked, and `KernelError` if it is not private to this user.
         """
         path = self.folder / _IDENTITY
         with self._locked():

@@ -1,7 +1,4 @@
-"""Turns tuning of Triton kernels on or off, and sets the folder of tuned block sizes.
-
-The module imports no triton, because the public interface imports the module.
-"""
+"""Turns tuning of Triton kernels on or off, and sets the folder of tuned block sizes, without importing triton."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ VARIABLE = "AUTOSHARD_TUNE"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tuning:
-    """A setting of `tune_kernels`: the folder of tuned choices, and the timer that replaces Triton's."""
+    """A setting of `tune_kernels`: the folder of tuned choices, and a timer, or None for Triton's timer."""
 
     store: Store
     timer: Timer | None
@@ -39,7 +36,7 @@ def tune_kernels(is_on: bool = True, *, folder: str | Path | None = None, timer:
     The environment variable AUTOSHARD_TUNE does the same for a whole run. Set it to "1", or to a folder.
 
     Args:
-        is_on: whether to tune. If False, kernels run with their default block sizes.
+        is_on: if False, kernels run with their default block sizes.
         folder: the folder of the tuned block sizes. The default is `autoshard/tuned` in the user's cache
             (`XDG_CACHE_HOME`, or `~/.cache`). Ranks on several machines need a folder that all of them see.
         timer: replaces `triton.testing.do_bench`. `timer(function, quantiles=...)` returns times in milliseconds. With
@@ -52,7 +49,10 @@ def tune_kernels(is_on: bool = True, *, folder: str | Path | None = None, timer:
 
 
 def active_tuning() -> Tuning | None:
-    """Return the last setting of `tune_kernels`, or else of AUTOSHARD_TUNE. None means that tuning is off."""
+    """Return the setting of the last call of `tune_kernels`, or without a call the setting of AUTOSHARD_TUNE.
+
+    None means that tuning is off.
+    """
     return _SET[0] if _SET else _from_environment(os.environ.get(VARIABLE, ""))
 
 

@@ -16,7 +16,7 @@ _SHOWN_S = 1e-9
 
 @text_of.register
 def explanation_text(explained: Explanation) -> str:
-    """Return a table of the possible specs of a value, each with the best plan for it."""
+    """Return the text of `plan.explain`: a table with the possible specs of a value, each with the best plan for it."""
     limit = (
         "without a memory limit"
         if explained.memory_budget is None
@@ -34,10 +34,7 @@ def explanation_text(explained: Explanation) -> str:
 
 @text_of.register
 def why_not_text(answer: WhyNot) -> str:
-    """Return the answer in words, and a table of plans.
-
-    Each row is a way to use the feature, such as "tensor over data", and the best plan with it.
-    """
+    """Return the text of `plan.why_not`: the answer in words, and a table of ways, each with its best plan."""
     return as_text(_answer(answer), _variants_table(answer.chosen, answer.variants))
 
 
@@ -59,7 +56,7 @@ def _answer(answer: WhyNot) -> str:
 
 @text_of.register
 def limits_text(limits: Limits) -> str:
-    """Return a table of changes such as more memory, each with the best plan under the change."""
+    """Return the text of `plan.limits`: a table of changes such as more memory, each with its best plan."""
     limit = "no limit" if limits.memory_budget is None else f"a limit of {format_bytes(limits.memory_budget)}"
     used = format_bytes(limits.chosen.peak_memory_bytes or 0)
     head = f"Peak memory {used} of {limit}. The worth of more of each, by planning with more:"
@@ -71,7 +68,7 @@ def limits_text(limits: Limits) -> str:
 
 @text_of.register
 def comparison_text(both: Comparison) -> str:
-    """Return a table of the costs of two plans, and a table of specs that differ."""
+    """Return the text of `plan.compare`: a table of the costs of two plans, and a table of specs that differ."""
     costs = Table("", "this plan", "the other", "difference", title="Cost of one step", title_justify="left")
     costs.add_row("mesh", *both.meshes, "")
     for name, pair in both.recipe_fields.items():
@@ -114,7 +111,6 @@ def _variants_table(chosen: Outcome, variants: tuple[Variant, ...]) -> Table:
 
 
 def _cells(item: Outcome, chosen: Outcome) -> list[str]:
-    """Return the cells of a row: step time, difference to the chosen plan's, peak memory, parts that differ most."""
     if item.step_time_s is None or item.peak_memory_bytes is None or item.breakdown is None:
         return ["does not fit" if item.smallest_bytes else "excluded", "", _needs(item), ""]
     if item is chosen or chosen.step_time_s is None or chosen.breakdown is None:
@@ -129,7 +125,10 @@ def _cells(item: Outcome, chosen: Outcome) -> list[str]:
 
 
 def _largest_differences(parts: Mapping[str, float], others: Mapping[str, float]) -> str:
-    """Return a text of the two parts whose seconds differ most from `others`: `communication over data +1.2 ms`."""
+    """Return text on the two parts of a step whose seconds in `parts` differ most from those in `others`.
+
+    For example: `communication over data +1.2 ms`.
+    """
     changes = {name: parts.get(name, 0.0) - others.get(name, 0.0) for name in {**parts, **others}}
     largest = sorted(changes.items(), key=lambda item: -abs(item[1]))[:2]
     return ", ".join(f"{name} {_signed(change, format_time)}" for name, change in largest if abs(change) >= _SHOWN_S)
@@ -140,7 +139,7 @@ def _needs(item: Outcome) -> str:
 
 
 def difference(value: float, reference: float) -> str:
-    """Return the change from a reference value as text: `+12.5%`; "-" if the reference is not above 0."""
+    """Return the relative change from a reference value as text: `+12.5%`; "-" if the reference is not above 0."""
     if reference <= 0:
         return "-"
     change = f"{value / reference - 1:+.1%}"

@@ -38,7 +38,7 @@ _NARROWEST = 0.5
 
 _TASK = re.compile(r"\d+([FBIW])\d+")
 _WORKS = {"F": "forward", "B": "backward", "I": "backward, of inputs", "W": "backward, of weights"}
-"""From the letter in the name of a stage's span ("F" in "1F0") to the work in words. `Work` has these letters."""
+"""Letter in the name of a stage's span ("F" in "1F0", a letter of `Work`) → the work in words."""
 
 _MOST_OPERATORS = 50
 """The table of operators lists this many operators, the most expensive."""
@@ -54,8 +54,8 @@ _TEMPLATES = Environment(
 class Piece(NamedTuple):
     """A rectangle in a bar or in a lane of the timeline.
 
-    `left` and `width` are in units of `WIDTH`, `name` and `text` are the tooltip, and `colour` is the number of a
-    colour.
+    `left` and `width` are in SVG units, of which a drawing has `WIDTH`. `name` and `text` are the tooltip. `colour` is
+    an index into the colours of the template.
     """
 
     left: float
@@ -74,7 +74,7 @@ class Lane(NamedTuple):
 
 @page_of.register
 def render_page(plan: Plan) -> str:
-    """Return a plan as HTML: a summary, the parts of time and memory, the timeline, and all specs."""
+    """Return a plan as one page of HTML: a summary, the parts of time and memory, the timeline, and all specs."""
     predicted = plan.predicted
     return _TEMPLATES.get_template("page.html.j2").render(
         title=title(plan),
@@ -105,7 +105,6 @@ def _node_rows(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _bar(parts: Mapping[str, float], text: Callable[[float], str]) -> tuple[Piece, ...]:
-    """Return the parts as pieces side by side, each as wide as its share of the sum; `text` formats a part's value."""
     shown = {name: value for name, value in parts.items() if value > 0}
     total = sum(shown.values()) or 1.0
     starts = accumulate(shown.values(), initial=0.0)
@@ -143,8 +142,6 @@ def lanes(trace: Trace) -> tuple[Lane, ...]:
 def works(trace: Trace) -> tuple[Piece, ...]:
     """Return the legend of a pipeline's lanes: a piece with name and colour for each kind of work in the timeline.
 
-    The kinds are forwards, backwards, and halves of backwards.
-
     Example:
         >>> trace = Trace.of(["rank 0"], [(0, "compute", "0F0", 0.0, 1.0), (0, "compute", "0B0", 1.0, 3.0)])
         >>> [(piece.name, piece.colour) for piece in works(trace)]
@@ -164,13 +161,7 @@ def _kind(span: TraceSpan) -> str:
 
 
 def _pieces(spans: Sequence[TraceSpan], end: int, colours: Mapping[str, int]) -> Iterable[Piece]:
-    """Yield the pieces of a stream in order. Neighbouring narrow spans become one piece, up to a visible width.
-
-    Args:
-        spans: the spans of the stream.
-        end: the end of the timeline in nanoseconds.
-        colours: from the kind of a span (`_kind`) to the number of the kind's colour.
-    """
+    """Yield the pieces of a stream in order. Neighbouring narrow spans become one piece. `end` is in nanoseconds."""
     narrow: list[TraceSpan] = []
     for span in sorted(spans, key=lambda item: item.start_ns):
         is_narrow = WIDTH * span.duration_ns / end < _NARROWEST
@@ -186,7 +177,6 @@ def _pieces(spans: Sequence[TraceSpan], end: int, colours: Mapping[str, int]) ->
 
 
 def _piece(spans: Sequence[TraceSpan], end: int, colours: Mapping[str, int]) -> Piece:
-    """Join consecutive spans into one piece, in the colour of the first span; see `_pieces`."""
     start = spans[0].start_ns
     busy = sum(span.duration_ns for span in spans)
     last = spans[-1].start_ns + spans[-1].duration_ns

@@ -38,7 +38,7 @@ def render_plan(plan: Plan) -> str:
 
 
 def title(plan: Plan) -> str:
-    """Return the heading of a plan: its mesh and precision, the hardware of its price, and the time of the search."""
+    """Return the heading of a plan: its mesh and precision, the priced hardware, and the duration of the search."""
     gap = "" if plan.gap is None or plan.nodes or plan.stages else f", at most {plan.gap:.2%} from the fastest recipe"
     precision = "" if plan.precision is None else f" in {plan.precision}"
     searched = f"searched {format_time(plan.search_time_s)}{gap}"
@@ -58,7 +58,7 @@ def lead_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def notes(plan: Plan) -> list[str]:
-    """Return notes on the schedule, recomputation, offload and kernels, and on the reliability of the figures."""
+    """Return sentences on the schedule, recomputation, offload and kernels, and on the reliability of the figures."""
     predicted = plan.predicted
     lines = [
         "A prediction for another runtime, which overlaps communication with computation."
@@ -75,10 +75,10 @@ def notes(plan: Plan) -> list[str]:
 
 
 def in_words(plan: Plan) -> list[str]:
-    """Return one sentence on the work of all mesh axes, in a list.
+    """Return a list of one sentence on the work of all mesh axes; an empty list if there is nothing to say.
 
-    For example: "Axis data splits inputs and copies all parameters; axis model splits 98% of parameters." The list is
-    empty for a plan without parameters, and for the price of a recipe in another framework.
+    For example: "Axis data splits inputs and copies all parameters; axis model splits 98% of parameters." A plan
+    without parameters, or the price of a recipe in another framework, gives an empty list.
     """
     axes = [axis for axis, size in plan.mesh.axes if size > 1]
     if not plan.parameters or not axes or not (plan.nodes or plan.stages):
@@ -98,11 +98,7 @@ _WORK = {
 
 
 def _work_of(axis: str, plan: Plan) -> str:
-    """Return the work of an axis as a phrase, such as "splits inputs and copies all parameters".
-
-    For an axis of pipeline stages, the phrase is "carries 4 stages". Layouts of fewer than `_TOLD` of all parameters
-    are left out.
-    """
+    """Return the work of an axis as a phrase: "splits inputs and copies all parameters", or "carries 4 stages"."""
     first = plan.stages[0] if plan.stages else plan
     if axis not in first.mesh.axis_names:
         return f"carries {len(plan.stages)} stages"
@@ -129,7 +125,7 @@ def _kinds(item: ParameterPlan) -> dict[str, str]:
 
 
 def running_lines(plan: Plan) -> list[str]:
-    """Return lines on the recipe of a plan, on the batch of a step, and on how `compile` runs the plan."""
+    """Return lines on the recipe of a plan, on the batch of a step, and on the `compile` call that runs the plan."""
     lines = [_batch(plan)]
     if plan.recipe is not None:
         lines.insert(0, f"Recipe: {plan.recipe.words}.")
@@ -164,7 +160,6 @@ def _batch(plan: Plan) -> str:
 
 
 def _schedule(plan: Plan) -> str:
-    """Return one line on the pipeline's schedule, "" without a pipeline."""
     if plan.order is None:
         return ""
     ranks, virtual, bubble = len(plan.order.ranks), plan.order.virtual_stages, plan.predicted.breakdown.get("bubble", 0)
@@ -190,7 +185,7 @@ def _first_and_last(names: Sequence[str]) -> str:
 
 
 def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Return a row for each stage: number, rank, parameters, time, recomputed nodes, peak memory of the rank."""
+    """Return a row for each stage: number, rank, parameters, busy time, recomputed nodes, peak memory of the rank."""
     assert plan.order is not None, "stages run in an order"
     return [
         (
@@ -206,12 +201,10 @@ def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _recompute(plan: Plan) -> str:
-    """Return one line on recomputation: its nodes, the bytes saved and the time spent; "" without recomputation."""
     return f"Recompute: {_saving(plan.recompute, plan.recomputed)}." if plan.recompute.nodes else ""
 
 
 def _offload(plan: Plan) -> str:
-    """Return one line on offload: nodes, bytes saved, time spent, bytes on the host; "" without offload."""
     if not plan.offload.nodes:
         return ""
     host = format_bytes(plan.offload.host_bytes)
@@ -219,14 +212,12 @@ def _offload(plan: Plan) -> str:
 
 
 def _saving(item: Recompute | Offload, nodes: Mapping[str, Sequence[str]]) -> str:
-    """Return a text of the number and the modules of the nodes, the bytes saved and the time spent."""
     saved, time, count = format_bytes(item.saved_bytes), format_time(item.time_s), sum(map(len, nodes.values()))
     modules = ", ".join(dict.fromkeys(any_block(module) or "the model" for module in nodes))
     return f"{count} of {item.candidates} nodes, {saved} saved for {time}: {modules}"
 
 
 def _interval(plan: Plan) -> str:
-    """Return the interval of the step time with its coverage: ` (90%: 1.1 ms to 1.3 ms)`; "" if there is none."""
     interval, coverage = plan.predicted.step_time_interval_s, plan.predicted.interval_coverage
     if interval is None or coverage is None:
         return ""
@@ -241,7 +232,7 @@ def _parameter_table(parameters: Mapping[str, ParameterPlan]) -> Table:
 
 
 def parameter_rows(parameters: Mapping[str, ParameterPlan]) -> list[tuple[str, str, str, str, str]]:
-    """Return rows (names, count, shape, spec, bytes on each device).
+    """Return rows (names, count, shape, spec, bytes on each device) of parameters.
 
     Parameters of equal shape and spec whose names differ only in numbers share a row.
     """
@@ -276,7 +267,7 @@ def _cost_table(plan: Plan) -> Table:
 
 
 def figure_rows(plan: Plan) -> list[tuple[str, str]]:
-    """Return rows (name, value) of the further predictions: hardware utilisation, load of experts, layouts."""
+    """Return rows (name, value) of secondary predictions: hardware utilisation, load of experts, parameter layouts."""
     predicted, total = plan.predicted, sum(plan.layouts.values())
     rows: list[tuple[str, str]] = []
     if predicted.hfu is not None:
@@ -288,7 +279,7 @@ def figure_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def baseline_rows(plan: Plan) -> list[tuple[str, str, str]]:
-    """Return a row for each known recipe: name, predicted step, and the step's ratio to the plan's step."""
+    """Return a row for each known recipe: name, predicted step time, and its ratio to the plan's step time."""
     own_s = plan.predicted.step_time_s
     return [
         (name, "does not fit", "")

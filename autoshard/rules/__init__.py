@@ -1,6 +1,6 @@
 """Sharding rules: for each operator, the dims that ranks may split, and the strategies of a call that follow.
 
-Each module has the rules of one family of operators. Importing this package registers all of them.
+Each module has the rules of one family of operators. Importing this package registers all rules.
 """
 
 from __future__ import annotations
@@ -57,21 +57,20 @@ __all__ = ["Rule", "has_rule", "infer_rule", "inferred_operators", "sharding_rul
 def strategies(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, axis_size: int
 ) -> list[tuple[tuple[Placement, ...], tuple[Placement, ...]]]:
-    """Return every strategy that the rules admit for one call on a mesh with one axis.
+    """Return every strategy that the rules admit for one call on a mesh with one axis of `axis_size` ranks.
 
     Args:
         op: a `torch.ops` overload, or a custom operator.
-        args, kwargs: the arguments of the call. Tensors may be real, fake or on "meta", because only shapes and dtypes
-            matter. Operators whose result's shape depends on values need real tensors.
-        axis_size: the number of ranks along the axis.
+        args, kwargs: the arguments of the call. Tensors may be real, fake or on "meta"; operators whose result's shape
+            depends on values need real tensors.
 
     Returns:
         A pair for each strategy: the placements of the tensor operands, and the placements of the tensor results, in
         order. The replicated strategy is first. An operator without a rule has no other strategy.
 
     Raises:
-        OperatorError: `op` is no operator, or refuses the call, or the result's shape depends on values that an operand
-            lacks.
+        OperatorError: `op` is no operator, or raises an error for the call. Or the result's shape depends on values
+            that an operand lacks.
 
     Example:
         >>> import torch
@@ -103,7 +102,6 @@ def strategies(
 
 
 def _results(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Run a call on "meta" and return its tensor results. Raise `OperatorError` if the operator refuses the call."""
     if not isinstance(args, tuple | list):
         raise OperatorError(f"strategies({op}, ...): args is a {type(args).__name__}; pass a tuple of arguments.")
     if not isinstance(kwargs, Mapping):

@@ -41,7 +41,10 @@ def batch_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running_mean: torch.Tensor | None,
     running_var: torch.Tensor | None, training: bool, momentum: float, eps: float,
 ) -> Rule | None:  # fmt: skip
-    """Return the rule, or None if the call writes running statistics in place, because programs are functional."""
+    """Return the rule of a batch norm, or None if the call writes running statistics in place.
+
+    Programs are functional, so they do not contain calls that write in place.
+    """
     if training and running_mean is not None:
         return None
     return _forward(x, [weight, bias, running_mean, running_var], training, updates=False)
@@ -71,16 +74,10 @@ def batch_norm_in_evaluation(
 
 
 def _forward(x: torch.Tensor, others: Sequence[torch.Tensor | None], training: bool, *, updates: bool) -> Rule:
-    """Return the rule of a forward.
+    """Return the rule of a forward. `others` are weight and bias, then any running mean and variance.
 
-    The results are the output, mean and inverse deviation of the batch (empty in evaluation), and with `updates` the
-    new running mean and variance.
-
-    Args:
-        x: the operand.
-        others: weight and bias, and running mean and variance if the operator takes them.
-        training: whether statistics are those of the batch.
-        updates: whether the operator returns new running statistics.
+    The results are the output, mean and inverse deviation of the batch (empty without `training`). With `updates`, the
+    new running mean and variance follow.
     """
     dims = _x_dims(x)
     operands = (dims, *[_CHANNELS for tensor in others if tensor is not None])
@@ -95,7 +92,10 @@ def _forward(x: torch.Tensor, others: Sequence[torch.Tensor | None], training: b
 
 
 def _carried(x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> list[Carry]:
-    """Return carries of partial values through weight and bias into the output. The output is affine in both."""
+    """Return carries through weight and bias into the output, which is affine in both.
+
+    They are carries of sums, and of maxima and minima through the bias.
+    """
     weight, bias = others[:2]
     if bias is None:
         return sums((1,)) if weight is not None else []
@@ -106,7 +106,8 @@ def _carried(x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> list[Car
 def _saved(x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> torch.dtype:
     """Return the dtype of the saved mean and inverse deviation.
 
-    On a CPU it is the dtype of `x`, unless a parameter is wider. On other devices it is the dtype of the computation.
+    On a CPU it is the dtype of `x`, unless a parameter is wider. On other devices it is the dtype of the statistics'
+    computation, `wide(x.dtype)`.
     """
     is_wide = any(tensor is not None and tensor.dtype == wide(x.dtype) for tensor in others)
     return wide(x.dtype) if is_wide or x.device.type != "cpu" else x.dtype
@@ -114,7 +115,10 @@ def _saved(x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> torch.dtyp
 
 @dataclass(frozen=True, slots=True)
 class _Types:
-    """Dtypes of the operand `x`, of statistics saved for the backward, and of running statistics (`held`, or None)."""
+    """Dtypes of a batch norm: of the operand `x`, of statistics `saved` for the backward, and of running statistics.
+
+    `held`, the dtype of running statistics, is None if there are none.
+    """
 
     x: torch.dtype
     saved: torch.dtype
@@ -125,15 +129,9 @@ def _local_forward(
     context: LocalContext, x: Any, weight: Any, bias: Any, *rest: Any, dtypes: _Types, updates: bool,
     elements: Sequence[str],
 ) -> Any:  # fmt: skip
-    """Emit the forward in training, with statistics of the global batch.
+    """Emit the forward in training, with statistics over `elements`, the factors of the global batch and spatial dims.
 
-    Args:
-        context: the pieces of the rank.
-        x, weight, bias: the operands.
-        rest: running mean and variance if the operator takes them, then training, momentum and eps.
-        dtypes: dtypes of operand and statistics.
-        updates: whether the operator returns new running statistics.
-        elements: the factors that statistics are averaged over.
+    `rest` has any running mean and variance, then training, momentum and eps.
     """
     if not any(map(context.is_split, elements)):
         return context.default(x, weight, bias, *rest)

@@ -1,9 +1,10 @@
 """Makes the entries of `Rule.carries`: ways for partial maxima, minima, products and some sums to pass a call.
 
-A partial maximum passes an operator that never decreases. In an operator that never increases, it becomes a partial
-minimum. One of several operands may be a partial maximum or minimum, while the other operands are whole. For operators
-such as `max` and `where`, all operands may be partial together. A partial product passes products and powers. Sums
-through linear operands are in `Rule.linear` instead.
+A partial operand *passes* a call if the call turns each rank's addend into an addend of the result. A partial maximum
+passes an operator that never decreases. In an operator that never increases, the maximum becomes a partial minimum. One
+of several operands may be a partial maximum or minimum, while the other operands are whole. For operators such as `max`
+and `where`, all operands may be partial together. A partial product passes products and powers. Sums through linear
+operands are in `Rule.linear` instead.
 
 Each *group* below is a collection of operand indices that are partial at the same time.
 """
@@ -27,9 +28,9 @@ _OPPOSITE = {Reduction.MAX: Reduction.MIN, Reduction.MIN: Reduction.MAX}
 
 
 def increasing(*groups: Operands) -> list[Carry]:
-    """Return carries of maxima and of minima through each group of operands.
+    """Return carries of maxima and minima through each group of operands.
 
-    No result may decrease when operands of the group increase.
+    No result of the call decreases if operands of the group increase.
     """
     return [Carry(frozenset(group), reduction) for group in groups for reduction in _OPPOSITE]
 
@@ -37,16 +38,15 @@ def increasing(*groups: Operands) -> list[Carry]:
 def decreasing(*groups: Operands) -> list[Carry]:
     """Return carries through each group of operands, in which maxima become minima and minima become maxima.
 
-    The call has one result, which may not increase when operands of the group increase.
+    The call has one result, which never increases when operands of the group increase.
     """
     return [Carry(frozenset(group), given, (left,)) for group in groups for given, left in _OPPOSITE.items()]
 
 
 def scaled(scale: Any, operand: int) -> list[Carry]:
-    """Return carries of maxima and minima through an operand that is multiplied by the number `scale`.
+    """Return carries of maxima and minima through operand number `operand`, which the call multiplies by `scale`.
 
-    The list is empty if the scale is complex. It is also empty if the scale is zero or infinite, because zero times
-    infinity is NaN.
+    There are no carries if `scale` is complex, zero or infinite.
     """
     if isinstance(scale, complex) or scale == 0 or math.isinf(scale):
         return []
@@ -54,43 +54,40 @@ def scaled(scale: Any, operand: int) -> list[Carry]:
 
 
 def increasing_addend(*addends: torch.Tensor, operand: int) -> list[Carry]:
-    """Return carries of maxima and minima through one operand of a sum. `addends` are all operands of the sum.
+    """Return carries of maxima and minima through operand number `operand`, one of the tensors that the call adds.
 
-    The list is empty for integers. A rank without elements has the smallest integer as its maximum, and the sum of this
-    integer and a negative number wraps round.
+    Integer `addends` have no carries. A rank without elements has the smallest integer as its maximum, and adding a
+    negative number would wrap round.
     """
     keeps_order = all(x.is_floating_point() or x.dtype == torch.bool for x in addends)
     return increasing((operand,)) if keeps_order else []
 
 
 def maxima(*groups: Operands) -> list[Carry]:
-    """Return carries of maxima through each group of operands."""
+    """Return a carry of maxima through each group of operands."""
     return [Carry(frozenset(group), Reduction.MAX) for group in groups]
 
 
 def minima(*groups: Operands) -> list[Carry]:
-    """Return carries of minima through each group of operands."""
+    """Return a carry of minima through each group of operands."""
     return [Carry(frozenset(group), Reduction.MIN) for group in groups]
 
 
 def products(*groups: Operands) -> list[Carry]:
-    """Return carries of products through each group of operands."""
+    """Return a carry of products through each group of operands."""
     return [Carry(frozenset(group), Reduction.PRODUCT) for group in groups]
 
 
 def moving(*groups: Operands) -> list[Carry]:
-    """Return carries of maxima, minima and products through groups of operands whose elements are moved to the result.
-
-    Sums are in `Rule.linear` instead.
-    """
+    """Return carries of maxima, minima and products through each group of operands whose elements are moved."""
     return [*increasing(*groups), *products(*groups)]
 
 
 def meaningful(operands: Sequence[torch.Tensor] | Mapping[int, torch.Tensor], carries: Iterable[Carry]) -> list[Carry]:
-    """Return the carries that the dtypes of `operands` allow. A mapping has operands by index.
+    """Return the `carries` that are possible for the dtypes of `operands`. A mapping has operands by index.
 
-    Carries of products through booleans, and carries through an operand that is not in `operands`, are left out.
-    The registry later removes all carries of complex numbers except sums.
+    Products through booleans, and carries through operands outside the mapping, are left out. The registry later
+    removes all carries of complex numbers except sums.
     """
     known = operands if isinstance(operands, Mapping) else dict(enumerate(operands))
     return [carry for carry in carries if all(_can_await(known.get(i), carry.reduction) for i in carry.operands)]
@@ -114,10 +111,10 @@ def keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def through_conversion(source: torch.dtype, target: torch.dtype, operand: int) -> list[Carry]:
-    """Return carries of maxima, minima and products through a conversion of an operand from one dtype to another.
+    """Return carries of maxima, minima and products through operand number `operand`, which the call converts.
 
-    Conversion keeps the order, except to booleans, and to integers that may wrap round. It keeps products where it
-    keeps sums, except from complex numbers to real numbers.
+    Conversion keeps the order, except to booleans, and to integers that may wrap round. Conversion keeps products where
+    it keeps sums, except from complex numbers to real numbers.
     """
     carries: list[Carry] = []
     if not source.is_complex and _keeps_order(source, target):
@@ -139,12 +136,9 @@ def _wraps(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def only_in(result: int, results: int, carries: Iterable[Carry]) -> list[Carry]:
-    """Return the carries of a call with several results of which only result number `result` is partial.
+    """Return carries of a call with `results` results, in which only result number `result` is partial.
 
-    Args:
-        result: the index of the partial result.
-        results: the number of results.
-        carries: the carries as if the call had only this result.
+    `carries` has the carries of this result alone.
     """
     return [
         Carry(carry.operands, carry.reduction, tuple(carry.result(0) if i == result else None for i in range(results)))
@@ -162,10 +156,10 @@ def sums(*groups: Operands) -> list[Carry]:
 
 @dataclass(frozen=True, slots=True)
 class LinearResult:
-    """The linearity of one of several results.
+    """One result of a call with several results.
 
     Args:
-        operands: indices of the operands that the result depends on.
+        operands: indices of the operands on which the result depends.
         linear: sets of operand indices. The result is jointly linear in the operands of each set.
     """
 
@@ -179,10 +173,10 @@ def linear_result(operands: Operands, *linear: Operands) -> LinearResult:
 
 
 def sums_by_result(results: Sequence[LinearResult]) -> list[Carry]:
-    """Return carries of sums for a call with several results.
+    """Return carries of sums through sets of operands, for a call with several results.
 
-    A carry has a set of partial operands. A result is whole if it depends on no operand of the set. Every other result
-    is partial, and must be jointly linear in the operands of the set on which it depends.
+    A result is whole if it depends on no operand of the set. Every other result is partial, and must be jointly linear
+    in the operands of the set on which it depends.
     """
     sets = list(dict.fromkeys(group for result in results for group in result.linear))
     unions = dict.fromkeys(frozenset().union(*chosen) for chosen in _subsets(sets))

@@ -1,8 +1,7 @@
 """Rules of convolutions: batch, groups, channels and spatial dims may be split.
 
 A convolution is linear in operand and weight. The result is a sum over input channels, so a bias must be a partial sum
-if input channels are split. Pieces of a spatial dim are extended by elements of the neighbours
-(`autoshard.rules.halo`).
+if input channels are split. Pieces of a spatial dim are extended by halos (`autoshard.rules.halo`).
 """
 
 from __future__ import annotations
@@ -45,9 +44,10 @@ def _windows(
     x: torch.Tensor, weight: torch.Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
     transposed: bool, output_padding: Sequence[int],
 ) -> tuple[HaloWindow, ...]:  # fmt: skip
-    """Return the windows of each spatial dim. The windows of a transposed convolution slide over its result.
+    """Return the windows of each spatial dim.
 
-    Halos of complex numbers are not exchanged, so their spatial dims cannot be split.
+    They slide over the operand, or over the result of a transposed convolution. Halos of complex numbers are not
+    exchanged, so spatial dims of complex operands cannot be split.
     """
     size, kernel, space = x.shape[_FIRST:], weight.shape[_FIRST:], x.dim() - _FIRST
     options = [each(option, space) for option in (stride, padding, dilation, output_padding)]
@@ -109,10 +109,7 @@ def convolution(
 def _local_convolution(
     context: LocalContext, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, *rest: Any, halos: Sequence[Halo]
 ) -> Any:
-    """Emit a convolution of the rank's piece, extended by halos.
-
-    `rest` is dilation, transposed, output_padding and groups.
-    """
+    """Emit a convolution of the rank's piece, extended by halos. `rest` ends with the number of groups."""
     *others, _ = rest
     split = split_halos(context, halos)
     x = extend_all(context, x, split, 0)
@@ -123,9 +120,9 @@ def _local_transposed(
     context: LocalContext, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, *rest: Any,
     windows: Sequence[HaloWindow],
 ) -> Any:  # fmt: skip
-    """Emit a transposed convolution of the piece with halos, and cut the result to the rank's piece.
+    """Emit a transposed convolution of the rank's piece with halos, and cut the result to the rank's piece.
 
-    `rest` is dilation, transposed, output_padding and groups.
+    `rest` ends with the number of groups.
     """
     *others, _ = rest
     split = [window for window in windows if context.shards(window.factor) > 1]
@@ -149,7 +146,10 @@ def convolution_backward(
     padding: Sequence[int], dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
     output_mask: Sequence[bool],
 ) -> Rule:  # fmt: skip
-    """Return the rule. The gradient of the bias does not depend on input channels, so a split leaves it whole."""
+    """Return the rule of the backward of a convolution.
+
+    The gradient of the bias does not depend on input channels, so it stays whole if input channels are split.
+    """
     windows = _windows(x, weight, stride, padding, dilation, transposed, output_padding)
     x_dims, weight_dims, result = _operand_dims(windows, transposed=transposed)
     gradients = (x_dims, weight_dims, (_OUT_CHANNELS,))
@@ -179,9 +179,9 @@ def _local_convolution_backward(
     context: LocalContext, grad: Any, x: Any, weight: Any, bias_sizes: Any, stride: Any, padding: Any, *rest: Any,
     halos: Sequence[Halo],
 ) -> Any:  # fmt: skip
-    """Emit the backward of a convolution: extend the operand by halos, and fold its gradient back to the piece.
+    """Emit the backward: extend the operand by halos, then send the gradients of halos back to the neighbours.
 
-    `rest` is dilation, transposed, output_padding, groups and output_mask.
+    `rest` ends with the number of groups and output_mask.
     """
     *others, _, output_mask = rest
     split = split_halos(context, halos)
@@ -201,8 +201,7 @@ def _local_transposed_backward(
     """Emit the backward of a transposed convolution: extend the gradient of the result by halos.
 
     The gradient of the operand is a convolution of the gradient of the result. The gradient of the bias is summed
-    before the extension, because the bias was added only to the rank's own piece. `rest` is dilation, transposed,
-    output_padding, groups and output_mask.
+    before the extension, because the bias was added only to the rank's own piece.
     """
     dilation, transposed, output_padding, _, output_mask = rest
     split, groups = split_halos(context, halos), context.local_size("g")

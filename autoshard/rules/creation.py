@@ -69,10 +69,9 @@ def _local_new(context: LocalContext, x: Any, size: Sequence[int], *rest: Any, *
 
 
 def _new(x: torch.Tensor, size: Sequence[int], *, is_zero: bool = False, local: Rewrite = _local_new) -> Rule:
-    """Return the rule of an operator that takes dtype and device from `x`, and makes a tensor of shape `size`.
+    """Return the rule of an operator that makes a tensor of shape `size` with dtype and device of `x`.
 
-    If `x` has the result's shape, it may be split like the result. `is_zero` says whether the result is all zeros.
-    `local` is the rewrite.
+    With `is_zero`, the tensor is zero, so it is also a partial sum of zeros. `local` is the rewrite.
     """
     result = named(len(size))
     source = result if tuple(x.shape) == tuple(size) else all_blocked(x.dim())
@@ -81,7 +80,7 @@ def _new(x: torch.Tensor, size: Sequence[int], *, is_zero: bool = False, local: 
 
 @sharding_rule(aten.new_empty_strided.default)
 def new_empty_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], **kwargs: Any) -> Rule:
-    """Return the rule. The local piece is contiguous, because the strides of empty memory do not matter."""
+    """Return a rule whose local pieces are contiguous, because the strides of empty memory do not matter."""
     return _new(x, size, local=_local_new_empty)
 
 
@@ -120,10 +119,7 @@ def arange_by(start: float, end: float, step: float = 1, **kwargs: Any) -> Rule 
 
 
 def _arange(start: float, end: float, step: float) -> Rule | None:
-    """Return the rule of `arange` for integers, or None for floats.
-
-    The rounding of a float depends on its distance from the start, so pieces would differ from the whole.
-    """
+    """Return the rule of `arange`, or None for floats, because their rounding depends on the distance from `start`."""
     if not all(isinstance(value, int) for value in (start, end, step)):
         return None
 

@@ -1,7 +1,7 @@
 """Helpers with which rule functions build the `Dims` of operands and results.
 
-A rule for tensors with any number of dims cannot be one fixed string. Such a rule names the factors of its main tensor
-`d0, d1, ...`, and derives the dims of other tensors from these names.
+A rule for tensors with any number of dims names the factors of its main tensor `d0, d1, ...`. The dims of other tensors
+follow from these names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCKED: tuple[str, ...] = ("_",)
 
 
 def named(ndim: int, prefix: str = "d") -> Dims:
-    """Return `ndim` dims with one factor each, named `d0, d1, ...` for the prefix "d"."""
+    """Return `ndim` dims with one factor each, named `d0, d1, ...` if `prefix` is "d"."""
     return tuple((f"{prefix}{dim}",) for dim in range(ndim))
 
 
@@ -45,20 +45,15 @@ def broadcast_shape(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 def broadcast_dims(shape: Sequence[int], dims: Dims) -> Dims:
-    """Return the dims of an operand of `shape` that broadcasts to a tensor with `dims`.
-
-    The operand's dims are aligned at the right. A dim of size one has no factor.
-    """
+    """Return the dims of an operand of `shape` that broadcasts to `dims`; a dim of size one has no factor."""
     aligned = dims[len(dims) - len(shape) :]
     return tuple(ONE if size == 1 else dim for size, dim in zip(shape, aligned, strict=True))
 
 
 def elementwise(shapes: Sequence[Sequence[int]], results: int = 1) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
-    """Return the dims of operands and results of an operator that broadcasts operands and acts on each element.
+    """Return the dims of the operands, and of `results` results, of an operator that broadcasts its operands.
 
-    Args:
-        shapes: the operands' shapes.
-        results: the number of results.
+    `shapes` has the shapes of the operands.
     """
     if len(shapes) == 1:
         dims = named(len(shapes[0]))
@@ -68,14 +63,14 @@ def elementwise(shapes: Sequence[Sequence[int]], results: int = 1) -> tuple[tupl
 
 
 def without(dims: Dims, removed: Collection[int], *, keepdim: bool = False) -> Dims:
-    """Return `dims` without the dims at the positions `removed`. With `keepdim`, dims of size one replace them."""
+    """Return `dims` less the dims at the positions `removed`. With `keepdim`, dims of size one stay in their places."""
     if keepdim:
         return tuple(ONE if position in removed else dim for position, dim in enumerate(dims))
     return tuple(dim for position, dim in enumerate(dims) if position not in removed)
 
 
 def with_blocked(dims: Dims, positions: Collection[int]) -> Dims:
-    """Return a copy of `dims` in which the dims at `positions` cannot be split."""
+    """Return `dims` with a dim that cannot be split at each index in `positions`."""
     return tuple(BLOCKED if position in positions else dim for position, dim in enumerate(dims))
 
 
@@ -85,7 +80,7 @@ def normal_dim(dim: int, ndim: int) -> int:
 
 
 def normal_dims(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """Return `dims` as indices from 0, for a tensor with `ndim` dims. None and the empty list stand for all dims."""
+    """Return `dims` as indices from 0, for a tensor with `ndim` dims; all dims for None and for an empty list."""
     if dims is None:
         return tuple(range(ndim))
     listed = [dims] if isinstance(dims, int) else list(dims)
@@ -93,46 +88,38 @@ def normal_dims(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
 
 
 def names(dims: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return all factors of `dims`, in order."""
+    """Return all factors of `dims`, in order and with repetitions."""
     return tuple(factor for dim in dims for factor in dim)
 
 
 def is_additive(*tensors: torch.Tensor) -> bool:
-    """Whether these tensors may be partial sums. Booleans may not."""
+    """Whether all of these tensors may be partial sums: none has the dtype bool."""
     return all(tensor.dtype != torch.bool for tensor in tensors)
 
 
 def are_finite(*numbers: Any) -> bool:
-    """Whether all numbers among a call's arguments are finite."""
+    """Whether all of these Python numbers are finite."""
     return all(cmath.isfinite(number) for number in numbers)
 
 
 def tensors(*values: object) -> list[torch.Tensor]:
-    """Return the tensors among `values`, without other objects such as None for an absent tensor."""
+    """Return the tensors among `values`, less other objects such as None for an absent tensor."""
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def moves(source: Dims, result: Dims, **options: object) -> Rule:
-    """Return the rule of an operator that only moves the elements of its one operand.
+    """Return the rule of an operator with one operand, whose elements it only moves to the result.
 
-    Args:
-        source: the dims of the operand.
-        result: the dims of the result.
-        options: further fields of `Rule`.
+    `options` are further fields of the rule.
     """
     return Rule(((source,), (result,)), transparent=True, **options)  # type: ignore[arg-type]
 
 
 def joins(operands: Sequence[Dims], result: Dims, xs: Sequence[torch.Tensor]) -> Rule:
-    """Return the rule of an operator that joins its operands. A result element is an element of an operand, or zero.
+    """Return the rule of an operator with the operands `xs`. Each result element is an element of an operand, or zero.
 
     Partial maxima and minima pass through any subset of the operands. With more than six operands, they pass through
     one operand or through all operands.
-
-    Args:
-        operands: the dims of each operand.
-        result: the dims of the result.
-        xs: the operands.
     """
     together = tuple(range(len(xs)))
     largest = len(xs) - 1 if len(xs) <= 6 else 1

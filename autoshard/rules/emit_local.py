@@ -1,8 +1,8 @@
 """Emits the local form of one call: the calls that each rank runs in its place under a strategy.
 
-`emit_local` appends nodes to the graph of an fx tracer. If the rule has no rewrite, or if no factor is split, the call
-itself is emitted. Otherwise the rule's rewrite emits calls. A `LocalContext` tells the rewrite which piece the running
-rank holds. Before the call, padding of operands is filled if the rule needs it (`BoundRule.padding`).
+If the rule has no rewrite, or if no factor is split, the call itself is emitted. Otherwise the rule's rewrite emits
+calls, with a `LocalContext` for the piece of the running rank. Before the call, padding of operands is filled if the
+rule needs it (`BoundRule.padding`).
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _READ_IN_ORDER: dict[Any, tuple[int, ...]] = {
 """From an operator to the indices of operands that its kernel reads as if they were contiguous.
 
 With other strides the kernel raises an error, or reads wrong elements. On one device torch's caller makes the operands
-contiguous, which the trace may not show. On ranks they may have other strides, because a reshard keeps the order of
-dims in memory. The table was found by running the samples of torch's own tests (`op_db` of torch 2.13, on CPUs) on
-permuted memory.
+contiguous, and a trace does not always show it. On ranks the operands may have other strides, because a reshard keeps
+the order of dims in memory. The table was found by running the samples of torch's own tests (`op_db` of torch 2.13, on
+CPUs) on permuted memory.
 """
 
 
@@ -55,7 +55,7 @@ def stride_free(target: Any) -> Any:
 
 
 def in_order(target: Any) -> tuple[int, ...]:
-    """Return the indices of operands that must be made contiguous before a call of `target` on a rank."""
+    """Return the operand indices of `target` that must be made contiguous before a call on a rank."""
     return _READ_IN_ORDER.get(target, ())
 
 
@@ -70,20 +70,18 @@ def emit_local(
     *,
     tracer: TracerBase,
 ) -> Any:
-    """Emit the local form of one call and return its result.
+    """Emit the local form of one call into the graph of `tracer`, and return the call's result.
 
     Args:
-        target: the operator of the traced call.
-        args, kwargs: the arguments of the call, with a local value, a `fx.Proxy` of `tracer`, in place of each tensor.
-        rule: the call's rule. With None, the call itself is emitted.
-        strategy: one of `enumerate_strategies(rule, mesh)`. With None, the call itself is emitted.
-        mesh: the mesh of the strategy.
+        args, kwargs: the arguments of the traced call, with a local value, a `fx.Proxy` of `tracer`, in place of each
+            tensor.
+        rule: the call's rule, or None to emit the call itself.
+        strategy: one of `enumerate_strategies(rule, mesh)`, or None to emit the call itself.
         output_shapes: global shapes of the results, without None entries of a tuple result.
-        tracer: the owner of the graph to append to, such as `GraphAppendingTracer(graph)`.
 
     Returns:
-        A proxy of the call's result. For an operator with several results it is a proxy of the tuple, or a tuple of
-        proxies. `result[i]` works on both.
+        A proxy. For an operator with several results it is a proxy of the tuple, or a tuple of proxies. `result[i]`
+        works on both.
     """
     if rule is None or strategy is None or not strategy.splits(mesh):
         return _call_itself(target, args, kwargs, tracer)
@@ -96,7 +94,7 @@ def emit_local(
 
 
 def _call_itself(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tracer: TracerBase) -> Proxy:
-    """Emit a call of the operator on local operands. Operands that its kernel needs contiguous are made contiguous."""
+    """Emit a call of the operator on local operands, made contiguous where its kernel needs contiguous memory."""
     given = list(args)
     for place in in_order(target):
         given[place] = tracer.create_proxy("call_function", _aten.contiguous.default, (given[place],), {})
@@ -104,12 +102,9 @@ def _call_itself(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tr
 
 
 def fills(rule: BoundRule, splits: Mapping[str, Sequence[str]], mesh: Mesh) -> dict[int, dict[str, Any]]:
-    """Return the padding to fill before a call: from an operand's index to a dict from a factor to the fill value.
+    """Return the values to write into padding of operands, by operand index, then by factor.
 
-    Args:
-        rule: the call's rule.
-        splits: the axes that split each factor.
-        mesh: the mesh of the axes.
+    `splits` maps each split factor to its axes. Only factors that are split unevenly have padding.
     """
     found: dict[int, dict[str, Any]] = {}
     for factor, axes in splits.items():
@@ -124,7 +119,6 @@ def fills(rule: BoundRule, splits: Mapping[str, Sequence[str]], mesh: Mesh) -> d
 def _fill_padding(
     context: FxLocalContext, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return the arguments, with the padding of local values filled where the rule needs it."""
     wanted = fills(context.rule, context.splits, context.mesh)
     if not wanted:
         return args, kwargs
@@ -139,14 +133,9 @@ def _fill_padding(
 
 @dataclass(frozen=True, slots=True)
 class FxLocalContext:
-    """A `LocalContext` that appends nodes to an fx graph.
+    """A `LocalContext` that appends nodes to the graph of `tracer`.
 
-    Args:
-        target: the operator of the call.
-        rule: the rule of the call.
-        splits: from a factor to the axes that split it, major to minor.
-        mesh: the mesh of the axes.
-        tracer: the owner of the graph.
+    `splits` maps each split factor to its axes, major to minor.
     """
 
     target: Any
@@ -211,7 +200,10 @@ class FxLocalContext:
         return self.global_size(factor) % self.shards(factor) == 0
 
     def _levels(self, factor: str) -> list[tuple[str, int]]:
-        """Return the axes that split a factor, major to minor, each with the padded size of a piece after its split."""
+        """Return the axes that split `factor`, major to minor, each with the size of a piece after its split.
+
+        The sizes are numbers of elements of the factor, and include padding.
+        """
         found, size = [], self.global_size(factor)
         for axis in self.splits.get(factor, ()):
             size = -(-size // self.mesh.axis_size(axis))
@@ -225,7 +217,6 @@ class FxLocalContext:
         return ",".join(axes) if axes else None
 
     def fill(self, value: Any, operand: int, factor: str, number: bool | int | float) -> Any:
-        """Emit calls that write `number` into the padding of `factor` in an operand, and return the filled value."""
         dims = self.rule.inputs[operand]
         dim, real = dims.index((factor,)), self.real_size(factor)
         kept = self.call(_aten.narrow.default, value, dim, 0, real)

@@ -1,8 +1,7 @@
 """Lists the strategies of a call that its rule allows on a mesh.
 
-For a call, each axis of the mesh makes one of three choices. It does nothing, so that all its ranks compute the same.
-Or it splits a factor. Or it carries partial values through operands in which the operator is linear. The specs of
-operands and results follow from the choices of all axes.
+Each axis of the mesh makes one of three choices for the call. It does nothing, so that all its ranks compute the same.
+Or it splits a factor. Or it carries partial values. The specs of operands and results follow from all choices.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The choice of an axis to split `factor`. The axis also splits the factors `others` (`Rule.together`)."""
+    """The choice of one axis to split `factor`, and at the same time the factors `others` (`Rule.together`)."""
 
     factor: str
     others: tuple[str, ...] = ()
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """All factors that the choice splits."""
+        """All factors that the choice splits, `factor` first."""
         return (self.factor, *self.others)
 
 
@@ -39,17 +38,14 @@ Choice = Split | Carry | None
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One way to run a call on a mesh: specs of its tensor operands and results, in order.
-
-    `choices` has the choice of each mesh axis, in the mesh's order.
-    """
+    """One way to run a call on a mesh: specs of tensor operands and results, and a choice per mesh axis, in order."""
 
     inputs: tuple[PartitionSpec, ...]
     outputs: tuple[PartitionSpec, ...]
     choices: tuple[Choice, ...]
 
     def splits(self, mesh: Mesh) -> dict[str, tuple[str, ...]]:
-        """Return a dict from each split factor to its axes, major to minor. Axes of size one are left out."""
+        """Return the mesh axes that split each factor, major to minor, by factor; axes of size one are left out."""
         result: dict[str, tuple[str, ...]] = {}
         for (axis, size), choice in zip(mesh.axes, self.choices, strict=True):
             for factor in choice.factors if isinstance(choice, Split) and size > 1 else ():
@@ -60,10 +56,7 @@ class Strategy:
 def replicated(rule_inputs: int, rule_outputs: int, mesh: Mesh) -> Strategy:
     """Return the strategy in which every rank computes the whole call.
 
-    Args:
-        rule_inputs: the number of tensor operands.
-        rule_outputs: the number of tensor results.
-        mesh: the mesh.
+    `rule_inputs` and `rule_outputs` are the numbers of operands and results.
     """
     whole = PartitionSpec()
     return Strategy((whole,) * rule_inputs, (whole,) * rule_outputs, (None,) * len(mesh.axes))
@@ -74,7 +67,7 @@ Groups = Sequence[Sequence[str]]
 
 
 def choices_of_groups(mesh: Mesh, options: Sequence[T], groups: Groups | None = None) -> Iterator[tuple[T, ...]]:
-    """Yield every tuple with one of `options` for each axis of the mesh. Axes of one group have the same option."""
+    """Yield every tuple with one of `options` for each axis of the mesh; axes of one group have the same option."""
     sizes = [1] * len(mesh.axes) if groups is None else list(map(len, groups))
     for choices in product(options, repeat=len(sizes)):
         yield tuple(choice for choice, size in zip(choices, sizes, strict=True) for _ in range(size))
@@ -95,7 +88,7 @@ def enumerate_strategies(rule: BoundRule, mesh: Mesh, groups: Groups | None = No
 
 
 def axis_choices(rule: BoundRule) -> list[Choice]:
-    """Return all choices that a single axis has for a call."""
+    """Return all choices of a single mesh axis for a call: nothing (None), a `Split` or a `Carry`."""
     together = (Split(first, tuple(others)) for first, *others in rule.together)
     return [None, *(Split(factor) for factor in rule.splittable), *together, *_carries(rule)]
 
@@ -110,9 +103,9 @@ def _carries(rule: BoundRule) -> Iterator[Carry]:
 
 
 def assemble_strategy(rule: BoundRule, mesh: Mesh, choices: Sequence[Choice]) -> Strategy | None:
-    """Return the strategy in which each axis of the mesh makes its choice of `choices`.
+    """Return the strategy in which each axis of `mesh` makes its choice in `choices`.
 
-    Return None if the choices do not fit together, or if no spec expresses the strategy.
+    Return None if the choices do not fit together.
     """
     splits: dict[str, tuple[str, ...]] = {}
     for axis, choice in zip(mesh.axis_names, choices, strict=True):
@@ -154,10 +147,9 @@ def _may_split(rule: BoundRule, mesh: Mesh, factor: str, axes: Sequence[str], ca
 
 
 def _carries_agree(rule: BoundRule, splits: Mapping[str, tuple[str, ...]], carried: Mapping[str, Carry]) -> bool:
-    """Whether each operand and each result has at most one kind of pending reduction over all axes.
+    """Whether each operand and result has at most one kind of pending reduction, because reductions do not commute.
 
-    A value that is a partial sum over one axis and a partial maximum over another axis would depend on the order of
-    the reductions.
+    `splits` has the axes of each split factor, and `carried` has the carry of each axis with a carry.
     """
     for output in range(len(rule.outputs)):
         reductions = {carry.result(output) for carry in carried.values()} - {None}
@@ -170,10 +162,10 @@ def _carries_agree(rule: BoundRule, splits: Mapping[str, tuple[str, ...]], carri
 def _pending(
     rule: BoundRule, index: int, splits: Mapping[str, tuple[str, ...]], carried: Mapping[str, Carry]
 ) -> dict[str, str]:
-    """Return a dict from an axis to the pending reduction of operand `index` over it.
+    """Return the pending reduction of operand number `index` over each mesh axis, by axis.
 
-    An axis that carries the operand has the carry's reduction. For an operand in `added`, an axis that splits a reduced
-    factor has the factor's reduction.
+    If an axis carries the operand as a partial value (`carried`), its reduction is the carry's. If the operand is in
+    `BoundRule.added`, each axis that splits a reduced factor has the factor's reduction.
     """
     pending = {axis: carry.reduction.value for axis, carry in carried.items() if index in carry.operands}
     if index in rule.added:
@@ -203,10 +195,7 @@ def _alone(factor: str, axes: Sequence[str], splits: Mapping[str, Sequence[str]]
 
 
 def _keeps_apart(splits: Mapping[str, Sequence[str]], choices: Sequence[Choice]) -> bool:
-    """Whether no axis splits a factor of some `Split.others` alone, without another factor.
-
-    `splits` has the axes of each split factor. `choices` has the choice of each mesh axis.
-    """
+    """Whether each axis that splits a factor of some `Split.others` also splits another factor."""
     others = {factor for choice in choices if isinstance(choice, Split) for factor in choice.others}
     return all(not _alone(factor, splits[factor], splits) for factor in others)
 
@@ -222,14 +211,14 @@ def _operand_spec(
 
 @lru_cache(maxsize=2**16)
 def _spec(axes: tuple[tuple[str, ...], ...], partial: tuple[tuple[str, str], ...]) -> PartitionSpec:
-    """Return the spec that splits each dim over the given axes. Equal specs are the same object."""
+    """Return the spec with these axes for each dim and these partial axes, the same object for equal arguments."""
     return PartitionSpec(*axes, partial=dict(partial))
 
 
 def _dim_axes(
     rule: BoundRule, mesh: Mesh, dim: tuple[str, ...], splits: Mapping[str, tuple[str, ...]]
 ) -> tuple[str, ...] | None:
-    """Return the axes that split a dim, major to minor, or None if no spec expresses the split.
+    """Return the axes that split a dim, major to minor; None if no spec expresses the split.
 
     A factor may be split only if all factors before it in the dim are split to single elements. Otherwise a rank's
     piece of the dim would not be contiguous.

@@ -11,7 +11,7 @@ from autoshard.rules.registry import rule_of
 
 
 def fan_out(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` itself. The call marks the place of a shared reshard, and lowering removes the call."""
+    """Return `x` itself, to mark the place of a shared reshard; lowering removes the call."""
     return x
 
 

@@ -31,13 +31,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class HaloWindow:
-    """The windows along one dim of an operand.
+    """The windows of an operator along one dim of its operand.
 
     Args:
         dim: the dim in operand and result, a negative index from the end.
         size: the number of elements of the operand's dim.
         count: the number of windows, which is the size of the result's dim.
-        kernel, stride, padding, dilation: the operator's parameters for this dim.
+        kernel, stride, padding, dilation: the operator's options for this dim.
         is_plain: whether all windows are computed in the same way, even those that reach into padding.
     """
 
@@ -52,12 +52,12 @@ class HaloWindow:
 
     @property
     def factor(self) -> str:
-        """Name of the factor o, the number of the window, such as "o1" for the last dim."""
+        """Name of the factor o, the number of the window: "o1" for the last dim."""
         return f"o{-self.dim}"
 
     @property
     def stride_factor(self) -> str:
-        """Name of the factor s, the stride, such as "s1" for the last dim."""
+        """Name of the factor s, the place in the stride: "s1" for the last dim."""
         return f"s{-self.dim}"
 
     @property
@@ -67,35 +67,37 @@ class HaloWindow:
 
     @property
     def extent(self) -> int:
-        """The number of elements from the first to the last element of a window."""
+        """Number of elements from the first to the last element of a window, both included."""
         return self.dilation * (self.kernel - 1) + 1
 
     @property
     def halo(self) -> Halo:
-        """The halo that a rank needs to compute its windows."""
+        """The halo that a rank needs to compute its own windows."""
         return Halo(self.dim, self.factor, self.stride, self.padding, self.extent - self.stride - self.padding)
 
     @property
     def elements(self) -> tuple[str, ...]:
-        """The factors of the operand's dim: o and s, or a factor that cannot be split if the dim does not fit."""
+        """The factors of the operand's dim: `factor` and `stride_factor`.
+
+        If the dim does not fit, it has a factor that cannot be split.
+        """
         return (self.factor, self.stride_factor) if self.fits else BLOCKED
 
     @property
     def windows(self) -> tuple[str, ...]:
-        """The factors of the result's dim: o, or a factor that cannot be split if the dim does not fit."""
+        """The factors of the result's dim: `factor`, or a factor that cannot be split if the dim does not fit."""
         return (self.factor,) if self.fits else BLOCKED
 
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """The elements that a rank needs on both sides of its piece of a dim.
+    """The elements that a rank needs beside its own piece of a dim.
 
     Args:
         dim: the dim, a negative index from the end.
         factor: the factor of the rule that splits the dim.
-        scale: elements of the dim for each element of the factor.
-        left, right: the numbers of missing elements before and after the piece. A negative `right` is a number of
-            surplus elements.
+        scale: number of elements of the dim for each element of the factor.
+        left, right: numbers of elements before and after the piece. A negative `right` counts surplus elements.
     """
 
     dim: int
@@ -106,14 +108,11 @@ class Halo:
 
     @property
     def least(self) -> int:
-        """The size of the smallest piece from which a neighbour can take its halo, in elements of the factor.
-
-        It is 0 for an empty halo.
-        """
+        """Least number of elements of the factor in a piece from which a neighbour takes its halo; 0 without a halo."""
         return -(-max(self.left, self.right, 0) // self.scale)
 
     def size(self, context: LocalContext) -> int:
-        """Return the number of elements of the dim in the rank's piece."""
+        """Return the number of elements of the dim in the rank's own piece, without halos."""
         return context.local_size(self.factor) * self.scale
 
     def extended_size(self, context: LocalContext) -> int:
@@ -121,7 +120,7 @@ class Halo:
         return self.left + self.size(context) + self.right
 
     def start(self, context: LocalContext) -> Any:
-        """Return the global index of the first element of the rank's piece with halos."""
+        """Return the global index, in the dim, of the first element of the rank's piece with halos."""
         return context.offset(self.factor) * self.scale - self.left
 
 
@@ -135,7 +134,7 @@ def sliding(
     *,
     is_plain: bool = True,
 ) -> tuple[HaloWindow, ...]:
-    """Return the windows of each spatial dim. The spatial dims are the last dims of the operand.
+    """Return the windows of each spatial dim, the last dims of the operand.
 
     Args:
         elements: the operand's size of each spatial dim.
@@ -150,23 +149,26 @@ def sliding(
 
 
 def each(option: int | Sequence[int], space: int) -> tuple[int, ...]:
-    """Return an option as a tuple with one number for each of `space` dims."""
+    """Return an operator's option, one number or a number for each dim, as a tuple of `space` numbers."""
     listed = (option,) if isinstance(option, int) else tuple(option)
     return listed * space if len(listed) == 1 else listed
 
 
 def stride_factors(windows: Sequence[HaloWindow]) -> dict[str, int]:
-    """Return the size of each factor s of the windows, the stride, by the factor's name. No factor s can be split."""
+    """Return the size of the factor s of each window that fits, which is the stride, by the factor's name.
+
+    No factor s can be split.
+    """
     return {window.stride_factor: window.stride for window in windows if window.fits}
 
 
 def window_factors(windows: Sequence[HaloWindow]) -> tuple[str, ...]:
-    """Return the names of the factors o of the windows. These factors can only be split evenly."""
+    """Return the names of the factors o of the windows that fit. These factors can only be split evenly."""
     return tuple(window.factor for window in windows if window.fits)
 
 
 def exchanged(halos: Sequence[Halo]) -> dict[str, int]:
-    """Return `Rule.exchanged` for these halos: from a factor to the smallest piece that a rank may hold."""
+    """Return `Rule.exchanged` for these halos: from a factor to the least number of its elements in a piece."""
     return {halo.factor: halo.least for halo in halos if halo.least}
 
 
@@ -176,20 +178,26 @@ def split_halos(context: LocalContext, halos: Sequence[Halo]) -> list[Halo]:
 
 
 def inner_padding(padding: int | Sequence[int], space: int, halos: Sequence[Halo]) -> list[int]:
-    """Return the padding argument for each of `space` spatial dims, with 0 for dims that `halos` extends."""
+    """Return the padding with which a rank calls the operator, one number for each of `space` spatial dims.
+
+    It is 0 for dims that `halos` extends, because halos include padding. The other dims keep `padding`.
+    """
     extended = {halo.dim + space for halo in halos}
     return [0 if dim in extended else amount for dim, amount in enumerate(each(padding, space))]
 
 
 def extend_all(context: LocalContext, value: Any, halos: Sequence[Halo], fill: float) -> Any:
-    """Return a rank's piece after its extension by the halos of several dims, one after the other."""
+    """Emit calls that extend a rank's piece by the halos of several dims, in order, and return the extended piece."""
     for halo in halos:
         value = extend(context, value, halo, fill)
     return value
 
 
 def fold_all(context: LocalContext, value: Any, halos: Sequence[Halo]) -> Any:
-    """Return the gradient of a piece, given the gradient of the piece after `extend_all`. Fold in reverse order."""
+    """Emit the backward of `extend_all`, and return the gradient of the rank's own piece.
+
+    `value` is the gradient of the extended piece. Dims are folded in reverse order.
+    """
     for halo in reversed(halos):
         value = fold(context, value, halo)
     return value
@@ -198,13 +206,8 @@ def fold_all(context: LocalContext, value: Any, halos: Sequence[Halo]) -> Any:
 def extend(context: LocalContext, value: Any, halo: Halo, fill: float) -> Any:
     """Emit calls that extend a rank's piece by its halo, and return the extended piece.
 
-    The halo has elements of the neighbours. At both ends of the dim it is `fill`.
-
-    Args:
-        context: the pieces of the rank.
-        value: the piece. Its size along `halo.dim` is `halo.size(context)`.
-        halo: the missing elements of the piece. Neighbours have at least as many elements (`Halo.least`).
-        fill: the operator's padding value.
+    The halo has elements of the neighbours, which hold enough of them (`Halo.least`). At both ends of the dim the halo
+    is `fill`, the operator's padding value.
     """
     size, right = halo.size(context), max(halo.right, 0)
     to_right = _narrow(context, value, halo, size - halo.left, halo.left)
@@ -243,7 +246,7 @@ def fold(context: LocalContext, value: Any, halo: Halo) -> Any:
 
 
 def _narrow(context: LocalContext, value: Any, halo: Halo, start: int, length: int) -> Any:
-    """Emit a slice of `length` elements of the halo's dim from `start` on. Return None for length 0."""
+    """Emit a slice of `value` along the halo's dim: `length` elements from `start` on. For length 0, return None."""
     return context.call(aten.narrow.default, value, halo.dim, start, length) if length else None
 
 
@@ -257,15 +260,9 @@ def _swap(
 ) -> tuple[Any, Any]:
     """Exchange strips of a piece with both neighbours, and return the strips from the left and the right neighbour.
 
-    A rank without a neighbour on one side has `fill` there. An empty strip is None. One all-gather moves both strips.
-    Strips are thin, and other collectives would need other shapes at the ends of the dim.
-
-    Args:
-        context: the pieces of the rank.
-        halo: the dim and the factor.
-        to_right, to_left: the strips to send, or None.
-        sizes: the sizes of the strips from the left and from the right neighbour.
-        fill: the operator's padding value.
+    The returned strips have `sizes[0]` and `sizes[1]` elements. An empty strip is None. At an end of the dim, `fill`
+    replaces the missing neighbour's elements. One all-gather moves both strips, because other collectives would need
+    other shapes at the ends of the dim.
     """
     sent = [strip for strip in (to_right, to_left) if strip is not None]
     if not sent:

@@ -1,4 +1,4 @@
-"""Rules of resampling, `im2col`, `pixel_shuffle` and `grid_sampler`. Pooling is in `autoshard.rules.pooling`.
+"""Rules of resampling, `im2col`, `pixel_shuffle` and `grid_sampler`.
 
 Ranks may split batch and channels. Each rank needs whole spatial dims of its operand. Every backward is linear in the
 gradient. Interpolation is also linear in its operand.
@@ -23,21 +23,17 @@ _LINEAR = ((0,),)
 
 
 def _planes(x: torch.Tensor, space: int) -> Dims:
-    """Return the dims of a tensor. The last `space` dims cannot be split, and all others have one factor each."""
+    """Return the dims of `x`. The last `space` dims cannot be split."""
     return (*named(x.dim() - space), *all_blocked(space))
 
 
 def _window(
     space: int, results: int = 1, *, is_linear: bool = False, carries: Sequence[Carry] = ()
 ) -> Callable[..., Rule]:
-    """Return the rule function of an operator whose tensor operands and results all end in `space` spatial dims.
+    """Return the rule function of an operator whose tensor operands and results all end in `space` unsplittable dims.
 
-    Args:
-        space: the number of spatial dims, which cannot be split.
-        results: the number of results.
-        is_linear: whether the operator is linear in its first operand. For integers the rule is not linear, because
-            results are rounded.
-        carries: further partial values that pass.
+    With `is_linear`, the operator is linear in its first operand, if no operand has integers. Integer results are
+    rounded.
     """
 
     def rule(*args: Any, **kwargs: Any) -> Rule:
@@ -66,7 +62,7 @@ def _resample_backward(space: int) -> Callable[..., Rule]:
 
 
 def _local_resample_backward(context: LocalContext, grad: Any, output_size: Any, input_size: Any, *rest: Any) -> Any:
-    """Emit the backward with the local shape as `input_size`, because this argument includes batch and channels."""
+    """Emit the backward with the rank's local shape as `input_size`, because this shape includes batch and channels."""
     return context.default(grad, output_size, context.output_shape(), *rest)
 
 
@@ -79,7 +75,10 @@ for _space, _names in _RESAMPLERS.items():
 
 @sharding_rule(aten.im2col.default)
 def im2col(x: torch.Tensor, *_: Any) -> Rule:
-    """Return the rule. A dim of the result is channels (major), which may be split, times window elements (minor)."""
+    """Return a rule in which a dim of the result is channels (major) times window elements (minor).
+
+    Channels may be split.
+    """
     batch = named(x.dim() - 3, "n")
     result = (*batch, ("c", "_"), BLOCKED)
     return Rule((((*batch, ("c",), BLOCKED, BLOCKED),), (result,)), linear=_LINEAR)
@@ -114,16 +113,19 @@ def _pixels(factor: int) -> dict[str, int]:
 
 
 def _grid_dims(space: int) -> tuple[Dims, Dims, Dims]:
-    """Return the dims of the operand, of the grid and of the result. Positions of the grid may be split."""
+    """Return the dims of operand, grid and result of a grid sampler with `space` spatial dims.
+
+    Positions of the grid may be split.
+    """
     blocked = all_blocked(space)
     places = named(space, "p")
     return (("n",), ("c",), *blocked), (("n",), *places, BLOCKED), (("n",), ("c",), *places)
 
 
 def _within_planes(space: int) -> dict[str, Fill]:
-    """Return `Rule.padding` that fills a grid with 0, which is a valid position.
+    """Return `Rule.padding` of a grid sampler: padding of the grid is filled with 0, a valid position.
 
-    With NaN in the padding, ATen's kernels would read anywhere in memory.
+    At a position of NaN, ATen's kernels would read outside the operand.
     """
     return dict.fromkeys(("n", *names(named(space, "p"))), 0)
 
@@ -137,10 +139,9 @@ def _grid_sampler(space: int) -> Callable[..., Rule]:
 
 
 def _grid_sampler_backward(space: int) -> Callable[..., Rule]:
-    """Return the rule function of the backward of `grid_sampler`.
+    """Return the rule function of the backward of a grid sampler with `space` spatial dims.
 
-    The operand's gradient is a sum over the grid's positions. The grid's gradient is a sum over channels, and is linear
-    in the operand.
+    The operand's gradient is a sum over grid positions, and the grid's gradient is a sum over channels.
     """
 
     def rule(grad: torch.Tensor, x: torch.Tensor, grid: torch.Tensor, *args: Any) -> Rule:

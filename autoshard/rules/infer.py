@@ -48,11 +48,11 @@ _MOST_OPERANDS_FOR_ALL_SETS = 5
 
 @dataclass(frozen=True, slots=True)
 class FoundFactor:
-    """A factor that may be split.
+    """A factor that the operator's calls may be split along.
 
     Args:
-        tie: the operand dims of the factor.
-        outcomes: for each result, the way in which its pieces make it up.
+        tie: the operand dims that have the factor.
+        outcomes: for each result, the way in which its pieces make up the whole.
         added: indices of operands that must be partial sums if the factor is split.
     """
 
@@ -62,13 +62,13 @@ class FoundFactor:
 
     @property
     def reduction(self) -> str | None:
-        """The reduction over this factor, or None if no result needs a reduction."""
+        """The reduction of results over this factor, or None if every result is concatenated or whole."""
         return next((outcome for outcome in self.outcomes if outcome in _REDUCTIONS), None)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """An inferred rule, and the text `kind` that `_kind_of_call` returns for the calls that it covers."""
+    """An inferred rule, and the text `kind` that `_kind_of_call` returns for the calls that the rule covers."""
 
     kind: str
     rule: Rule
@@ -82,17 +82,17 @@ def infer_rule(operator: Any, sample_inputs: Sequence[Any] | Mapping[str, Any]) 
 
     Args:
         operator: a `torch.ops` overload, or the result of `torch.library.custom_op` or `triton_op`.
-        sample_inputs: a tuple of positional arguments or a dict of keyword arguments that the operator accepts, with
-            real tensors. A dim of size one is assumed to have this size in all calls. Give other dims sizes of 2 or
-            more, different where possible. The operator runs hundreds of times, so use small tensors.
+        sample_inputs: a tuple of positional arguments or a dict of keyword arguments, with real tensors. A dim of size
+            one is assumed to have this size in all calls. Give other dims sizes of 2 or more, different where possible.
+            The operator runs hundreds of times, so use small tensors.
 
     Returns:
         The rule. Dims that cannot be split are `_`.
 
     Raises:
-        RuleInferenceError: the operator is random, writes to an operand, returns no tensors, or refuses sampled
-            operands.
-        OperatorError: `operator` is no operator or has a written rule, or the operator refuses the sample.
+        RuleInferenceError: the operator is random, writes to an operand, returns no tensors, or raises an error for
+            drawn operands.
+        OperatorError: `operator` is no operator, has a written rule, or raises an error for the sample.
 
     Example:
         >>> @torch.library.custom_op("autoshard_doctest::scaled_sum", mutates_args=())
@@ -126,7 +126,7 @@ _cases: dict[Any, list[_Case]] = {}
 def _rule_function(operator: Any) -> Any:
     """Return the rule function of an operator with inferred rules.
 
-    Its rules allow only even splits, because inference does not try padding.
+    Inferred rules only allow even splits, because inference does not try padding.
     """
 
     def inferred(*args: Any, **kwargs: Any) -> Rule | None:
@@ -140,10 +140,7 @@ def _rule_function(operator: Any) -> Any:
 
 
 def _kind_of_call(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return a text that is equal for calls which one inferred rule covers.
-
-    It has all arguments by name. A tensor has its number of dims and its kind of number, such as "float[2]".
-    """
+    """Return the arguments of a call by name as text, with tensors as kind of number and number of dims: "float[2]"."""
     arguments = {a.name: a.default_value for a in operator._schema.arguments}
     arguments.update(zip(arguments, args, strict=False))
     arguments.update(kwargs)
@@ -164,9 +161,9 @@ def _kind_of_tensor(x: Tensor) -> str:
 
 
 def _fits(rule: Rule, shapes: Sequence[Sequence[int]]) -> bool:
-    """Whether an inferred rule fits operands of these shapes.
+    """Whether operands of these shapes fit an inferred rule.
 
-    Each factor must have one size in all operands, and dims without a factor must have size one.
+    All dims with one factor must have one size, and dims without a factor must have size one.
     """
     assert isinstance(rule.notation, str)
     operands, _ = parse(rule.notation)
@@ -178,7 +175,7 @@ def _fits(rule: Rule, shapes: Sequence[Sequence[int]]) -> bool:
 
 
 def find_rule(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rule:
-    """Find the sharding rule of an operator that works on all draws, and return it without registering it."""
+    """Return the sharding rule of an operator that works on all drawn operands. The rule is not registered."""
     call, sample = call_of(operator, args, kwargs)
     _check_operator(call, sample)
     sampler = Sampler(call, sample).in_widest_type()
@@ -193,7 +190,6 @@ def find_rule(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _check_operator(call: SampledCall, sample: Sequence[Tensor]) -> None:
-    """Raise `RuleInferenceError` if the operator's schema or a run shows that its rule cannot be inferred."""
     name, schema = str(call.operator), call.operator._schema
     if schema.is_mutable:
         raise RuleInferenceError(
@@ -252,9 +248,9 @@ def _find_factor(sampler: Sampler, tie: TiedDims, trials: Sequence[Trial]) -> Fo
 
 
 def _outcomes(sampler: Sampler, tie: TiedDims, added: frozenset[int], trials: Sequence[Trial]) -> list[set[Outcome]]:
-    """Return the set of outcomes of each result that held in all trials.
+    """Return, for each result, the outcomes that hold in all trials if the dims `tie` are split.
 
-    The sets are empty if the dims of `tie` could not be split at two different sizes.
+    The operands `added` are cut into addends. All sets are empty unless `tie` was split at two different sizes.
     """
     found: list[set[Outcome]] = [
         {*range(x.dim()), "whole", *(_REDUCTIONS if x.dtype != torch.bool and not x.is_complex() else ())}
@@ -279,19 +275,16 @@ def _outcomes(sampler: Sampler, tie: TiedDims, added: frozenset[int], trials: Se
 
 
 def _piece_counts(size: int) -> list[int]:
-    """Return the numbers of pieces into which a dim of `size` elements is cut.
-
-    They are 2, 3 and `size`, if they divide `size` and are at most 8.
-    """
+    """Return the numbers of pieces to try for a factor of this size: the divisors among 2, 3 and `size`, up to 8."""
     return [count for count in (2, 3, size) if count > 1 and size % count == 0 and count <= 8]
 
 
 def _cut(
     sampler: Sampler, tie: TiedDims, added: frozenset[int], trial: Trial, pieces: int
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the operands of each piece.
+    """Yield, for each of `pieces` pieces, the operands with which to run the call.
 
-    Operands with dims of `tie` are sliced along them. Operands in `added` are cut into addends. The rest are whole.
+    Operands are sliced along the dims of `tie`, or cut into addends if in `added`. All other operands are whole.
     """
     split: list[Sequence[Tensor]] = []
     for index, operand in enumerate(trial.operands):
@@ -305,9 +298,9 @@ def _cut(
 
 
 def _makes_up(outcome: Outcome, parts: Sequence[Tensor | None], whole: Tensor) -> bool:
-    """Whether the results `parts` of all pieces make up `whole` in the way `outcome`.
+    """Whether the results `parts` of the pieces make up the result `whole` in the way `outcome`.
 
-    A part is None if the operator refused the operands of its piece.
+    A part is None if the operator raised an error for the piece.
     """
     present = [part for part in parts if part is not None]
     if len(present) < len(parts) or len({part.shape for part in present}) != 1:
@@ -344,9 +337,10 @@ def _best(tie: TiedDims, index: int, found: set[Outcome], reduction: str, trials
 
 
 def _compatible(factors: Sequence[FoundFactor]) -> list[FoundFactor]:
-    """Return the factors that fit into one rule, earlier factors first.
+    """Return the factors that fit into one rule. If two factors conflict, only the earlier one is returned.
 
-    Two factors must not claim the same result dim, and all reduced factors must need the same operands as addends.
+    Two factors must not be concatenated along the same result dim. All reduced factors must need the same operands as
+    addends.
     """
     kept: list[FoundFactor] = []
     for factor in factors:
@@ -359,7 +353,7 @@ def _compatible(factors: Sequence[FoundFactor]) -> list[FoundFactor]:
 
 
 def _assemble(sampler: Sampler, factors: Sequence[FoundFactor], trials: Sequence[Trial]) -> Rule:
-    """Return the rule with these factors, and with the linearity that holds in all trials."""
+    """Return the rule with the found `factors`, and with all linearity of the results that holds in all trials."""
     names = {factor: _name(position) for position, factor in enumerate(factors)}
     operands = tuple(_operand_dims(index, x, names) for index, x in enumerate(sampler.sample))
     results = tuple(_result_dims(index, names, trials) for index in range(len(trials[0].results)))
@@ -396,8 +390,8 @@ def _result_dim(
 ) -> tuple[str, ...]:
     """Return the factors of dim `dim` of result `index`. `owner` is the found factor along the dim, with its name.
 
-    If the dim is larger than the factor in some trial, a blocked minor factor `_` follows the name. A dim without an
-    owner is blocked, or has no factor if its size is one in all trials.
+    If the dim is larger than the factor in some trial, a blocked minor factor `_` follows the name. Without an owner,
+    the dim is blocked, or has no factor if its size is one in all trials.
     """
     sizes = [trial.results[index].shape[dim] for trial in trials]
     if owner is None:
@@ -418,7 +412,7 @@ def _linear_sets(sampler: Sampler, trials: Sequence[Trial]) -> list[tuple[int, .
 
 
 def _is_linear(sampler: Sampler, chosen: Sequence[int], trial: Trial) -> bool:
-    """Whether the results add up to the whole results if the operands `chosen` are cut into random addends."""
+    """Whether results add up to the whole results if the operands `chosen` are cut into random addends."""
     for count in (2, 3):
         cut = [sampler.addends(x, count) if index in chosen else [x] * count for index, x in enumerate(trial.operands)]
         parts = [sampler.call.attempt(operands) for operands in zip(*cut, strict=True)]

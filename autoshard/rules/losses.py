@@ -66,7 +66,10 @@ def _split_cross_entropy(
 
 @sharding_rule(autoshard_ops.ctc_loss.default)
 def ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, *_: Any) -> str:
-    """Return the rule: sequences may be split, and times and classes may not, because alignments run through them."""
+    """Return a rule that may split only the batch.
+
+    Times and classes stay whole, because alignments run through them.
+    """
     return "_ n _, n _, n, n -> n, n _ _"
 
 
@@ -94,9 +97,9 @@ def _local_cross_entropy_backward(accumulation: torch.dtype) -> Any:
         ignore_index: int,
         smoothing: float,
     ) -> Any:
-        """Emit the gradient of the rank's logits.
+        """Emit the gradient of the rank's logits, 0 for ignored targets.
 
-        It is grad (exp(x - lse) - (1 - smoothing) [c = target] - smoothing / C), and 0 for ignored targets.
+        For the logits x of C classes, it is grad (exp(x - lse) - (1 - smoothing) [c = target] - smoothing / C).
         """
         call = context.call
         if not context.is_split("c"):
@@ -122,10 +125,9 @@ def _accumulation_dtype(x: torch.Tensor) -> torch.dtype:
 def nll_loss(
     x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore_index: int
 ) -> Rule | None:
-    """Return the rule, or None for a single row.
+    """Return a rule that may split rows, or None for a single row.
 
-    A mean is the sum of losses, divided by the total weight of all rows. The rewrite all-reduces both. With the
-    reduction "sum", the result is a partial sum if rows are split.
+    For a mean, the rewrite all-reduces the sum of losses and the total weight.
     """
     if x.dim() != 2:
         return None
@@ -156,7 +158,7 @@ def _nll(ndim: int, is_weighted: bool, reduction: int) -> Rule:
 def _nll_carries(is_weighted: bool, reduction: int) -> list[Carry]:
     """Return carries of sums into both results, the loss and the total weight.
 
-    The loss is linear in its operand. It is linear in the class weights too, unless it is divided by the total weight.
+    A mean is not linear in the class weights.
     """
     of_weight = [(2,)] if is_weighted and reduction != _MEAN else []
     total = linear_result((), ()) if reduction == _NONE else linear_result((2,), (2,))
@@ -166,7 +168,10 @@ def _nll_carries(is_weighted: bool, reduction: int) -> list[Carry]:
 def _local_nll_mean(
     context: LocalContext, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int
 ) -> tuple[Any, Any]:
-    """Emit mean loss and total weight: reduce the sum of losses and the weights over all ranks, then divide."""
+    """Emit mean loss and total weight over all ranks.
+
+    Ranks all-reduce the sum of losses and the total weight, then divide.
+    """
     summed = context.default(x, target, weight, _SUM, ignore_index)
     loss, total = summed[0], summed[1]
     for factor in (f"r{dim}" for dim in range(3)):
@@ -201,7 +206,10 @@ def nll_loss_2d_backward(
 
 
 def _nll_backward(ndim: int, is_weighted: bool, reduction: int) -> Rule:
-    """Return the rule of the backward. Rows may be split without communication: the total weight is an operand."""
+    """Return the rule of the backward of the negative log-likelihood loss.
+
+    It needs no communication, because the total weight is an operand.
+    """
     rows = named(ndim - 1, "r")
     x = (rows[0], ("c",), *rows[1:])
     grad = rows if reduction == _NONE else ()
@@ -243,14 +251,10 @@ def binary_cross_entropy_with_logits(
 
 
 def _pointwise_loss(operands: Sequence[torch.Tensor], reduction: int, *, of_zeros: int | None = None) -> Rule:
-    """Return the rule of a pointwise loss.
+    """Return the rule of a pointwise loss of the operand, the target, and any weights.
 
-    Args:
-        operands: the operand, the target, and weights if the loss takes them.
-        reduction: ATen's number of the reduction.
-        of_zeros: the loss of an element whose operand and target are zero. If it is 0, zero padding adds nothing to a
-            sum. A dim may then be split unevenly if both operands have it, because a broadcast operand has no padding
-            to fill.
+    `of_zeros` is the loss of an element whose operand and target are zero. If it is 0, zero padding adds nothing to a
+    sum, and dims of both operands may be split unevenly. A broadcast operand has no padding to fill.
     """
     sides, (dims,) = elementwise([operand.shape for operand in operands])
     both = set(names(sides[0])) & set(names(sides[1]))
@@ -273,7 +277,7 @@ def pointwise_loss_backward(grad: torch.Tensor, x: torch.Tensor, target: torch.T
 
 @sharding_rule(aten.mse_loss_backward.default)
 def mse_loss_backward(grad: torch.Tensor, x: torch.Tensor, target: torch.Tensor, reduction: int) -> Rule:
-    """Return the rule of 2 grad (x - target), which is linear in grad, and in x and target together."""
+    """Return the rule of 2 grad (x - target), which is linear in `grad`, and in `x` and `target` together."""
     rule = _pointwise_loss_backward([grad, x, target], reduction)
     return replace(rule, linear=[(0,), (1, 2)])
 
@@ -295,8 +299,5 @@ def _pointwise_loss_backward(operands: Sequence[torch.Tensor], reduction: int) -
 
 
 def _local_mean(context: LocalContext, *args: Any, **kwargs: Any) -> Any:
-    """Emit the operator on the rank's piece, and multiply its result by the piece's share of all elements.
-
-    The sum of these products over all ranks is the mean over the whole. Gradients of a mean are scaled in the same way.
-    """
+    """Emit the operator on the piece, scaled by the piece's share of all elements, so that ranks' results add up."""
     return context.call(aten.div.Scalar, context.default(*args, **kwargs), whole_to_piece(context, context.factors))

@@ -63,12 +63,9 @@ def _norm(x: torch.Tensor, normalized: Sequence[int], weights: Sequence[Any], lo
 
 
 def affine(weights: Sequence[torch.Tensor | None], results: int) -> list[Carry]:
-    """Return carries of partial values through weight and bias into the first result, which is affine in both.
+    """Return carries through the weight and bias of a norm into its first result, which is affine in both.
 
-    Args:
-        weights: the second operand and further operands: the weight, and the bias if the operator has one. An absent
-            tensor is None.
-        results: the number of results.
+    `weights` has weight and bias, or None for an absent tensor. `results` is the number of the norm's results.
     """
     present = tensors(*weights)
     if not present:
@@ -134,13 +131,8 @@ def _norm_backward(
 def _carried_back(weights: Sequence[Any], statistics: int, output_mask: Sequence[bool]) -> list[Carry]:
     """Return carries of sums through the backward of a norm.
 
-    The operands are the gradient, the operand, the statistics of its rows, and the weight. The statistics are the mean,
-    if the norm has it, then the inverse deviation.
-
-    Args:
-        weights: the weight, and the bias if the operator has one.
-        statistics: the number of statistics, 1 or 2.
-        output_mask: whether each gradient is asked for.
+    The operands are the gradient, the operand, the statistics of its rows, and the weight. The statistics (1 or 2) are
+    the mean, if the norm has it, then the inverse deviation.
     """
     weight, inverse = 2 + statistics, 1 + statistics
     centred = (1, *range(2, inverse))

@@ -47,7 +47,7 @@ The arguments are the call's arguments with local values. The result stands for 
 
 
 class OperandCondition(StrEnum):
-    """A condition on one operand of a call under which another operand may be a partial sum.
+    """Condition on one operand of a call under which another operand may be a partial sum.
 
     If the condition fails, addends could become infinite, and their sum NaN, where one device has a number
     (`autoshard.rules.linearity`).
@@ -71,10 +71,10 @@ class Carry:
     """A way for partial values to pass a call: if these operands are partial over an axis, so are the results.
 
     Args:
-        operands: indices of the operands that are partial. No other operand is partial over the axis.
+        operands: indices of the partial operands. All other operands are not partial over the axis.
         reduction: the pending reduction of these operands.
-        results: the pending reduction of each result, or None for a result that is not partial. If left out, all
-            results have the reduction of the operands.
+        results: the pending reduction of each result, or None for a result that is not partial. By default, all results
+            have `reduction`.
     """
 
     operands: frozenset[int]
@@ -179,27 +179,22 @@ class BoundRule:
 
     @property
     def splittable(self) -> tuple[str, ...]:
-        """The factors that a mesh axis may split, in order of appearance."""
+        """The factors that one mesh axis may split alone, in order of appearance."""
         return tuple(factor for factor in self.sizes if factor not in self.blocked)
 
     def may_communicate(self, factor: str) -> bool:
-        """Whether the call's rewrite may communicate between the ranks that split `factor`."""
+        """Whether the call's rewrite may communicate between the ranks that split `factor` alone."""
         return factor in self.whole or factor in self.exchanged
 
     def is_reduced(self, factor: str, output: int) -> bool:
-        """Whether result `output` is partial if `factor` is split."""
+        """Whether result `output` is partial over the axes that split `factor`."""
         if _has(self.outputs[output], factor) or output in self.whole.get(factor, ()):
             return False
         return any(_has(dims, factor) for dims in self.inputs)
 
 
 def bind(rule: Rule, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> BoundRule:
-    """Return a rule with the sizes of its factors, which follow from the shapes of a call.
-
-    Args:
-        rule: the rule of the call's operator.
-        inputs: shapes of the tensor operands, in order.
-        outputs: shapes of the results, in order.
+    """Return `rule` with the sizes of its factors, from the shapes of a call's tensor operands and results.
 
     Raises:
         InvalidSpecError: the notation does not fit the shapes, or a reduced factor has no reduction.

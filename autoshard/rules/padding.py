@@ -39,15 +39,9 @@ _INTEGER_DIVISIONS = frozenset(
 def padding_of(
     operator: Any, rule: Rule, bound: BoundRule, dtypes: Sequence[torch.dtype]
 ) -> Mapping[str, tuple[Fill, ...]]:
-    """Return a dict from each factor that may be split unevenly to the fill value of each operand's padding.
+    """Return, for each factor that may be split unevenly, the value that fills padding of each operand.
 
-    A fill value of None leaves the padding of an operand unchanged.
-
-    Args:
-        operator: the operator of the call.
-        rule: the rule of the call.
-        bound: the rule with the sizes of the call.
-        dtypes: the dtypes of the tensor operands.
+    None stands for padding that is not filled.
     """
     if rule.local is not None and rule.padding is None:
         return {}
@@ -91,10 +85,7 @@ def _is_parallel(bound: BoundRule, factor: str) -> bool:
 
 
 def _is_linear_sum(bound: BoundRule, factor: str) -> bool:
-    """Whether results are sums over `factor` to which zero padding adds zero.
-
-    That holds if the results are linear in a set of operands that all have the factor.
-    """
+    """Whether zero padding adds zero: results are sums over `factor`, linear in operands that all have the factor."""
     if bound.reduce.get(factor) is not Reduction.SUM or factor in bound.whole:
         return False
     groups = [group - bound.added for group in bound.linear]

@@ -47,13 +47,10 @@ Ints = int | Sequence[int]
 
 
 def _rule(x: torch.Tensor, windows: Sequence[HaloWindow], operands: str, results: str, **options: Any) -> Rule:
-    """Return a rule whose operands and results are planes of elements or of windows.
+    """Return a rule with further fields `options`, whose operands and results are planes of elements or of windows.
 
-    Args:
-        x: the operand of the forward.
-        windows: the windows along each spatial dim.
-        operands, results: a letter for each tensor, "x" for a plane of elements and "y" for a plane of windows.
-        options: further fields of `Rule`.
+    `operands` and `results` have a letter for each tensor: "x" for a plane of elements, "y" for a plane of windows. `x`
+    is the operand of the forward.
     """
     batch = named(x.dim() - len(windows))
     dims: dict[str, Dims] = {
@@ -94,10 +91,7 @@ def _count(size: int, kernel: int, stride: int, padding: int, dilation: int, *, 
 
 
 def _adaptive_windows(x: torch.Tensor, sizes: Sequence[int]) -> tuple[HaloWindow, ...]:
-    """Return the windows of adaptive pooling to `sizes`.
-
-    If a dim's size is no multiple of its number of windows, `HaloWindow.fits` is False, and the dim is not split.
-    """
+    """Return the windows of adaptive pooling. A dim fits only if its size is a multiple of its number of windows."""
     pairs = zip(x.shape[x.dim() - len(sizes) :], sizes, strict=True)
     return tuple(
         HaloWindow(dim - len(sizes), size, count, size // max(count, 1), size // max(count, 1), 0)
@@ -129,7 +123,7 @@ def _to_whole(context: LocalContext, indices: Any, windows: Sequence[HaloWindow]
 def _to_piece(context: LocalContext, indices: Any, windows: Sequence[HaloWindow], split: Sequence[Halo]) -> Any:
     """Emit the conversion of indices into the whole plane to indices into the rank's piece with halos.
 
-    Indices outside the piece, such as 0 in padding of the batch, become some index inside.
+    An index outside the piece, such as 0 in padding of the batch, becomes an arbitrary index inside the piece.
     """
     starts = {halo.dim: halo.start(context) for halo in split}
     places = _places(context, indices, [window.size for window in windows])
@@ -142,13 +136,12 @@ def _to_piece(context: LocalContext, indices: Any, windows: Sequence[HaloWindow]
 
 
 def _extended_sizes(context: LocalContext, windows: Sequence[HaloWindow], split: Sequence[Halo]) -> list[int]:
-    """Return the size of each spatial dim of the rank's plane with halos."""
     extended = {halo.dim: halo.extended_size(context) for halo in split}
     return [extended.get(window.dim, window.size) for window in windows]
 
 
 def _places(context: LocalContext, indices: Any, sizes: Sequence[int]) -> list[Any]:
-    """Emit the conversion of flat indices into a plane of `sizes`. Return the indices along each dim of the plane."""
+    """Emit the conversion of flat indices into a plane of `sizes` to indices along each dim of the plane."""
     places = []
     for size in reversed(sizes[1:]):
         places.append(context.call(aten.remainder.Scalar, indices, size))
@@ -164,9 +157,9 @@ def _flat(context: LocalContext, places: Sequence[Any], sizes: Sequence[int]) ->
 
 
 def _without_values(context: LocalContext, x: Any, split: Sequence[Halo]) -> Any:
-    """Emit an empty tensor with the shape of `x` after its extension by the halos `split`, and return the tensor.
+    """Emit an empty tensor with the shape of operand 1, `x`, extended by the halos `split`.
 
-    It stands for `x`, operand 1, in calls that only read the operand's shape. If `split` is empty, return `x` itself.
+    It serves calls that only read the operand's shape. Without halos, return `x` itself.
     """
     if not split:
         return x
@@ -251,7 +244,7 @@ def _adaptive_max_pool_backward(space: int) -> Callable[..., Rule]:
 
 
 def _local_sizes(context: LocalContext, windows: Sequence[HaloWindow], sizes: Sequence[int]) -> list[int]:
-    """Return the number of windows on each rank along each spatial dim."""
+    """Return the size of a rank's result along each spatial dim. `sizes` has the sizes of the whole result."""
     pairs = zip(windows, sizes, strict=True)
     return [context.local_size(window.factor) if window.fits else size for window, size in pairs]
 

@@ -1,9 +1,8 @@
 """Rules of recurrent layers. Only the batch, the factor `b`, may be split.
 
 Each time step multiplies the whole hidden state by a matrix, so a split of features would need a collective at every
-step. The product of the input with its weights is not part of the operator (`autoshard.kernels.recurrent`). The rule of
-`aten.mm` splits its features and gates. Gradients of weights are sums over `b`. All gradients are linear in the
-incoming gradients together.
+step. The product of the input with its weights is an `aten.mm` outside the operator (`autoshard.kernels.recurrent`).
+Gradients of weights are sums over `b`. All gradients are linear in the incoming gradients together.
 """
 
 from __future__ import annotations
@@ -79,8 +78,8 @@ def rnn_backward(
 
 
 def _backward(grads: list[str], operands: list[str], results: list[str]) -> Rule:
-    """Return the rule of a backward, which is linear in the incoming gradients together.
+    """Return the rule of the backward of a recurrent layer from the notation of gradients, operands and results.
 
-    The arguments have the notation of each incoming gradient, of each further operand, and of each result.
+    The backward is linear in the incoming gradients `grads` together.
     """
     return _rule([*grads, *operands], results, reduce={"b": "sum"}, linear=[range(len(grads))])

@@ -50,19 +50,17 @@ def _reduction(
     is_move: bool = True,
     dtype: torch.dtype | None = None,
 ) -> Rule:
-    """Return the rule of an operator that reduces some dims, and whose result is partial if they are split.
+    """Return the rule of an operator that reduces the dims `dim` (None: all) by `reduction`.
+
+    If a reduced dim is split, the result is partial.
 
     Args:
-        x: the operand.
-        dim: the reduced dims. None stands for all dims.
-        keepdim: whether the result has the reduced dims with size one.
-        reduction: the reduction over the dims.
         is_linear: whether the operator is linear. Then padding is filled with zeros.
-        local: the rewrite.
+        local: the rewrite, or None.
         fill: the fill value of padding that does not change the result, or None.
-        carries: partial values that pass.
+        carries: further ways for partial operands to pass.
         is_move: whether the result is the operand if all reduced dims have size one.
-        dtype: the dtype to which elements are converted first. None stands for `_widened`.
+        dtype: the dtype to which elements are converted first; by default `_widened`.
     """
     dtype = dtype or (_widened(x) if reduction in ("sum", "product") else x.dtype)
     dims, removed = named(x.dim()), _positions(x, dim)
@@ -89,12 +87,10 @@ def _of_operand(source: torch.dtype, target: torch.dtype) -> list[Carry]:
 
 
 def _positions(x: torch.Tensor, dim: DimList) -> tuple[int, ...]:
-    """Return the indices of the reduced dims. A scalar has none."""
     return normal_dims(dim, x.dim()) if x.dim() else ()
 
 
 def _over_whole(x: torch.Tensor, dim: DimList, keepdim: bool, results: int = 1, carries: Sequence[Carry] = ()) -> Rule:
-    """Return the rule of a reduction whose reduced dims cannot be split."""
     dims = with_blocked(named(x.dim()), removed := _positions(x, dim))
     return Rule(((dims,), (without(dims, removed, keepdim=keepdim),) * results), carries=carries)
 
@@ -105,7 +101,7 @@ def _split_inside(
 ) -> Rule:  # fmt: skip
     """Return the rule of a reduction whose rewrite `local` communicates if reduced dims are split.
 
-    `local` takes the factors of the reduced dims as the keyword `factors`. `fill` is the fill value of padding.
+    `local` takes the factors of the reduced dims as the keyword `factors`.
     """
     dims, removed = named(x.dim()), _positions(x, dim)
     factors = names(dims[position] for position in removed)
@@ -155,7 +151,7 @@ def mean_all(x: torch.Tensor, **kwargs: Any) -> Rule:
 
 
 def _mean(x: torch.Tensor, dim: DimList, keepdim: bool) -> Rule:
-    """Return the rule of a mean. The rewrite multiplies a piece's mean by the piece's share of all elements."""
+    """Return the rule of a mean, whose rewrite multiplies a piece's mean by the piece's share of all elements."""
     reduced = names(named(x.dim())[position] for position in _positions(x, dim))
 
     def local(context: LocalContext, *args: Any, **kwargs: Any) -> Any:
@@ -201,7 +197,7 @@ def _is_boolean(x: torch.Tensor) -> bool:
 
 
 def _of_booleans(x: torch.Tensor, carries: list[Carry]) -> list[Carry]:
-    """Return the carries if `x` is boolean. `any` and `all` of numbers compare them with zero, and lose their order."""
+    """Return `carries` if `x` is boolean, else none: `any` and `all` compare numbers with 0, and lose their order."""
     return carries if _is_boolean(x) else []
 
 
@@ -237,9 +233,10 @@ def norm_all(x: torch.Tensor, p: float = 2) -> Rule:
 
 @sharding_rule(aten.linalg_vector_norm.default)
 def vector_norm(x: torch.Tensor, ord: float = 2, dim: DimList = None, keepdim: bool = False, **kwargs: Any) -> Rule:
-    """Return the rule. For the orders infinity, -infinity, 1 and 0, the norms of pieces are reduced.
+    """Return the rule of a norm of order `ord`.
 
-    For other orders, the rewrite sums the powers of the pieces' norms.
+    For the orders infinity, -infinity, 1 and 0, ranks reduce the norms of pieces. For other orders, ranks sum the
+    norms' powers.
     """
     reduction = {math.inf: "max", -math.inf: "min", 1: "sum", 0: "sum"}.get(ord)
     if reduction is not None:
@@ -291,7 +288,7 @@ sharding_rule(aten.min.dim)(_extreme(aten.min.dim, Reduction.MIN))
 
 @sharding_rule(aten.aminmax.default)
 def aminmax(x: torch.Tensor, *, dim: int | None = None, keepdim: bool = False) -> Rule:
-    """Return the rule. If the reduced dims have size one, both results are the operand, and partial values pass."""
+    """Return the rule of `aminmax`. If reduced dims have size one, both results are the operand, and may be partial."""
     is_move = all(x.shape[position] == 1 for position in _positions(x, dim))
     carries = meaningful([x], [*sums((0,)), *moving((0,))]) if is_move else []
     if not can_travel(x.dtype):
@@ -319,9 +316,10 @@ def kthvalue(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> R
 
 
 def _arg_extreme(op: Any, fill: Reduction) -> RuleFunction:
-    """Return the rule function of `argmax` or `argmin`. The reduced dim may be split.
+    """Return the rule function of `argmax` or `argmin`, whose reduced dim may be split.
 
-    Without `dim`, the indices of pieces of a matrix are not in order, so its dims cannot be split.
+    `op` is `max.dim` or `min.dim`, and the identity of `fill` fills padding. Without `dim`, the flat indices of a
+    matrix's pieces are not in order, so its dims cannot be split.
     """
 
     def rule(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Rule:
@@ -345,7 +343,7 @@ sharding_rule(aten.argmin.default)(_arg_extreme(aten.min.dim, Reduction.MIN))
 
 @sharding_rule(aten.logsumexp.default)
 def logsumexp(x: torch.Tensor, dim: DimList, keepdim: bool = False) -> Rule:
-    """Return the rule. Integers are only split evenly, because no integer in padding leaves the result unchanged."""
+    """Return the rule of a log-sum-exp. It splits integers only evenly, as no integer in padding keeps the result."""
     carries = _of_one(x, dim)
     if x.is_complex():
         return _over_whole(x, dim, keepdim, carries=carries)
@@ -412,7 +410,7 @@ def _along(
 
 
 def _scan(*, is_product: bool) -> RuleFunction:
-    """Return the rule function of cumulative sums or products. Their dim may be split."""
+    """Return the rule function of cumulative sums or products, whose dim may be split."""
 
     def rule(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Rule:
         is_number = x.is_floating_point() or x.is_complex()
@@ -474,7 +472,7 @@ def topk(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: b
 
 @sharding_rule(aten.renorm.default)
 def renorm(x: torch.Tensor, p: float, dim: int, maxnorm: float) -> Rule:
-    """Return the rule. Only `dim` may be split, because each slice along it is scaled by its own norm."""
+    """Return a rule that may split only `dim`, because each slice along `dim` is scaled by its own norm."""
     kept = normal_dim(dim, x.dim())
     dims = with_blocked(named(x.dim()), [position for position in range(x.dim()) if position != kept])
     return Rule(((dims,), (dims,)))
@@ -492,7 +490,7 @@ def glu_backward(grad: torch.Tensor, x: torch.Tensor, dim: int) -> Rule:
 
 @sharding_rule(aten.histc.default)
 def histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Rule | None:
-    """Return the rule, in which counts of pieces are summed, or None if the range depends on the data."""
+    """Return a rule that sums the counts of pieces, or None if the range of the bins depends on the data."""
     if min >= max:
         return None
     dims = named(x.dim())

@@ -2,7 +2,7 @@
 
 A rule function takes the arguments of a call, with fake or meta tensors of global shape. It returns a `Rule`, a
 notation string such as "m k, k n -> m n", or None if the call cannot be split. The rules of autoshard are registered
-when the modules of `autoshard.rules` are imported. Registering an operator twice raises an error.
+when the modules of `autoshard.rules` are imported.
 """
 
 from __future__ import annotations
@@ -47,10 +47,7 @@ def sharding_rule(*operators: Any) -> Callable[[_Function], _Function]:
 
 
 def rule_of(*targets: Any) -> Callable[[_Function], _Function]:
-    """Register the decorated function as the sharding rule of `targets`, as `sharding_rule` does.
-
-    Targets may be any functions that a program calls, including Python functions of the planner.
-    """
+    """Register the decorated function as the sharding rule of `targets`, any functions that a program may call."""
 
     def register(function: _Function) -> _Function:
         if not callable(function):
@@ -77,10 +74,9 @@ def _is_name(operator: Any) -> bool:
 
 
 def checked_operator(operator: Any) -> OpOverload:
-    """Return the overload that traced programs have for `operator`.
+    """Return the overload that programs have for `operator`.
 
-    Raises:
-        OperatorError: `operator` is no operator, or a packet of several overloads.
+    Raise `OperatorError` if `operator` is no operator, or has several overloads.
     """
     found = as_overload(operator)
     if not isinstance(found, OpOverload):
@@ -94,10 +90,9 @@ def checked_operator(operator: Any) -> OpOverload:
 
 
 def as_overload(operator: Any) -> Any:
-    """Return the overload that traced programs have for `operator`. Return any object that is no operator unchanged.
+    """Return an operator's only overload, and any other object unchanged.
 
-    Raises:
-        OperatorError: `operator` is a packet such as `torch.ops.aten.add` that has several overloads.
+    Raise `OperatorError` for an operator with several overloads.
     """
     if isinstance(operator, CustomOpDef):
         return operator._opoverload
@@ -111,31 +106,28 @@ def as_overload(operator: Any) -> Any:
 
 
 def has_rule(operator: Any) -> bool:
-    """Whether `operator` has a sharding rule."""
+    """Whether `operator` has a written or inferred sharding rule."""
     return find_rule(as_overload(operator)) is not None
 
 
 def author_of_rule(operator: Any) -> str | None:
-    """Return the name of the module that defines an operator's sharding rule, or None without a rule."""
+    """Return the name of the module that defines an operator's rule function, or None without a rule."""
     function = find_rule(as_overload(operator))
     return None if function is None else function.__module__
 
 
 def mark_inferred(operator: Any, rules: tuple[str, ...]) -> None:
-    """Record that an operator's rules, given as texts, were found by running the operator."""
+    """Record that the rules of `operator` were found by running the operator. `rules` has their notations as texts."""
     _inferred[operator] = rules
 
 
 def inferred_operators() -> dict[str, tuple[str, ...]]:
-    """Return a dict from the name of each operator with inferred rules to these rules as texts.
-
-    A plan that uses inferred rules is right only if the rules are right.
-    """
+    """Return a dict from the name of each operator with inferred rules to these rules, as texts."""
     return {str(operator): rules for operator, rules in _inferred.items()}
 
 
 def find_rule(operator: Any) -> RuleFunction | None:
-    """Return the rule function of an operator, or None."""
+    """Return the rule function that is registered for an operator, or None."""
     return _rules.get(operator) or _rules.get(str(operator))
 
 
@@ -146,12 +138,9 @@ def bound_rule(
     outputs: Sequence[torch.Tensor | None],
     ranges: Sequence[Range] | None = None,
 ) -> BoundRule | None:
-    """Return the rule of one call with the sizes of its factors.
-
-    The result is None if the operator has no rule, or if its rule function returns None for the call.
+    """Return the rule of one call with the sizes of its factors, or None if the call has no rule.
 
     Args:
-        operator: a `torch.ops` overload.
         args, kwargs: the call's arguments, with fake or meta tensors of global shape.
         outputs: the call's results, as fake or meta tensors. None entries of a tuple result are skipped.
         ranges: possible numbers of each tensor operand. By default, all operands are finite and nonzero.
@@ -179,7 +168,6 @@ def bound_rule(
 def _rule_for_call(
     operator: Any, function: RuleFunction, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Rule | None:
-    """Call a rule function and return its rule. Raise `OperatorError` if a user's function fails or returns no rule."""
     try:
         rule = function(*args, **kwargs)
     except Exception as error:
@@ -206,9 +194,9 @@ def _place(function: RuleFunction) -> str:
 
 
 def _wraps(dtype: torch.dtype, results: Sequence[torch.Tensor]) -> bool:
-    """Whether `dtype` is a narrow integer and some result has another dtype.
+    """Whether addends of the integer dtype `dtype` may have wrapped round before conversion to a result's dtype.
 
-    Then addends of type `dtype` may have wrapped round, and the sum of the results over ranks would be wrong.
+    This is so if the dtype has less than 64 bits and differs from the dtype of a result.
     """
     is_narrow = dtype.itemsize < 8 and dtype != torch.bool and not dtype.is_floating_point and not dtype.is_complex
     return is_narrow and any(result.dtype != dtype for result in results)
@@ -217,8 +205,7 @@ def _wraps(dtype: torch.dtype, results: Sequence[torch.Tensor]) -> bool:
 def _with_complex_sums_alone(rule: Rule, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Rule:
     """Return the rule restricted so that complex numbers are partial only as sums.
 
-    Complex numbers have no order, so they have no maxima. Collectives send them as pairs of real numbers, so they
-    cannot compute complex products.
+    Complex numbers have no order, so no maxima. Collectives send pairs of real numbers, which have no complex product.
     """
     if rule.transparent:
         rule = replace(rule, transparent=False, linear=[*rule.linear, (0,)])
@@ -236,10 +223,8 @@ def _with_complex_sums_alone(rule: Rule, operands: Sequence[torch.Tensor], resul
 def evaluate(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Run one call on the "meta" device and return its tensor results, which have shapes and dtypes but no values.
 
-    If shapes depend on values (a mask as an index), the call runs on the real operands.
-
-    Raises:
-        NotImplementedError: shapes depend on values, and an operand is on "meta" or fake.
+    If shapes depend on values (a mask as an index), the call runs on the real operands. Raise `NotImplementedError` if
+    one of these operands has no values.
     """
     named: dict[str, Any] = dict(_on_meta(kwargs))
     if any(argument.name == "device" for argument in operator._schema.arguments):

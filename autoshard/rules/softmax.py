@@ -34,11 +34,9 @@ def _softmax(*, is_log: bool) -> RuleFunction:
 
 
 def _softmax_to(*, is_log: bool = False, is_safe: bool = False) -> RuleFunction:
-    """Return the rule function of an operator that takes the dtype of its result, such as `aten.softmax.int`.
+    """Return the rule function of a softmax with the arguments (x, dim, dtype). `dtype` is the dtype of the result.
 
-    Args:
-        is_log: whether it is the log-softmax.
-        is_safe: whether a row of minus infinities gives zeros.
+    With `is_log`, the operator is log-softmax. With `is_safe`, rows of -inf give zeros.
     """
 
     def rule(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Rule:

@@ -1,8 +1,7 @@
 """Functions for rewrites of operators that need every element of a dim, if the dim is split.
 
-Ranks exchange only small summaries: the maximum of a row, its sum, the last element of a scan. Each function emits
-calls that compute the operator's result, by reducing or gathering the summaries of the ranks that split the dim.
-Padding has the fill values of the rules: 0 for sums, the smallest number for maxima.
+Ranks exchange only small summaries: the maximum of a row, its sum, the last element of a scan. Padding has the fill
+values of the rules: 0 for sums, the smallest number for maxima.
 """
 
 from __future__ import annotations
@@ -30,16 +29,14 @@ def split_along(
     x: torch.Tensor, dim: int, local: Rewrite, fill: Fill, *, operands: int = 1, is_linear: bool = False,
     carries: Sequence[Carry] = (), is_even: bool = False,
 ) -> Rule:  # fmt: skip
-    """Return the rule of an operator along one dim, which may be split.
+    """Return the rule of an operator along dim `dim`, which may be split. All tensors have the shape of `x`.
 
     Args:
-        x: an operand. All operands and the result have its shape.
-        dim: the dim along which the operator works.
         local: the rewrite. It takes the factor of the dim as the keyword `factor`.
         fill: the fill value of padding along the dim.
-        operands: the number of operands.
+        operands: the number of tensor operands.
         is_linear: whether the operator is linear in the first operand.
-        carries: other partial values that pass.
+        carries: further ways for partial operands to pass.
         is_even: whether the dim may only be split evenly.
     """
     dims = named(max(x.dim(), 1))
@@ -62,7 +59,7 @@ def can_travel(*dtypes: torch.dtype) -> bool:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which statistics of a row of `dtype` are computed: float32 for 16-bit floats."""
+    """Return the dtype for statistics of a row of `dtype`: float32 for 16-bit floats, else `dtype` itself."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -72,7 +69,7 @@ def is_any_split(context: LocalContext, factors: Iterable[str]) -> bool:
 
 
 def converted(context: LocalContext, value: Any, source: torch.dtype, target: torch.dtype) -> Any:
-    """Emit the conversion of a value from dtype `source` to `target`, and return the converted value."""
+    """Emit the conversion of a value from dtype `source` to `target`; return `value` itself if they are equal."""
     return value if source == target else context.call(aten._to_copy.default, value, dtype=target)
 
 
@@ -84,12 +81,15 @@ def reduce_over(context: LocalContext, value: Any, reduction: str, factors: Iter
 
 
 def total(context: LocalContext, value: Any, dims: Sequence[int], factors: Iterable[str]) -> Any:
-    """Emit the sum over `dims` of all ranks' pieces. The dims stay with size one. `factors` are the dims' factors."""
+    """Emit the sum of `value` over `dims` of all ranks' pieces. The dims stay with size one.
+
+    `factors` are the factors of these dims.
+    """
     return reduce_over(context, context.call(aten.sum.dim_IntList, value, list(dims), True), "sum", factors)
 
 
 def log_sum_exp(context: LocalContext, of_pieces: Any, factors: Sequence[str]) -> Any:
-    """Emit the log-sum-exp of the whole, given the log-sum-exp l_i of each rank's piece.
+    """Emit the log-sum-exp of whole rows, given `of_pieces`, the log-sum-exp l_i of each rank's piece.
 
     It is m + log(sum_i exp(l_i - m)) with m = max_i l_i. An infinite m is replaced by 0.
     """
@@ -116,9 +116,10 @@ def softmax(context: LocalContext, x: Any, dim: int, factor: str, *, is_log: boo
 
 
 def softmax_backward(context: LocalContext, grad: Any, output: Any, dim: int, factor: str, *, is_log: bool) -> Any:
-    """Emit the gradient of the operand of softmax or log-softmax along a split dim, given the result y and gradient g.
+    """Emit the gradient of the operand of softmax or log-softmax along a split dim.
 
-    It is y (g - sum(g y)) for softmax, and g - exp(y) sum(g) for log-softmax.
+    Let y be `output` and g be `grad`. The gradient is y (g - sum(g y)) for softmax, and g - exp(y) sum(g) for
+    log-softmax.
     """
     call = context.call
     if is_log:
@@ -133,15 +134,12 @@ def moments(
 ) -> tuple[Any, Any, Any]:
     """Emit mean, centred elements and the sum of their squares over some dims, in two passes over the piece.
 
+    `dims` stay with size one in mean and sum. Centred elements are zero in padding.
+
     Args:
-        context: the pieces of the rank.
         x: the piece of the rank, with zeros in padding.
-        dims: the dims over which moments are taken.
         factors: the factors of `dims`.
         count: the number of elements of `dims` over all ranks.
-
-    Returns:
-        The three tensors. `dims` have size one in the mean and in the sum. Centred elements are zero in padding.
     """
     mean = context.call(aten.div.Scalar, total(context, x, dims, factors), count)
     centred = without_padding(context, context.call(aten.sub.Tensor, x, mean), factors, 0)
@@ -149,10 +147,7 @@ def moments(
 
 
 def without_padding(context: LocalContext, value: Any, factors: Iterable[str], operand: int = 0) -> Any:
-    """Emit calls that write zeros into the padding of `factors` in `value`, and return the filled value.
-
-    `value` has the dims of operand number `operand`.
-    """
+    """Emit `value` with zeros in the padding of `factors`. `value` has the dims of operand number `operand`."""
     for factor in factors:
         if context.global_size(factor) % context.shards(factor):
             value = context.fill(value, operand, factor, 0)
@@ -163,9 +158,9 @@ def variance(
     context: LocalContext, x: Any, dims: Sequence[int], factors: Sequence[str], count: int, correction: float,
     *, is_root: bool,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Emit variance, or its root, and mean over some dims, which stay with size one.
+    """Emit variance (its root if `is_root`) and mean over `dims`, which stay with size one.
 
-    The arguments are those of `moments`, and `correction` is that of `torch.var`.
+    `correction` is that of `torch.var`. The other arguments are those of `moments`.
     """
     mean, _, squares = moments(context, x, dims, factors, count)
     result = context.call(aten.div.Scalar, squares, max(0, count - correction))
@@ -186,17 +181,10 @@ def first_extreme(context: LocalContext, op: Any, x: Any, dim: int, keepdim: boo
 
 
 def scan(context: LocalContext, scanned: Any, dim: int, factor: str, dtype: torch.dtype, *, is_product: bool) -> Any:
-    """Emit cumulative sums or products along a split dim, given the sums or products of the rank's own piece.
+    """Emit cumulative sums or products along a split dim, from the sums or products `scanned` of the rank's own piece.
 
-    The total of all earlier pieces is added to the rank's sums, or multiplied with the rank's products.
-
-    Args:
-        context: the pieces of the rank.
-        scanned: the cumulative sums or products of the rank's piece.
-        dim: the dim of the scan.
-        factor: the factor of the dim.
-        dtype: the dtype of the result.
-        is_product: whether to compute products instead of sums.
+    The total of all earlier pieces is added to the rank's sums, or multiplied with the rank's products. `dtype` is
+    their dtype.
     """
     call = context.call
     last = call(aten.narrow.default, scanned, dim, context.local_size(factor) - 1, 1)

@@ -27,7 +27,6 @@ aten = torch.ops.aten
 
 
 def _width(ndim: int) -> tuple[list[int], tuple[str, ...]]:
-    """Return the last `ndim` dims as negative indices, and their factors n0, n1, ..."""
     return list(range(-ndim, 0)), tuple(f"n{index}" for index in range(ndim))
 
 
@@ -46,12 +45,12 @@ def _statistics_dtype(x: torch.Tensor, weights: Sequence[torch.Tensor | None]) -
 
 
 def _promoted(x: torch.Tensor, weights: Sequence[torch.Tensor | None]) -> torch.dtype:
-    """Return the dtype of a product of weights and normalised elements. The elements have at least 32 bits."""
+    """Return the dtype of a product of `weights` and normalised elements of `x`, at least float32."""
     return reduce(torch.promote_types, (weight.dtype for weight in tensors(*weights)), wide(x.dtype))
 
 
 def layer_norm(like: torch.Tensor, ndim: int, weights: Sequence[torch.Tensor | None]) -> Rewrite:
-    """Return the rewrite of `native_layer_norm` over the last `ndim` dims of an operand like `like`."""
+    """Return the rewrite of `native_layer_norm` over the last `ndim` dims of the operand `like`."""
     (dims, factors), count = _width(ndim), _count(like, ndim)
     dtype, kept, made = like.dtype, _statistics_dtype(like, weights), _promoted(like, weights)
 
@@ -71,7 +70,7 @@ def layer_norm(like: torch.Tensor, ndim: int, weights: Sequence[torch.Tensor | N
 
 
 def rms_norm(like: torch.Tensor, ndim: int, weight: torch.Tensor | None) -> Rewrite:
-    """Return the rewrite of `_fused_rms_norm` over the last `ndim` dims of an operand like `like`."""
+    """Return the rewrite of `_fused_rms_norm` over the last `ndim` dims of the operand `like`."""
     (dims, factors), count = _width(ndim), _count(like, ndim)
     dtype, made = like.dtype, _promoted(like, [weight])
 
@@ -98,7 +97,7 @@ def _affine(context: LocalContext, normal: Any, weight: Any, bias: Any) -> Any:
 
 
 def layer_norm_backward(like: torch.Tensor, ndim: int, weight: torch.Tensor | None) -> Rewrite:
-    """Return the rewrite of `native_layer_norm_backward` over the last `ndim` dims of an operand like `like`."""
+    """Return the rewrite of `native_layer_norm_backward` over the last `ndim` dims of the operand `like`."""
     _, factors = _width(ndim)
     dtypes = (like.dtype, *[like.dtype if weight is None else weight.dtype] * 2)
     made = _promoted(like, [weight])
@@ -116,7 +115,7 @@ def layer_norm_backward(like: torch.Tensor, ndim: int, weight: torch.Tensor | No
 
 
 def rms_norm_backward(like: torch.Tensor, ndim: int, weight: torch.Tensor | None) -> Rewrite:
-    """Return the rewrite of `_fused_rms_norm_backward` over the last `ndim` dims of an operand like `like`."""
+    """Return the rewrite of `_fused_rms_norm_backward` over the last `ndim` dims of the operand `like`."""
     _, factors = _width(ndim)
     dtypes = (like.dtype, like.dtype if weight is None else weight.dtype)
     made = _promoted(like, [weight])
@@ -136,17 +135,13 @@ def _row_gradients(
     context: LocalContext, like: torch.Tensor, ndim: int, operands: tuple[Any, Any, Any, Any],
     dtypes: Sequence[torch.dtype], made: torch.dtype, output_mask: Sequence[bool], *, is_centred: bool,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Emit the gradients of operand, weight and bias. A gradient that is not asked for is None.
+    """Emit the gradients of operand, weight and bias, or None where `output_mask` does not ask for them.
 
     Args:
-        context: the pieces of the rank.
         like: the operand of the global call.
-        ndim: the number of normalised dims.
         operands: the result's gradient, the operand (centred for layer norm), rstd, and the weight or None.
         dtypes: the dtype of each gradient, two for RMS norm and three for layer norm.
         made: the dtype of products with the weight.
-        output_mask: whether each gradient is asked for.
-        is_centred: whether the norm subtracts the mean.
     """
     call, (dims, factors) = context.call, _width(ndim)
     grad, x, rstd, weight = operands
@@ -178,15 +173,9 @@ def _operand_gradient(
     context: LocalContext, weighted: Any, normal: Any, rstd: Any, over: tuple[list[int], Sequence[str], int],
     *, is_centred: bool,
 ) -> Any:  # fmt: skip
-    """Emit dx as in the module's formula.
+    """Emit dx as in the module's formula, where `weighted` is g w, and `normal` is n.
 
-    Args:
-        context: the pieces of the rank.
-        weighted: g w.
-        normal: n.
-        rstd: the inverse deviation.
-        over: the dims of a row, the factors of these dims, and the number of elements of a row over all ranks.
-        is_centred: whether the norm subtracts the mean.
+    `over` has the dims of a row, their factors, and the number of elements of a row over all ranks.
     """
     call, (dims, factors, count) = context.call, over
     along = call(aten.sum.dim_IntList, call(aten.mul.Tensor, weighted, normal), dims, True)
@@ -208,7 +197,7 @@ def _sum_of_rows(context: LocalContext, value: Any, rows: list[int]) -> Any:
 
 
 def group_norm(like: torch.Tensor, weights: Sequence[torch.Tensor | None], space: Sequence[str]) -> Rewrite:
-    """Return the rewrite of `native_group_norm` for an operand like `like`. `space` has the factors of spatial dims."""
+    """Return the rewrite of `native_group_norm` for the operand `like`. `space` has the factors of spatial dims."""
     dtype, kept, made = like.dtype, _statistics_dtype(like, weights), _promoted(like, weights)
 
     def local(

@@ -1,1 +1,1 @@
-"""Run programs: on the simulator or torch.distributed, behind the modules and steps that `compile` returns."""
+"""Runs compiled programs on the simulator or torch.distributed, behind the modules and steps that `compile` returns."""

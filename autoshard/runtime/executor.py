@@ -1,4 +1,4 @@
-"""`Executor` runs training steps, and calls in pipeline stages, task by task in a proven order."""
+"""`Executor` runs the tasks (forwards, backwards, messages) of steps, and of calls in stages, in a proven order."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from autoshard.runtime.stages.stage_messages import MessagesInProcess, StageMess
 
 
 class Prove(Protocol):
-    """Proves that an order of tasks is complete and ends."""
+    """Proves that an order of tasks does all work once, and ends."""
 
     def __call__(self, order: PipelineOrder, *, trains: bool = True) -> None:
-        """Raise `VerificationError` if the proof fails. With `trains`, the order must have backwards too."""
+        """Raise `VerificationError` if the order is not proven. With `trains`, it must have backwards too."""
         ...
 
 
@@ -36,8 +36,8 @@ class Executor:
     """Runs the training steps of a module, and its calls in pipeline stages. All ranks must call its methods together.
 
     Args:
-        messages: the messages between pipeline stages; None if programs have no stages.
-        prove: proves orders; None to skip the proofs.
+        messages: carries values between stages; None if programs have no stages.
+        prove: proves orders of tasks; None: no proof.
     """
 
     def __init__(self, messages: StageMessages | None = None, prove: Prove | None = None) -> None:
@@ -51,18 +51,15 @@ class Executor:
         return self
 
     def prove(self, order: PipelineOrder, *, trains: bool = True) -> None:
-        """Prove an order before it runs; see `Prove`."""
+        """Prove an order before it runs, if the executor was made with a function `prove`."""
         if self._prove is not None:
             self._prove(order, trains=trains)
 
     def prepare(self, executable: Executable, order: PipelineOrder | None = None) -> CrossingTable:
-        """Prove the order of a program, load its phases, and return the table of its messages between stages.
+        """Prove a program's order, load its phases, and return the table of the values that its stages send each other.
 
-        This is done once per program. All ranks must call for the same programs in the same order.
-
-        Args:
-            executable: the program of a step, or a program in stages.
-            order: the order of a step whose program has no stages.
+        This is done once per program. All ranks must call for the same programs in the same order. `order` is the
+        step's order if the program has no stages.
         """
         return self._tables.get_or_make(executable, lambda: self._prepare(executable, order))
 
@@ -84,7 +81,7 @@ class Executor:
         self, executable: Executable, table: CrossingTable, inputs: Inputs, weights: Sequence[float], take: Take,
         graphs: GraphedPasses | None = None,
     ) -> ProgramRun:  # fmt: skip
-        """Run all forwards and backwards of a call. The stages of the returned run have the summed gradients.
+        """Run all forwards and backwards of a call. The stages of the returned run have the gradients, summed.
 
         `table` is the result of `prepare`. The other arguments are those of `ProgramRun`.
         """
@@ -99,11 +96,9 @@ class Executor:
 
     @torch.no_grad()
     def run_forward(self, executable: Executable, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run a call in stages; return its outputs on every rank, in the order of `executable.outputs`.
+        """Run the forward of a program in stages, on every rank, without gradients.
 
-        Args:
-            executable: the program of a call without gradients, in stages.
-            tensors: global inputs, in the order of `executable.inputs`.
+        `tensors` are in the order of `executable.inputs`, and the results in the order of `executable.outputs`.
         """
         table, found = self.prepare(executable), dict[str, LocalValue]()
 
@@ -118,7 +113,6 @@ class Executor:
 
 
 def _one_stage(executable: Executable, order: PipelineOrder | None) -> StagedProgram:
-    """Return the program of a step without stages as a pipeline of one stage."""
     plan = executable.compiled.plan
     assert order is not None, "a step has an order"
     assert plan is not None, "it was planned"
@@ -142,7 +136,7 @@ def loss_of(executable: Executable) -> LocalSlot:
 def check_sums(phased: PhasedProgram) -> None:
     """Raise `NotAvailableError` if a gradient is a partial maximum, minimum or product.
 
-    Micro-batches add their gradients, which is right for whole values and partial sums only.
+    Micro-batches add their gradients, which is right only for whole values and partial sums.
     """
     lowered = phased.lowered
     nodes = {node.name: node for node in lowered.graph_module.graph.nodes}

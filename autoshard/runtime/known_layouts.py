@@ -1,9 +1,8 @@
 """Convert DTensors to local values and back, fast if their sharding is the same as in the previous call.
 
-Torch describes a DTensor's sharding by a spec object (`_spec`), which torch replaces and never changes. If the local
-tensor of a DTensor is exactly the value that a program reads, this module remembers the DTensor's spec for the
-program's slot. At the next call, a DTensor with the same spec object needs no conversion. A DTensor with another spec
-takes the slow path. No tensor is remembered, so no memory is kept alive.
+Torch describes a DTensor's sharding by a spec object (`_spec`), which it replaces and never changes. If a program can
+read a DTensor's local tensor as it is, this module remembers the spec object for the program's slot. In the next call,
+a DTensor with the same object needs no conversion. No tensor is remembered, so no memory is kept alive.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ _LASTING = (InputKind.PARAMETER, InputKind.STATE)
 """Kinds of inputs that are the same tensors at each call."""
 
 Read = Callable[[torch.Tensor, LocalSlot], torch.Tensor]
-"""Returns the local value of a user's tensor; see `Engine.read`."""
+"""Function `Engine.read`: it returns the local value of a user's tensor for a slot."""
 WriteLike = Callable[[torch.Tensor, LocalSlot, torch.Tensor], torch.Tensor]
-"""Returns a local value as a tensor in the form of another tensor; see `Engine.write_like`."""
+"""Function `Engine.write_like`: it returns a local value as a tensor that is sharded like another tensor."""
 
 
 class Reader:
-    """Returns the local values of a program's inputs.
+    """A function that returns the local values of a program's inputs.
 
     Args:
         slots: the program's input slots, in order.
-        read: the slow path: reads the local value of one tensor.
+        read: converts one tensor, where no remembered spec object helps.
     """
 
     def __init__(self, slots: Sequence[LocalSlot], read: Read) -> None:
@@ -54,9 +53,9 @@ class Reader:
         return found
 
     def _locals_of(self, tensors: list[Any]) -> list[torch.Tensor] | None:
-        """Return the local tensors of DTensors if the program can read all of them as they are; else None.
+        """Return the local tensors of DTensors without conversion, if all have remembered specs; else None.
 
-        The program can do so if the DTensors have the known specs, and the local tensors are contiguous plain tensors.
+        The local tensors must also be contiguous and plain.
         """
         if not are_dtensors(tensors) or not all(map(is_, map(_spec_of, tensors), self._specs.values())):
             return None
@@ -72,11 +71,11 @@ class Reader:
 
 
 class LikeWriter:
-    """Makes the user's tensors from a program's results: DTensors with the placements of given DTensors.
+    """A function that makes DTensors from a program's results, with the placements of given DTensors.
 
     Args:
         slots: the program's output slots, in order.
-        write_like: the slow path: makes one tensor from a local value, in the form of another tensor.
+        write_like: converts one value, where no remembered spec object helps.
     """
 
     def __init__(self, slots: Sequence[LocalSlot], write_like: WriteLike) -> None:
@@ -85,7 +84,7 @@ class LikeWriter:
         self._specs: list[tuple[Any, Any]] = [(None, None)] * len(slots)
 
     def __call__(self, values: Sequence[torch.Tensor], likes: Sequence[torch.Tensor | None]) -> list[Any]:
-        """Return a tensor for each value, in the form of the tensor in `likes`; None if `likes` has None."""
+        """Return each value as a tensor that is sharded like its tensor in `likes`; None if `likes` has None."""
         found: list[Any] = []
         for index, (value, like) in enumerate(zip(values, likes, strict=True)):
             spec, made = self._specs[index]
@@ -110,7 +109,7 @@ def is_same_memory(value: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def are_dtensors(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the type of all tensors is DTensor; parameters that are DTensors have this type too."""
+    """Whether all tensors have the type DTensor. Parameters that are DTensors have this type too."""
     return set(map(type, tensors)) <= {DTensor}
 
 

@@ -1,7 +1,7 @@
 """Rewrite a backward so that outputs without a gradient contribute nothing, as on one device.
 
-A tangent is the gradient of an output. This pass removes the values that depend on missing tangents alone. Zero
-tangents in their place would be wrong, because zero times an infinite derivative is NaN.
+The pass removes the values that depend only on missing tangents (gradients of outputs). Zero tangents in their place
+would be wrong, because zero times an infinite derivative is NaN.
 
 Before → after, without the tangent of `aux`: `add(mm(tangent_main, a), mm(tangent_aux, b))` →
 `add(mm(tangent_main, a), zeros)`.
@@ -20,13 +20,13 @@ _full = torch.ops.aten.full.default
 def without_tangents(
     root: fx.GraphModule, tangents: Collection[int], missing: Collection[int], device: torch.device
 ) -> fx.GraphModule:
-    """Return a copy of a backward that does not read the missing tangents, but has the same inputs.
+    """Return a copy of a backward graph that has the same inputs, but does not read the missing tangents.
 
     Args:
-        root: a functional graph of local values that returns a flat tuple, linear in its tangents.
-        tangents: positions of the tangents among the inputs.
-        missing: positions of the tangents that are not read.
-        device: the device of the zeros.
+        root: a functional graph of local values, linear in its tangents.
+        tangents: positions of all tangents among the graph's inputs.
+        missing: positions of the missing tangents.
+        device: device of the zeros that the new graph needs.
     """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     after_tangent, absent = set[fx.Node](), set[fx.Node]()

@@ -1,4 +1,4 @@
-"""`OfModel`: the base class of a module that has the members and attributes of a user's model."""
+"""`OfModel`: the base class of modules that show the members and attributes of a user's model as their own."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from autoshard.ir.under_trace import is_under_trace
 
 
 class OfModel(nn.Module, ABC):
-    """A module that stands for a user's model. Attributes set before `_become` belong to the module itself.
+    """A module in place of a user's model, with the same members and attributes.
 
-    Each instance gets a class of its own, whose `forward` has the signature of the model's.
+    Attributes set before `_become` belong to the module itself. Each instance gets a class of its own, whose `forward`
+    has the signature of the model's.
     """
 
     _original: tuple[nn.Module]
@@ -30,19 +31,19 @@ class OfModel(nn.Module, ABC):
         """Within the context, parameters are plain whole tensors for the user's own code."""
 
     def _become(self, model: nn.Module) -> None:
-        """Share the members and attributes of `model`: a later change of either module shows in both."""
+        """Share the members and attributes of `model`, so that a later change of either module shows in both."""
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self._original = (model,)
         self.__class__ = _class_for(type(self), type(model))  # pyright: ignore[reportAttributeAccessIssue]
 
     def __reduce__(self) -> Any:
-        """Pickle the module by its base class; `_new_for` makes the class anew."""
+        """Pickle the module by its base class, because its own class is made at run time."""
         (kind, *_), (model,) = type(self).__bases__, self._original
         return _new_for, (kind, type(model)), self.__getstate__()
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Raise `TraceError` for `torch.jit.script`, which calls this method."""
+        """Raise `TraceError`: `torch.jit.script`, which calls this method, cannot compile this module."""
         refuse_capture(f"{type(self).__name__} (the compiled {type(self._original[0]).__qualname__})")
 
     def __getattr__(self, name: str) -> Any:
@@ -57,14 +58,13 @@ class OfModel(nn.Module, ABC):
             return self._of_own_code(found) if isinstance(found, MethodType) else found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the module's own attributes on itself, other attributes on the user's model, and `training` on both."""
+        """Set the module's own attributes on itself, any other attribute on the user's model, `training` on both."""
         if self._is_own(name):
             super().__setattr__(name, value)
         if "_original" in vars(self) and (name == "training" or not self._is_own(name)):
             setattr(self._original[0], name, value)
 
     def __delattr__(self, name: str) -> None:
-        """Delete an attribute of this module, or else of the user's model."""
         if self._is_own(name):
             super().__delattr__(name)
         else:
@@ -75,8 +75,6 @@ class OfModel(nn.Module, ABC):
         return "_original" not in own or name in own or hasattr(type(self), name)
 
     def _of_own_code(self, method: MethodType) -> Callable[..., Any]:
-        """Wrap a method of the user's model to run on whole parameters."""
-
         @wraps(method)
         def run_method(*args: Any, **kwargs: Any) -> Any:
             with self.whole_parameters():
@@ -88,8 +86,7 @@ class OfModel(nn.Module, ABC):
 def _class_for(kind: type[OfModel], model_class: type[nn.Module]) -> type[OfModel]:
     """Return a subclass of `kind` whose `forward` has the signature of the model's `forward`.
 
-    The Trainer of transformers inspects this signature. `torch.compile` of the module, or of code that calls the
-    module, does not compile the call.
+    The Trainer of transformers inspects this signature. `torch.compile` does not compile the call.
     """
 
     @wraps(model_class.forward)
@@ -108,10 +105,7 @@ def _class_for(kind: type[OfModel], model_class: type[nn.Module]) -> type[OfMode
 
 
 def refuse_capture(captured: str) -> NoReturn:
-    """Raise `TraceError`: torch cannot record or compile a compiled model.
-
-    `captured` describes the model in the message.
-    """
+    """Raise `TraceError`: torch (`torch.compile`, `torch.jit`) cannot capture the object that `captured` describes."""
     raise TraceError(
         f"torch.jit.script, torch.jit.trace and torch.export cannot capture a {captured}, which runs a program of its "
         "own on a mesh. Capture the original module instead; .export(folder) writes the weights for it."

@@ -1,4 +1,4 @@
-"""Functions for torch optimizers of a sharded module: about their parameters, their state and their options."""
+"""Functions for torch optimizers of a sharded module: for their parameters, their state and their options."""
 
 from __future__ import annotations
 
@@ -18,13 +18,9 @@ from autoshard.runtime.replaced_parameter import ReplacedParameter, successor_of
 
 
 def rebind_optimizer(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Let an optimizer that was made before `compile` update the DTensors that replaced its parameters.
+    """Make an optimizer from before `compile` update the DTensors that replaced its parameters.
 
-    Groups, their options and attached schedulers stay.
-
-    Args:
-        optimizer: any torch optimizer over parameters of the model.
-        parameters: the present parameters of the model.
+    Groups, their options and attached schedulers stay. `parameters` are the present parameters of the model.
 
     Raises:
         TraceError: the optimizer has parameters of another model, has already taken steps, or has made state without
@@ -44,13 +40,16 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.P
 
 
 def follow_replaced(optimizer: torch.optim.Optimizer) -> None:
-    """In the groups of an optimizer, replace each parameter from before `compile` by the parameter that succeeds it."""
+    """Replace, in an optimizer's groups, each parameter from before `compile` by the DTensor that replaced it."""
     for group in optimizer.param_groups:
         group["params"] = [successor_of(item) for item in group["params"]]
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:
-    """Whether a step has changed a parameter's state since the optimizer was built; true for state without a count."""
+    """Whether the optimizer has taken a step on the parameter with this state.
+
+    True if the state has no count of steps.
+    """
     return float(state.get("step", 1)) > 0
 
 
@@ -65,7 +64,7 @@ def _check_has_values(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, known: Container[int]) -> None:
-    """Raise `TraceError` unless the `id` of every parameter of an optimizer is in `known`."""
+    """Raise `TraceError` if an optimizer has a parameter whose `id` is not in `known`."""
     for number, group in enumerate(optimizer.param_groups):
         strangers = [item for item in group["params"] if id(item) not in known]
         if strangers:
@@ -79,13 +78,10 @@ def check_parameters(optimizer: torch.optim.Optimizer, known: Container[int]) ->
 def lay_out_loaded_state(
     optimizer: torch.optim.Optimizer, lay_out: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> None:
-    """Shard the whole tensors in an optimizer's state as their parameters are sharded.
+    """Shard each whole tensor in an optimizer's state like its parameter.
 
-    A plain `load_state_dict` leaves state tensors whole.
-
-    Args:
-        optimizer: the optimizer, whose state is changed.
-        lay_out: `lay_out(tensor, parameter)` returns the whole `tensor`, sharded as `parameter` is.
+    A plain `load_state_dict` leaves state tensors whole. `lay_out(tensor, parameter)` returns the whole `tensor`,
+    sharded as `parameter` is.
     """
     for held, state in optimizer.state.items():
         parameter = successor_of(held)
@@ -96,9 +92,9 @@ def lay_out_loaded_state(
 
 
 def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer) -> float:
-    """Return the bytes of state that an optimizer keeps per byte of a float32 parameter: 2 for AdamW, 0 for plain SGD.
+    """Return the bytes of state that an optimizer keeps per byte of a float32 parameter: 2.0 for AdamW, 0.0 for SGD.
 
-    If the optimizer has no state yet, a copy of it takes one step on a small parameter, with the first group's options.
+    If the optimizer has no state yet, a copy takes one step on a small parameter, with the first group's options.
     """
     if optimizer.state:
         elements = sum(parameter.numel() for parameter in optimizer.state)
@@ -113,12 +109,11 @@ def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer) -> float:
 
 
 def _held_bytes(state: Mapping[str, Any]) -> int:
-    """Return the bytes of a parameter's state, without step counts."""
     return sum(item.nbytes for item in state.values() if isinstance(item, torch.Tensor) and item.numel() > 1)
 
 
 def named_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Make the torch optimizer with a name such as "adamw", with default options.
+    """Return a torch optimizer by a name such as "adamw", with default options.
 
     The optimizer updates `parameters`, or one placeholder parameter if there are none. "sgd_momentum" is SGD with a
     momentum of 0.9.
@@ -147,7 +142,7 @@ _SIDE = 64
 
 
 class HyperparameterText:
-    """Returns the present hyperparameters of an optimizer as text, which ranks compare and messages show.
+    """A function that returns an optimizer's present hyperparameters as text. Ranks compare it, and messages show it.
 
     The text has the options of each group, `max_grad_norm`, `on_nonfinite` if set, and the number of steps. The text of
     plain options is cached until an option changes.
@@ -163,7 +158,6 @@ class HyperparameterText:
         self._text = ""
 
     def __call__(self) -> str:
-        """Return the text."""
         options = [{**group, "params": None} for group in self._optimizer.param_groups]
         is_plain = all(map(_is_plain, chain(*map(dict.values, options))))
         if not is_plain or options != self._options:

@@ -1,10 +1,8 @@
-"""Let the user's own code, such as `sharded.generate`, read parameters as whole tensors while they are DTensors.
+"""Give the user's own code, such as `sharded.generate`, whole tensors when it reads parameters that are DTensors.
 
-The user's code mixes parameters with plain tensors, which DTensors refuse. So within `whole_parameters`, reading a
-parameter from its module gathers it: `self.weight` is a whole plain tensor. The whole tensor is freed when the forward
-that reads it ends. FSDP gathers module by module in the same way; here it also works for weights that another module
-reads. Every rank runs the same code on the same tensors. Gradients flow back into the shards, and in-place changes
-reach the shards.
+Within `whole_parameters`, reading a parameter from its module gathers it, because DTensors refuse plain tensors. The
+whole tensor is freed when the forward that reads it ends. Every rank runs the same code on the same tensors. Gradients
+flow back into the shards, and in-place changes reach the shards.
 """
 
 from __future__ import annotations
@@ -23,11 +21,9 @@ LayOut = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @contextmanager
 def whole_parameters(model: nn.Module, lay_out: LayOut) -> Iterator[None]:
-    """Within the context, code of `model` and its submodules reads DTensor parameters as whole tensors.
+    """Within the context, code of `model` that reads a DTensor parameter gets a whole tensor.
 
-    Args:
-        model: any module.
-        lay_out: `lay_out(tensor, parameter)` returns the whole `tensor`, sharded as `parameter` is.
+    `lay_out` is `Engine.lay_out_like`.
     """
     if isinstance(model._parameters, _Lending) or not any(isinstance(item, DTensor) for item in model.parameters()):
         yield
@@ -51,7 +47,7 @@ def whole_parameters(model: nn.Module, lay_out: LayOut) -> Iterator[None]:
 
 
 def _lend_parameters(module: nn.Module, lender: _Lender) -> Callable[[nn.Module], None]:
-    """Let a module read whole parameters; return a function that gives the module its own parameters back."""
+    """Make reads of a module's parameters return whole tensors. Return a function that undoes this."""
     held = module._parameters
     weights: Any = module._flat_weights if isinstance(module, nn.RNNBase) else None
     module._parameters = _Lending(held, lender)
@@ -70,9 +66,9 @@ def _lend_parameters(module: nn.Module, lender: _Lender) -> Callable[[nn.Module]
 
 
 class _Lending(dict[str, Any]):
-    """The `_parameters` of a module while its parameters are lent.
+    """The `_parameters` of a module within `whole_parameters`.
 
-    Reading a parameter by name gives the whole tensor. Listing all parameters gives the DTensors.
+    Reading by name gives the whole tensor, and iterating gives the DTensors.
     """
 
     def __init__(self, parameters: dict[str, Any], lender: _Lender) -> None:
@@ -84,26 +80,25 @@ class _Lending(dict[str, Any]):
 
 
 class _Lender:
-    """Gathers whole values of parameters, and keeps them for the running forward, or for the context if none runs."""
+    """Gathers parameters, and keeps each whole tensor until the running forward ends.
+
+    Outside a forward, it keeps them until the context of `whole_parameters` ends.
+    """
 
     def __init__(self, lay_out: LayOut) -> None:
         self._lay_out = lay_out
         self._scopes: list[dict[tuple[int, bool], tuple[torch.Tensor, DTensor]]] = []
 
     def open(self, *_: Any) -> None:
-        """Begin a scope: a forward, or the context itself."""
         self._scopes.append({})
 
     def close(self, *_: Any) -> None:
-        """End a scope: copy in-place changes of its whole tensors into the shards, and drop the whole tensors."""
+        """Copy in-place changes of the ending forward's whole tensors into the shards, and drop these tensors."""
         for full, parameter in self._scopes.pop().values():
             self._take_back(full, parameter)
 
     def lend(self, parameter: Any) -> Any:
-        """Return the whole tensor of a DTensor; return any other value as it is.
-
-        If gradients are enabled, they flow through the whole tensor into the DTensor.
-        """
+        """Return a DTensor parameter as a whole tensor, with gradients into the DTensor; any other value as it is."""
         if not isinstance(parameter, DTensor):
             return parameter
         key = (id(parameter), torch.is_grad_enabled() and parameter.requires_grad)
@@ -120,7 +115,6 @@ class _Lender:
 
     @torch.no_grad()
     def _take_back(self, full: torch.Tensor, parameter: DTensor) -> None:
-        """Copy in-place changes of the whole tensor into this rank's shard."""
         laid_out, local = self._lay_out(full, parameter), parameter.to_local()
         assert isinstance(laid_out, DTensor), "`lay_out` returns a DTensor for a DTensor"
         if not torch.equal(laid_out.to_local(), local):

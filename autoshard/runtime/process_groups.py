@@ -1,8 +1,7 @@
-"""Make the process groups that lowered programs name, and bind programs to a rank's groups.
+"""Make the process groups that lowered programs name, and put torch's names of these groups into programs.
 
 A lowered program names a group by its mesh axes and its purpose (`autoshard.ir.communicators`): "model", "data,model",
-or "data/gradients". `bind` copies a program's graph for one rank, with torch's names of the rank's process groups and
-with the rank's coordinates. Torch's functional collectives can run the copy.
+or "data/gradients". `bind` copies a graph for one rank, with torch's names of its groups and with its coordinates.
 """
 
 from __future__ import annotations
@@ -42,23 +41,14 @@ _INTEGER_OPERATORS: frozenset[Callable[..., Any]] = frozenset(
 
 
 class ProcessGroups:
-    """The process groups along the axes of a torch `DeviceMesh`.
+    """The process groups of this process along the axes of a torch `DeviceMesh`.
 
-    Groups over several axes, and groups for a purpose, are made at first use. All ranks run the same program text, so
-    they make these groups in the same order. There are at most three groups for each set of axes.
+    Groups over several axes, and groups for a purpose, are made at first use, in the same order on all ranks. There are
+    at most three groups for each set of axes. On CPUs, communication in a new group raises an error after `timeout_s`
+    seconds.
 
-    The stages of a pipeline have different programs, whose ranks use the groups of `outer`, on the mesh of all ranks.
-    `outer.prepare` makes these groups for all stages together.
-
-    Args:
-        device_mesh: the mesh; this process is on it.
-        timeout_s: on CPUs, the seconds after which communication in a new group raises an error.
-        outer: the groups of the mesh of all ranks, if `device_mesh` is the mesh of a pipeline rank.
-
-    Attributes:
-        mesh: the mesh as a `Mesh`.
-        rank: the rank of this process on the mesh.
-        on_cpu: whether the mesh runs on CPUs.
+    The stages of a pipeline have different programs. Their ranks use the groups of `outer`, on the mesh of all ranks.
+    `outer.prepare` makes these groups for all stages together. `rank` is this process's number on the mesh.
     """
 
     def __init__(
@@ -79,9 +69,9 @@ class ProcessGroups:
         return self.mesh.coordinates(self.rank)
 
     def name(self, group: str) -> str:
-        """Return torch's name of this rank's process group, for a group's name in a lowered program.
+        """Return torch's name of this rank's process group with the name `group` in lowered programs.
 
-        Make the group if the name is new.
+        The group is made now if it is new.
         """
         if group not in self._names:
             found = self._group(group).group_name if self._outer is None else self._outer.prepared(group)
@@ -89,15 +79,15 @@ class ProcessGroups:
         return self._names[group]
 
     def prepare(self, groups: Iterable[str]) -> None:
-        """Make the named groups now; all ranks must call with the same names."""
+        """Make the groups with these names now. All ranks must call this with the same names."""
         for group in sorted(set(groups)):
             self.name(group)
 
     def prepared(self, group: str) -> str:
-        """Return torch's name of a group that `prepare` has made.
+        """Return torch's name of a group that exists.
 
         Raises:
-            NotAvailableError: `prepare` has not made the group.
+            NotAvailableError: neither `prepare` nor torch has made the group.
         """
         if group not in self._names and group not in self.mesh.axis_names:
             raise NotAvailableError(
@@ -107,12 +97,7 @@ class ProcessGroups:
         return self.name(group)
 
     def new(self, members: Sequence[int], axis: str) -> dist.ProcessGroup:
-        """Make a process group of ranks of the mesh, in the given order. All ranks must call.
-
-        Args:
-            members: ranks on the mesh.
-            axis: the mesh axis whose backend (Gloo, NCCL) the group has.
-        """
+        """Make a process group of `members`, in this order, with the backend of `axis`; all ranks must call this."""
         backend = dist.get_backend(self._device_mesh.get_group(axis))
         return _new_group([self._ranks[member] for member in members], self._timeout, backend)
 
@@ -130,7 +115,10 @@ class ProcessGroups:
 
 
 def _new_group(ranks: list[int], timeout: timedelta | None, backend: str) -> dist.ProcessGroup:
-    """Make a group in which `ranks` are numbered in the given order; torch below 2.13 needs an ascending order."""
+    """Make a process group in which `ranks` have numbers in the given order.
+
+    Torch below 2.13 accepts only an ascending order.
+    """
     if ranks == sorted(ranks):
         return cast(dist.ProcessGroup, dist.new_group(ranks, timeout, backend))
     return cast(dist.ProcessGroup, dist.new_group(ranks, timeout, backend, sort_ranks=False))
@@ -139,8 +127,8 @@ def _new_group(ranks: list[int], timeout: timedelta | None, backend: str) -> dis
 def bind(graph_module: fx.GraphModule, groups: ProcessGroups) -> fx.GraphModule:
     """Return a copy of a lowered graph for this rank.
 
-    The copy names this rank's process groups. This rank's coordinates, and integer arithmetic on them, are numbers. On
-    CPUs, reductions add in the order of ranks (`reduce_in_rank_order`).
+    The copy names this rank's process groups. This rank's coordinates, and integer arithmetic on them, become numbers.
+    On CPUs, reductions add in the order of ranks (`reduce_in_rank_order`).
 
     Before → after on rank 1 of "model": `all_gather(x, 4, "model")` → `all_gather(x, 4, "7")`, and
     `axis_index("model") * 8` → `8`.
@@ -155,7 +143,7 @@ def bind(graph_module: fx.GraphModule, groups: ProcessGroups) -> fx.GraphModule:
 
 
 def group_of(node: fx.Node) -> str | None:
-    """Return the name of the group in which a node of a lowered program communicates; None for other nodes."""
+    """Return the name of the group in which a node of a lowered program communicates; None for any other node."""
     return str(node.kwargs.get("group_name", node.args[-1])) if node.target in _COLLECTIVES else None
 
 
@@ -192,7 +180,10 @@ def _bind_node(
     coordinates: dict[str, int],
     groups: ProcessGroups,
 ) -> Any:
-    """Copy a node into `graph` and return the copy; for a coordinate or arithmetic on it, return this rank's number."""
+    """Copy a node into `graph`, and return the copy.
+
+    For this rank's coordinates and arithmetic on them, return a number.
+    """
     if node.target is axis_index:
         return coordinates[str(node.args[0])]
     args = fx.map_arg(node.args, copies.__getitem__)
@@ -207,7 +198,7 @@ def _bind_node(
 
 
 def _with_group(args: Any, kwargs: Any, groups: ProcessGroups) -> tuple[Any, Any]:
-    """Return the arguments of a collective with torch's name of its group, which is the last argument."""
+    """Return a collective's arguments, with torch's name of its group in place of the last argument."""
     if "group_name" in kwargs:
         return args, {**kwargs, "group_name": groups.name(kwargs["group_name"])}
     return (*args[:-1], groups.name(args[-1])), kwargs

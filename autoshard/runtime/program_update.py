@@ -23,7 +23,7 @@ from autoshard.runtime.engine import Engine, Loaded, LocalValue, Reader
 
 @dataclass(frozen=True, eq=False)
 class ProgramUpdate:
-    """The update of one program.
+    """The update of one program, or of one pipeline stage.
 
     Args:
         graph_module: takes the gradients, summed over micro-batches, then `reads`; returns `writes`.
@@ -40,7 +40,7 @@ class ProgramUpdate:
     engine: Engine
 
     def load(self) -> None:
-        """Load all graphs now. The graphs may bind process groups, so all ranks of a stage must load together."""
+        """Load all graphs now. Loading may make process groups, so all ranks of a stage must load together."""
         _ = self._first, self._second
 
     def run_norm(
@@ -98,7 +98,7 @@ class ProgramUpdate:
 
     @cached_property
     def _places(self) -> tuple[int, ...]:
-        """The position in `reads` of the value that each updated value replaces."""
+        """For each updated value, the position in `reads` of the value that it replaces."""
         places = {(slot.slot.kind, slot.slot.name): index for index, slot in enumerate(self.reads)}
         return tuple(places[OWNERS[OutputKind(slot.slot.kind)], slot.slot.name] for slot in self._updated)
 

@@ -1,4 +1,4 @@
-"""`run_order` runs the tasks of pipeline ranks in their order; pipeline ranks that share a process take turns."""
+"""`run_order` runs the tasks of pipeline ranks, each rank's in its order. Pipeline ranks in one process take turns."""
 
 from __future__ import annotations
 
@@ -9,24 +9,21 @@ from autoshard.ir.pipeline_order import PipelineOrder, Slot, StageTask
 
 
 class TaskRunner(Protocol):
-    """Runs one task of a step at a time."""
+    """Runs the tasks (forwards, backwards, receives) of the pipeline ranks in this process, one at a time."""
 
     def can_run(self, task: StageTask) -> bool:
-        """Whether a task can run now: the values that it reads are there, or come from another process."""
+        """Whether a task can run now, because no pipeline rank of this process still has to make a value for it."""
         ...
 
     def run_task(self, task: StageTask) -> None:
-        """Run a task; wait for values from other processes."""
+        """Run a task, after waiting for values from other processes."""
         ...
 
 
 def run_order(order: PipelineOrder, ranks: Iterable[int], runner: TaskRunner) -> None:
-    """Run the tasks of some pipeline ranks, each in its order.
+    """Run the tasks of the pipeline ranks `ranks` in this process, each rank's in its order.
 
-    Args:
-        order: the order of all ranks, proven to end.
-        ranks: the ranks that this process runs.
-        runner: runs each task.
+    The order must have been proven to end.
     """
     left = [list(reversed(order.ranks[rank])) for rank in ranks]
     while any(left):
@@ -35,9 +32,9 @@ def run_order(order: PipelineOrder, ranks: Iterable[int], runner: TaskRunner) ->
 
 
 def _run_next(slots: list[Slot], runner: TaskRunner) -> bool:
-    """Run the tasks of a pipeline rank's next slot, which is the last of `slots`; remove the slot and return True.
+    """Start all tasks of a rank's next slot, which is the last of `slots`, and remove the slot.
 
-    A slot is the tasks that a rank starts at once. Return False, without running a task, if a task cannot run yet.
+    Return False, and start nothing, if one of the tasks cannot run yet.
     """
     if not all(map(runner.can_run, slots[-1])):
         return False

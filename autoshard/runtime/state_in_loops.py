@@ -1,7 +1,7 @@
-"""Shard the state of an optimizer that the user steps in a training loop of their own.
+"""Shard the state of an optimizer that the user steps in their own training loop, by a hook before each step.
 
-The state may be plain tensors while the parameters are DTensors. For example, Adagrad makes state when it is built,
-before `compile`, and a plain `load_state_dict` gives whole tensors. A hook shards the state before the next step.
+The state may be plain tensors while the parameters are DTensors: Adagrad makes state before `compile`, and a plain
+`load_state_dict` gives whole tensors.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from autoshard.runtime.stages.stage_meshes import is_elsewhere
 
 @dataclass(frozen=True, slots=True)
 class StateInLoops:
-    """A hook that torch calls before each step of any optimizer. It shards the optimizer's state once.
+    """A hook that torch calls before each step of any optimizer. It shards each optimizer's state once.
 
-    Args:
-        known: from an optimizer to the state dict object (`optimizer.state`) that was sharded.
+    `known` maps an optimizer to the object `optimizer.state` whose tensors were sharded.
     """
 
     known: WeakKeyDictionary[torch.optim.Optimizer, Any] = field(default_factory=WeakKeyDictionary)
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Shard the optimizer's state as its parameters are sharded, unless this state is known.
+        """Shard the optimizer's state like its parameters, unless this was done.
 
         Raises:
-            NotAvailableError: the optimizer is a fused Adagrad over DTensors.
+            NotAvailableError: the optimizer is a fused Adagrad on DTensors.
         """
         if self.known.get(optimizer) is optimizer.state:
             return
@@ -45,7 +44,7 @@ class StateInLoops:
 
 
 def check_states_again() -> None:
-    """Let the hook check all optimizers at their next step, because parameters have become DTensors."""
+    """Make the hook shard the state of all optimizers again at their next step, as parameters have become DTensors."""
     _hook().known.clear()
 
 
@@ -57,7 +56,7 @@ def _hook() -> StateInLoops:
 
 
 def _refuse_fused(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `NotAvailableError` for Adagrad's fused kernel, which torch does not run on DTensors."""
+    """Raise `NotAvailableError` for Adagrad with `fused=True` on DTensors, because torch has no such kernel."""
     if isinstance(optimizer, torch.optim.Adagrad):
         for group in optimizer.param_groups:
             if group.get("fused") and any(isinstance(successor_of(item), DTensor) for item in group["params"]):
@@ -68,7 +67,7 @@ def _refuse_fused(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _lay_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a whole tensor, equal on all ranks, sharded as the DTensor `like` is.
+    """Return `value`, which every rank has whole, sharded like the DTensor `like`.
 
     If only other ranks hold shards of `like`, return `value` itself.
     """

@@ -1,8 +1,7 @@
-"""Optimizers whose update is traced: SGD, Adam and AdamW of torch.optim.
+"""Optimizers whose update is traced into the program of a step: SGD, Adam and AdamW of torch.optim.
 
-This module describes their update as data (`autoshard.ir.update`), from which the update is traced. The optimizer
-object keeps its groups, options and state, so schedulers and state dicts work as in eager mode. Only the arithmetic
-runs in the program of the step.
+This module describes their update as data (`autoshard.ir.update`). The optimizer object keeps its groups, options and
+state, so schedulers and state dicts work. Only the arithmetic runs in the program of the step.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _TRACED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
 def why_untraced(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the reason that an optimizer's update is not traced, as a sentence; None if it is traced."""
+    """Return why an optimizer's update cannot be traced, as a sentence; None if it can."""
     name = type(optimizer).__name__
     if type(optimizer) not in _TRACED:
         return f"{name} is none of {', '.join(kind.__name__ for kind in _TRACED)}, whose updates are traced."
@@ -50,13 +49,9 @@ def why_untraced(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def why_by_autograd(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
-    """Return the reason that a step must put gradients into `.grad`; None if it need not.
+    """Return why a step must leave gradients in `.grad`, for example because hooks read them; None if it need not.
 
-    A traced step does not put gradients there.
-
-    Args:
-        optimizer: a traced optimizer.
-        named: the parameters, with their names.
+    `named` are the model's parameters with their names.
     """
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return f"{type(optimizer).__name__} has hooks on its step"
@@ -79,13 +74,13 @@ def describe_update(
     *,
     returns_norm: bool = False,
 ) -> Update:
-    """Describe an optimizer's update as data, from which the update is traced.
+    """Return the update of a traced optimizer as data, from which the update is traced.
 
     Parameters of one group with unequal numbers of steps form separate groups.
 
     Args:
-        optimizer: a traced optimizer.
-        names: the name of each parameter by `id`.
+        optimizer: the optimizer.
+        names: `id` of a parameter → its name.
         max_grad_norm: gradients are scaled down to this norm over all parameters; None: no clipping.
         steps_taken: the counts of steps; default: read them now.
         returns_norm: whether the step returns the norm of its gradients even without clipping.
@@ -106,7 +101,7 @@ def describe_update(
 
 
 def names_of(named: Iterable[tuple[str, nn.Parameter]]) -> dict[int, str]:
-    """Return the name of each parameter by its `id`."""
+    """Return a dict from the `id` of each parameter to its name."""
     return {id(parameter): name for name, parameter in named}
 
 
@@ -145,7 +140,7 @@ class TracedState:
         self._known: KnownState | None = None
 
     def update(self, members: Members) -> Update:
-        """Return the optimizer's update at the step that begins, as data; `members` are the members of the model."""
+        """Return the optimizer's update at the present step, as data. `members` has the model's parameters."""
         known, rules = self._known, [_rule_of(self.optimizer, options) for options in self.optimizer.param_groups]
         if known is None or not known.is_current(members) or not self._steps_taken.are_as_counted():
             follow_replaced(self.optimizer)
@@ -164,10 +159,10 @@ class TracedState:
         return update
 
     def hold(self, executable: Executable) -> Mapping[int, list[torch.Tensor]]:
-        """Return the inputs of the update, for each stage that this process runs, by stage number.
+        """Return the inputs of the update of each stage that this process runs, by stage number.
 
-        A stage's inputs are its parameters, state (sharded as the program says; zeros if new) and options, in the order
-        of the update's inputs. Gradients are left out.
+        The inputs are the stage's parameters, optimizer state and options, in the order of `Executable.read_by_update`.
+        State is sharded as the program needs it, and new state is zeros.
         """
         held = self._present.inputs_of(executable)
         found = self._find(executable) if held is None else held.tensors
@@ -180,11 +175,7 @@ class TracedState:
         """After a step, store its state tensors in the optimizer if they are new, and count the step.
 
         The optimizers of all ranks list the same state and count the same steps. A rank's optimizer has the values of
-        the stages that the rank runs.
-
-        Args:
-            executable: the program that ran.
-            tensors: the result of `hold`.
+        the stages that the rank runs. `tensors` is the result of `hold`.
         """
         held, parameters = self._present.inputs_of(executable), self._present.members.parameters
         if held is not None and held.are_counted_together:
@@ -203,7 +194,7 @@ class TracedState:
             self.optimizer.state[owner][state_name] = self._engine.zeros(slot, owner)
 
     def _missing_elsewhere(self, executable: Executable) -> list[LocalSlot]:
-        """Return the slots of state of other ranks' stages that this optimizer does not list as held elsewhere yet."""
+        """Return the slots of state of other ranks' stages that this rank's optimizer has no placeholder for."""
         slots = [slot for lowered in executable.elsewhere for slot in lowered.inputs]
         owners = [(slot, *self._owner(slot)) for slot in slots if slot.slot.kind is InputKind.STATE]
         return [
@@ -213,7 +204,7 @@ class TracedState:
         ]
 
     def _owner(self, slot: LocalSlot) -> tuple[str, nn.Parameter]:
-        """Return the name of a state, such as "exp_avg", and the parameter to which it belongs."""
+        """Return the kind of state in a slot, such as "exp_avg", and the parameter whose state it is."""
         state_name, _, owner = slot.slot.name.partition(":")
         return state_name, self._present.members.parameters[owner]
 
@@ -223,9 +214,9 @@ class TracedState:
         return self._known
 
     def _find(self, executable: Executable) -> Mapping[int, list[torch.Tensor]]:
-        """Find the tensors that `hold` returns, with placeholders for options.
+        """Return the tensors that `hold` returns, with placeholders for options.
 
-        Remember them for the next step if the optimizer and the model hold all of them.
+        If the optimizer holds all of them, remember them for later steps.
         """
         known, parameters = self._present, self._present.members.parameters
         tensors: dict[int, list[torch.Tensor]] = {number: [] for number in executable.stages}
@@ -248,7 +239,7 @@ class TracedState:
         return tensors
 
     def _hyper(self, executable: Executable, number: int) -> torch.Tensor:
-        """Return the present options of group `number` of the program's update as a float64 vector, [options]."""
+        """Return the present options of group `number` of the program's update, float64 [options]."""
         update = executable.compiled.update
         assert update is not None, "a program with hyper-parameters was traced for an update"
         group = update.groups[number]
@@ -263,13 +254,12 @@ class TracedState:
         return torch.tensor([float(options[name]) for name in group.rule.hyper], dtype=torch.float64)
 
     def _options(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        """Return the entry of `optimizer.param_groups` that contains `parameter`: its options, by name."""
         groups: Sequence[dict[str, Any]] = self.optimizer.param_groups
         return next(group for group in groups if any(item is parameter for item in group["params"]))
 
 
 def _updated_by(executable: Executable) -> list[str]:
-    """Return the sorted names of the parameters that the stages of a program update, on any rank."""
+    """Return the names of the parameters that a program updates, in the stages of all ranks, sorted."""
     kind = OutputKind.PARAMETER_UPDATE
     slots = (slot.slot for lowered in executable.elsewhere for slot in lowered.outputs)
     own = (program.updated_parameters for program in executable.stages.values())
@@ -288,12 +278,10 @@ def update_of(
     strict: bool,
     returns_norm: bool = False,
 ) -> Update | None:
-    """Describe an optimizer's update as data. Return None, with a warning in the log, if the update is not traced.
-
-    The optimizer then takes its own step. Without an optimizer, return None.
+    """Return an optimizer's update as data. None without an optimizer, or with a warning if it is not traced.
 
     Raises:
-        NotAvailableError: with `strict`, if the update is not traced.
+        NotAvailableError: `strict` is true, and the update is not traced.
     """
     if optimizer is None:
         return None

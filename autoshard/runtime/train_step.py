@@ -51,7 +51,7 @@ class StepObserver(Protocol):
 
 
 class TrainStep(HasWeights):
-    """Calling the step trains `sharded` on one batch. `autoshard.compile(..., optimizer=...)` makes it.
+    """A training step: each call trains `sharded` on one batch. `autoshard.compile(..., optimizer=...)` makes it.
 
     Args:
         sharded: the model; it returns a loss, or a structure whose first scalar is the loss.
@@ -101,7 +101,11 @@ class TrainStep(HasWeights):
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set `max_grad_norm`. Raise for every other public attribute, because later steps would not read it."""
+        """Set `max_grad_norm` or a private attribute.
+
+        Raises:
+            NotAvailableError: the attribute is another one, which later steps would not read.
+        """
         if name != "max_grad_norm" and not name.startswith("_") and "_is_made" in vars(self):
             raise NotAvailableError(
                 f"step.{name} = {value!r}: only max_grad_norm of a compiled step can be set. Set options of the "
@@ -112,7 +116,10 @@ class TrainStep(HasWeights):
 
     @property
     def max_grad_norm(self) -> float | None:
-        """Gradients are scaled down to this norm; None: no clipping. A traced step compiles again for each new norm."""
+        """The norm to which gradients are scaled down; None: no clipping.
+
+        A traced step compiles again for each new norm.
+        """
         return self._max_grad_norm
 
     @max_grad_norm.setter
@@ -161,12 +168,15 @@ class TrainStep(HasWeights):
 
     @property
     def micro_batches(self) -> int:
-        """The number of parts into which a batch is split."""
+        """The number of equal parts, along dim 0, into which the batch of a step is split."""
         return self.order.micro_batches
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh that runs the step."""
+        """The mesh on which the step's program runs.
+
+        With a pipeline, it is a stage's mesh, without the axis "pipeline".
+        """
         return self.sharded.mesh
 
     @property
@@ -201,7 +211,7 @@ class TrainStep(HasWeights):
         return self._run(self._parts(args, kwargs))
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Raise `TraceError` for `torch.jit.script`, which calls this method."""
+        """Raise `TraceError`: `torch.jit.script`, which calls this method, cannot compile this step."""
         refuse_capture("TrainStep")
 
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
@@ -214,11 +224,14 @@ class TrainStep(HasWeights):
                 return self.sharded.compile_for_loss(part_args, part_kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the model (with its place in the sequence of seeds) and of the optimizer."""
+        """Return the state dicts of the model, with its place in the sequence of seeds, and of the optimizer.
+
+        The keys are "model" and "optimizer".
+        """
         return {"model": self.sharded.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a result of `state_dict`."""
+        """Load the states of model and optimizer that `state_dict` returned."""
         self.sharded.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
@@ -226,10 +239,10 @@ class TrainStep(HasWeights):
         return self.sharded.model_weights
 
     def _needs_gradients(self, members: Members) -> bool:
-        """Whether this step must put gradients into `.grad`; the first time, log the reason.
+        """Whether the step must leave gradients in `.grad`, for example for hooks; log the reason once.
 
         Raises:
-            NotAvailableError: the step must do so, but the mesh has pipeline stages.
+            NotAvailableError: the step must do so, and the mesh has pipeline stages.
         """
         reason = why_by_autograd(self.optimizer, members.parameters.items())
         if reason is not None and self._has_stages:
@@ -245,7 +258,7 @@ class TrainStep(HasWeights):
         return reason is not None
 
     def _run(self, parts: Sequence[Part]) -> torch.Tensor:
-        """Run a step by autograd, which sums the gradients of micro-batches, and the optimizer's own step."""
+        """Run a step by autograd and the optimizer's own `step`; return the loss of the batch."""
         tasks = _AutogradTasks(self.sharded, parts, self._weights(parts))
         run_order(self.order, (0,), tasks)
         loss = sum_of(list(tasks.shares.values()))
@@ -253,7 +266,6 @@ class TrainStep(HasWeights):
         return loss
 
     def _weights(self, parts: Sequence[Part]) -> list[float]:
-        """Return the weight of each micro-batch in the loss."""
         if len(parts) == 1:
             return [1.0]
         (args, kwargs), *_ = parts
@@ -294,7 +306,6 @@ class TrainStep(HasWeights):
             ) from error
 
     def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Part]:
-        """Return the arguments of each micro-batch."""
         return parts_of(args, kwargs, self.micro_batches)
 
 
@@ -303,10 +314,9 @@ class _AutogradTasks:
     """Runs forwards by calls of the model, and backwards by autograd; implements `TaskRunner`.
 
     Args:
-        sharded: the model.
         parts: the arguments of each micro-batch.
         weights: the weight of each micro-batch in the loss.
-        shares: the weighted loss of each micro-batch, by number.
+        shares: micro-batch → its loss times its weight.
     """
 
     sharded: ShardedModule
@@ -315,11 +325,10 @@ class _AutogradTasks:
     shares: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def can_run(self, task: StageTask) -> bool:
-        """Return True: without stages, every task can run."""
         return True
 
     def run_task(self, task: StageTask) -> None:
-        """Run a forward or a backward. A micro-batch of weight zero has no backward."""
+        """Run a forward or a backward of a micro-batch. A micro-batch of weight zero has no backward."""
         number = task.micro_batch
         if task.work is Work.FORWARD:
             self.shares[number] = share_of(self.sharded.run_for_loss(*self.parts[number]), self.weights[number])

@@ -1,9 +1,7 @@
 """Raise an error if a tensor was changed in place between a call and its backward, as on one device.
 
-On one device, autograd saves the tensor itself, and raises if a backward reads it after an in-place change. A compiled
-program saves each rank's part of a value, often in new memory, where autograd does not see the change. So this module
-compares the versions (torch's counts of in-place changes) of the parameters, buffers and inputs from which gradients
-are computed.
+A compiled program saves each rank's part of a value, often in new memory, where autograd does not see the change. So
+this module compares the versions (torch's counts of in-place changes) of the program's parameters, buffers and inputs.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ Version = tuple[int, ...] | None
 
 
 def version_of(tensor: torch.Tensor) -> Version:
-    """Return the version of a tensor; for a DTensor, the versions of the DTensor and of its shard."""
+    """Return the version of a tensor; for a DTensor, also of its shard; None for an inference tensor."""
     if tensor.is_inference():
         return None
     if isinstance(tensor, DTensor):
@@ -39,13 +37,13 @@ def check_versions(
     versions: Sequence[Version],
     needed: Collection[Key] | None = None,
 ) -> None:
-    """Raise `ChangedInPlaceError` if an input has changed in place since it was read.
+    """Raise `ChangedInPlaceError` if an input of a program was changed in place since the forward.
 
     Args:
-        slots: the program's input slots.
-        tensors: the inputs, in the order of `slots`.
-        versions: the version of each input when it was read.
-        needed: the inputs to check; None: all.
+        slots: the program's inputs.
+        tensors: the tensor of each input.
+        versions: the version of each tensor in the forward.
+        needed: kinds and names of the inputs to check; None: all.
     """
     for slot, tensor, version in zip(slots, tensors, versions, strict=True):
         if (needed is None or (slot.kind, slot.name) in needed) and version_of(tensor) != version:
@@ -58,9 +56,7 @@ def check_versions(
 
 
 def inputs_behind_gradients(program: Program) -> dict[str, frozenset[Key]]:
-    """Return, for each gradient, the inputs whose values the backward reads for it.
-
-    The key is the name of the parameter or input to which the gradient belongs.
+    """Return the inputs whose values the backward reads for each gradient, by the name of its parameter or input.
 
     An operator of the backward reads an input's value if its operand is the input, or a view of it. A value computed
     from an input (a cast of a weight) has memory of its own, which no change of the input reaches.
@@ -93,7 +89,7 @@ def _union(sets: Mapping[fx.Node, frozenset[Key]], nodes: Sequence[fx.Node]) -> 
 
 
 def _is_same_value(node: fx.Node) -> bool:
-    """Whether a node returns its operand's memory: a view, an element of a tuple, or an identity function."""
+    """Whether a node's result has its operand's memory: a view, an element of a tuple, or an identity."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:  # an identity function, or an element of a tuple
         return node.op == "call_function"

@@ -1,9 +1,8 @@
 """Hypothesis strategy for models: small `nn.Module`s with example inputs, drawn as source code.
 
-A drawn program is text that defines `model` and `inputs`, and `whole_step` for a whole training step. The text is run
-to get them. So a failing example that Hypothesis prints can be pasted into a file and run. Between its blocks, a drawn
-model has one hidden value `h` of shape [batch, length, width]. A block (`autoshard.testing.blocks`) is a few lines that
-map `h` to a new `h`. All values are float32 (tokens: int64) and of order one.
+A failing example that Hypothesis prints can be pasted into a file and run. A drawn model has one hidden value `h` of
+shape [batch, length, width]. Its blocks (`autoshard.testing.blocks`) are a few lines each, which map `h` to a new `h`.
+All values are float32 (tokens: int64) and of order one.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class DrawnProgram:
     Args:
         model: the module; equal sources have equal parameters.
         inputs: positional example inputs; for a whole step, the inputs of all its micro-batches.
-        source: Python code that defines `model`, `inputs` and `whole_step`.
+        source: Python code that defines `model`, `inputs` and, for a training step, `whole_step`.
         whole_step: the training step; None if the program is a call of the model.
     """
 
@@ -54,10 +53,10 @@ class DrawnProgram:
 def programs(
     *, max_blocks: int = 4, uneven: bool | None = None, whole_steps: bool | None = False, draws: bool = False
 ) -> st.SearchStrategy[DrawnProgram]:
-    """Draw small models: an embedding or features, blocks (see `autoshard.testing.blocks`), and perhaps a loss.
+    """Draw small models: an embedding or features, blocks of operators, and perhaps a loss.
 
     Args:
-        max_blocks: largest number of blocks between input and loss.
+        max_blocks: largest number of blocks (`autoshard.testing.blocks`) between input and loss.
         uneven: whether some dims are not multiples of four; None draws it, rarely true.
         whole_steps: whether programs are training steps, with a loss, a traced optimizer, clipping and micro-batches;
             None draws it.
@@ -72,7 +71,9 @@ def programs(
 
 
 def run_source(source: str) -> DrawnProgram:
-    """Run `source`, and return the program that it defines. The global random state is restored.
+    """Run Python code that defines `model` and `inputs`, and return the program that they form.
+
+    The global random state is restored afterwards.
 
     Example:
         >>> run_source("import torch\\nmodel = torch.nn.Identity()\\ninputs = (torch.ones(2),)").inputs
@@ -98,9 +99,9 @@ def _draw_program(
 
 
 def _blocks(parts: int, *, draws: bool) -> Sequence[_Step]:
-    """Return the blocks that may be drawn for `parts` micro-batches; `draws`: also blocks that draw random numbers.
+    """Return the blocks to draw from.
 
-    With several micro-batches, the blocks treat each sample separately.
+    For several micro-batches (`parts` > 1), blocks that combine samples are left out.
     """
     if parts > 1:
         return [block for block in BLOCKS if block not in (batch_norm, reduction, running_mean)]
@@ -121,7 +122,6 @@ Adam's epsilon is large. With a small epsilon, Adam divides noise by its own siz
 
 
 def _draw_step(draw: Draw, parts: int) -> list[str]:
-    """Draw an optimizer and clipping; return the lines of code that define `whole_step` with `parts` micro-batches."""
     optimizer, limit = draw(st.sampled_from(_OPTIMIZERS)), draw(st.sampled_from((None, 0.5)))
     return [
         "",
@@ -142,13 +142,11 @@ def _start(draw: Draw, uneven: bool | None, parts: int) -> SourceWriter:
 
 
 def _enter_features(draw: Draw, writer: SourceWriter) -> None:
-    """Begin the model with an input `x` of floats, which is `h` itself."""
     h = writer.input("x", f"torch.randn({writer.rows}, {writer.length}, {writer.width})")
     writer.line(f"h = {h}")
 
 
 def _enter_tokens(draw: Draw, writer: SourceWriter) -> None:
-    """Begin the model with token ids and their embedding, and perhaps an embedding of positions."""
     tokens = writer.input("tokens", f"torch.randint(0, {_VOCABULARY}, ({writer.rows}, {writer.length}))")
     writer.attribute("embed", f"nn.Embedding({_VOCABULARY}, {writer.width})")
     writer.embedding_width = writer.width
@@ -159,21 +157,16 @@ def _enter_tokens(draw: Draw, writer: SourceWriter) -> None:
 
 
 def _exit_mean(draw: Draw, writer: SourceWriter) -> None:
-    """End the model with a scalar loss: a mean of `h`, a mean of its squares, or a scaled sum."""
     writer.line(draw(st.sampled_from(("return h.mean()", "return (h * h).mean()", "return h.sum() * 0.1"))))
 
 
 def _exit_squared_error(draw: Draw, writer: SourceWriter) -> None:
-    """End the model with the mean squared error of `h` to a target."""
     target = writer.input("target", f"torch.randn({writer.rows}, {writer.length}, {writer.width})")
     writer.line(f"return F.mse_loss(h, {target})")
 
 
 def _exit_cross_entropy(draw: Draw, writer: SourceWriter) -> None:
-    """End the model with a head and the cross-entropy over a vocabulary.
-
-    The head's weight may be tied to the embedding if their widths are equal.
-    """
+    """Add a head over a vocabulary and return its cross-entropy. The head may share the embedding's weight."""
     target = writer.input("target", f"torch.randint(0, {_VOCABULARY}, ({writer.rows}, {writer.length}))")
     writer.attribute("head", f"nn.Linear({writer.width}, {_VOCABULARY}, bias=False)")
     if writer.embedding_width == writer.width and draw(st.booleans()):
@@ -187,7 +180,6 @@ def _exit_cross_entropy(draw: Draw, writer: SourceWriter) -> None:
 
 
 def _exit_hidden(draw: Draw, writer: SourceWriter) -> None:
-    """End the model by returning `h`, without a loss."""
     writer.line("return h")
 
 

@@ -36,16 +36,18 @@ _LITERAL_ELEMENTS = 64
 """A tensor of at most this many integers is printed element by element. A larger tensor is drawn from its range."""
 
 Given = Mapping[tuple[str, str], Tensor]
-"""The values of a program's inputs by kind and name; other inputs are drawn."""
+"""The values of a program's inputs, by kind and name. Inputs that are missing here are drawn."""
 
 
 def find_small_failure(program: Program, plan: Plan, given: Given) -> str:
-    """Return a short script that fails as `plan` does, or "" if no part of the program differs by itself.
+    """Return a short script in which a few calls of a program differ from one device under the specs of `plan`.
+
+    Return "" if no such calls are found.
 
     Args:
         program: the traced program as it was lowered, with the plan's recomputed values.
-        plan: the plan of this program.
-        given: values of its inputs.
+        plan: the plan whose run differed.
+        given: values of the program's inputs.
     """
     values = _record(program, given)
     calls = [node for node in program.graph.nodes if _is_call(node)]
@@ -60,7 +62,6 @@ def _is_call(node: fx.Node) -> bool:
 
 
 def _record(program: Program, given: Given) -> Mapping[fx.Node, Any]:
-    """Run the program on one device, and return the value of each node."""
     drawing = torch.Generator().manual_seed(0)
     values = [
         given[slot.kind, slot.name] if (slot.kind, slot.name) in given else _draw(slot.kind, node.meta["val"], drawing)
@@ -73,10 +74,9 @@ def _record(program: Program, given: Given) -> Mapping[fx.Node, Any]:
 
 
 def _draw(kind: InputKind, like: Tensor, drawing: torch.Generator) -> Tensor:
-    """Draw a value for an input that is not given.
+    """Draw an input whose value is not given.
 
-    Gradients of outputs (tangents) are normal. Other floats, such as optimizer state, lie between 0 and 1. Integers
-    are 1.
+    Tangents (gradients of outputs) are normal, other floats lie between 0 and 1, and integers are 1.
     """
     if not like.is_floating_point():
         return torch.ones(like.shape, dtype=like.dtype)
@@ -91,7 +91,6 @@ class _Shrinking:
     known: dict[str, bool] = field(default_factory=dict)
 
     def smallest(self, calls: Sequence[fx.Node]) -> Sequence[fx.Node]:
-        """Return a small part of the differing `calls` that differs too, when it runs by itself."""
         end = _first(len(calls), lambda count: self.differs(calls[: count + 1])) + 1
         start = _first(end, lambda count: self.differs(calls[end - count - 1 : end])) + 1
         found = list(calls[end - start : end])
@@ -102,16 +101,16 @@ class _Shrinking:
         return found
 
     def differs(self, calls: Sequence[fx.Node]) -> bool:
-        """Whether a part, run by itself under the plan's specs, computes other numbers than one device."""
+        """Whether `calls` alone, under the plan's specs on the simulator, compute other numbers than on one device."""
         source = self.source(calls)
         if source not in self.known:
             self.known[source] = _fails(source)
         return self.known[source]
 
     def source(self, calls: Sequence[fx.Node]) -> str:
-        """Return a script that makes `calls` and checks them under the plan's specs.
+        """Return a script that runs `calls` by `check_calls` under the plan's specs.
 
-        The inputs are like the recorded values; `_value_text` writes them.
+        Its inputs are drawn like the recorded values.
         """
         part = _Statements(calls)
         specs = [self._spec(node) for node in part.inputs]
@@ -146,7 +145,6 @@ class _Shrinking:
         return "\n".join(lines)
 
     def _spec(self, node: fx.Node) -> PartitionSpec:
-        """Return the spec with which the plan computes the value of `node`."""
         source, result = resolve(node)
         return PartitionSpec() if source.op == "get_attr" else self.plan.nodes[source.name].outputs[result]
 
@@ -155,9 +153,9 @@ _OWN_NAMESPACES = ("aten", "prims", "autoshard")
 
 
 def _imports(calls: Sequence[fx.Node]) -> list[str]:
-    """Return the import lines for the users' operators among `calls` and for their rules.
+    """Return import lines for the modules that define users' operators and rules.
 
-    An operator without a known module gets a comment in place of an import.
+    An operator without a known module gives a comment.
     """
     found: dict[str, None] = {}
     for target in dict.fromkeys(call.target for call in calls):
@@ -172,7 +170,7 @@ def _imports(calls: Sequence[fx.Node]) -> list[str]:
 
 
 def _may_be_imported(name: str) -> bool:
-    """Whether another script can import a module by its name; a module that is run as a script cannot be imported."""
+    """Whether another script can import the module `name`; a module that was run as a script cannot be imported."""
     try:
         return importlib.util.find_spec(name) is not None
     except (ModuleNotFoundError, ValueError):  # the module's package is missing, or the module has no spec
@@ -180,9 +178,10 @@ def _may_be_imported(name: str) -> bool:
 
 
 def _first(count: int, holds: Callable[[int], bool]) -> int:
-    """Return the first number below `count` for which `holds` is true, by bisection.
+    """Return by bisection the smallest number below `count` for which `holds` is true.
 
-    From that number on, `holds` is true for all numbers. It is not called for the last number.
+    If `holds` is true for a number, it must be true for all larger ones. For the last number, it is assumed to be
+    true.
     """
     low, high = 0, count - 1
     while low < high:
@@ -195,7 +194,6 @@ def _first(count: int, holds: Callable[[int], bool]) -> int:
 
 
 def _fails(source: str) -> bool:
-    """Whether a script of `_Shrinking.source` runs and finds a difference."""
     try:
         part = run_code(source)
         return not check_calls(*(part[name] for name in ("model", "mesh", "inputs", "given", "calls"))).is_equal
@@ -205,14 +203,7 @@ def _fails(source: str) -> bool:
 
 @dataclass(slots=True)
 class _Statements:
-    """Some calls of a program as Python statements.
-
-    Args:
-        calls: the calls, in program order.
-        inputs: the values that the calls read and do not compute.
-        lines: the statements.
-        results: the computed values that no call among `calls` reads.
-    """
+    """Calls as Python statements, with the values that they read and the results that no call reads."""
 
     calls: Sequence[fx.Node]
     inputs: list[fx.Node] = field(default_factory=list)
@@ -240,7 +231,7 @@ def _tuple_text(items: Iterable[str]) -> str:
 
 
 def _held(node: fx.Node) -> fx.Node:
-    """Return the node that computes a value: skip identity nodes (`fan_out`)."""
+    """Return the node that computes the value of `node`, behind any identity nodes (`fan_out`)."""
     while node.target is fan_out:
         (node,) = node.all_input_nodes
     return node
@@ -269,9 +260,10 @@ def _is_finite(number: float) -> bool:
 
 
 def _value_text(value: Tensor) -> str:
-    """Return code for a tensor of the same shape and dtype. Up to `_LITERAL_ELEMENTS` integers keep their values.
+    """Return code for a tensor with the shape and dtype of `value`.
 
-    More integers are drawn from the same range. Bools and floats are drawn anew; floats are positive if all were.
+    At most `_LITERAL_ELEMENTS` integers are written out; more integers are drawn from the range of `value`. Bools and
+    floats are drawn. The floats are positive if those of `value` are.
     """
     shape = list(value.shape)
     if value.dtype is torch.bool:

@@ -12,14 +12,9 @@ from torch import fx
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, copy_of: Callable[[fx.Node], fx.Node]) -> fx.Node:
-    """Copy a node into `graph`, as `graph.node_copy(node, copy_of)` does, and return the copy.
+    """Copy a node of any graph to the insertion point of `graph`, as `graph.node_copy(node, copy_of)` does.
 
-    The copy stands at the insertion point, with a shallow copy of the node's metadata.
-
-    Args:
-        graph: graph of the copy.
-        node: node of any graph.
-        copy_of: maps each operand to the copy's operand.
+    `copy_of` maps an operand of `node` to the operand of the copy. The node's metadata is copied shallowly.
     """
     namespace = graph._graph_namespace
     name = namespace.create_name(node.name, None)

@@ -1,7 +1,7 @@
-"""A kernel of `aten::_grouped_mm` for meta and fake tensors, in float32, float16 and bfloat16.
+"""Computes the result's shape and strides of `aten::_grouped_mm` on meta and fake tensors.
 
-torch's own kernel accepts only bfloat16. Importing this module replaces it. Rows of the result begin at multiples of 16
-bytes, like those of torch's products on the CPU too.
+It accepts float32, float16 and bfloat16, and torch's own meta kernel only bfloat16. Importing this module replaces
+torch's. Rows of the result begin at multiples of 16 bytes, like those of torch's products on the CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ def _on_meta(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the result without values; the arguments are those of `torch.nn.functional.grouped_mm`."""
     _check(left.dtype in _TYPES, f"an operand is {left.dtype}; it takes float32, float16 and bfloat16")
     _check(right.dtype == left.dtype, f"the operands are {left.dtype} and {right.dtype}; make both one type")
     _check(out_dtype in (None, left.dtype), f"out_dtype={out_dtype} is not the type of the operands, {left.dtype}")

@@ -1,6 +1,6 @@
-"""Runs the initialisers of a model on tensors without memory, and records them.
+"""Runs the initialisers of a model on tensors without memory, and records their operators.
 
-The order is that of constructors, submodules first. First, `reset_parameters` of each module runs. Then,
+They run in the order of constructors, submodules first. First, `reset_parameters` of each module runs. Then,
 as in transformers, each module is passed to `_init_weights`: its own, or that of the nearest module around it. Last,
 the user's own function runs on each module, like `model.apply`.
 """
@@ -30,11 +30,11 @@ _RESETS = ("reset_parameters", "_reset_parameters")
 def record_initialisation(
     model: nn.Module, device: torch.device, init_fn: InitFunction | None = None
 ) -> Initialisation:
-    """Return the record of the initialisers of `model`. The model stays unchanged.
+    """Return the operators by which a model initialises its parameters and buffers. The model stays unchanged.
 
     Args:
-        model: any module; its parameters and buffers may be anywhere.
-        device: device of its tensors, now or later.
+        model: any module; its parameters and buffers may be on any device, or on meta.
+        device: device of the model's tensors, now or later.
         init_fn: called with each module, after the modules' own initialisers.
 
     Raises:
@@ -60,7 +60,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextlib.contextmanager
 def _standing_in(model: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """Put contiguous fake tensors in the place of parameters and buffers within the context, and yield them by name.
+    """Within the context, the model has contiguous fake tensors as parameters and buffers; yield them by name.
 
     Tied parameters stay tied.
     """
@@ -86,8 +86,6 @@ def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records the effect of operators on memory while the mode is active."""
-
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Operation] = []
@@ -111,7 +109,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def view_of(self, tensor: Tensor) -> StridedView:
-        """Return the `StridedView` of a tensor. Memory that is seen for the first time gets the next number."""
+        """Return the `StridedView` of a tensor: the number of its memory, with shape, strides and offset."""
         memory = tensor.untyped_storage()
         if memory._cdata not in self._numbers:
             self._numbers[memory._cdata] = number = len(self.numels)
@@ -127,7 +125,6 @@ class _Recorder(TorchDispatchMode):
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[StridedView]:
-    """Yield the views that a call writes to."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -136,10 +133,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
 
 @contextlib.contextmanager
 def _truncating_without_reads() -> Iterator[None]:
-    """Draw torch's truncated normal numbers in one operator within the context.
-
-    torch draws again until all numbers are within bounds, and so reads values.
-    """
+    """Within the context, draw truncated normal numbers by one operator. torch's version reads drawn values."""
 
     def draw(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
         refuse_generator(nn.init.trunc_normal_, generator)
@@ -167,7 +161,6 @@ def _run_initialisers(model: nn.Module, init_fn: InitFunction | None) -> None:
 
 
 def _inside_out(model: nn.Module) -> list[nn.Module]:
-    """Return each module once, submodules first."""
     found: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
@@ -190,7 +183,6 @@ def _init_as_transformers_do(module: nn.Module, init: InitFunction | None, names
 
 
 def _takes(function: Any, args: tuple[Any, ...]) -> bool:
-    """Whether `function` can be called with these arguments."""
     if not callable(function):
         return False
     try:

@@ -1,8 +1,7 @@
 """Spans masked at random (SpecAugment, Park et al. 2019), drawn by operators instead of NumPy.
 
-Wav2vec 2.0, HuBERT, WavLM, Whisper and similar models in transformers share a function that draws masked spans with
-NumPy. A trace would freeze its first masks. `draw_spans` draws from the same distribution with operators of torch. Each
-step then has masks of its own, equal on every mesh.
+Wav2vec 2.0, Whisper and similar models in transformers draw masked spans with NumPy. A trace would freeze the first
+masks. `draw_spans` draws from the same distribution with operators of torch.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _PARAMETERS = ("shape", "mask_prob", "mask_length", "attention_mask", "min_masks
 
 @contextlib.contextmanager
 def drawing_spans(device: torch.device) -> Iterator[None]:
-    """Replace transformers' `_compute_mask_indices` by `draw_spans` within the context, in all loaded modules."""
+    """Within the context, `draw_spans` replaces transformers' `_compute_mask_indices` in all loaded modules."""
     namespaces = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
     places = [each for each in namespaces if _NAME in each and _draws_spans(each[_NAME])]
     saved = [place[_NAME] for place in places]

@@ -1,4 +1,4 @@
-"""Alike stages of a pipeline share one plan, which is renamed for each of them.
+"""Give all alike stages of a pipeline one plan, with the names of values changed for each stage.
 
 Two stages are alike if their graphs are equal node by node: the same calls at the same places, on values of the same
 shapes. Their slots have the same kinds and the same requirements. Names of nodes, parameters and crossing values may
@@ -23,15 +23,13 @@ from passes.lowering.lower_program import prepare
 from passes.recomputation.recompute import InsertRecompute
 
 Requirements = Callable[[str], Hashable]
-"""A function from a slot's name to the requirements on its value: its constraints, and the spec that it already has."""
+"""Takes a slot's name; returns the requirements on its value: its constraints, and the spec that it already has."""
 
 
 def stage_key(stage: Program, requirements: Requirements) -> str:
-    """Return a short hash of a stage, which is equal for alike stages.
+    """Return a short hash of a stage's program and of the requirements that its plan must meet.
 
-    Args:
-        stage: the stage's program after the cut, with its update.
-        requirements: see `Requirements`.
+    The program is the stage's part of the step, with its update. Alike stages have the same hash.
     """
     return hashlib.sha256("\n".join(_lines(stage, requirements)).encode()).hexdigest()
 
@@ -61,11 +59,9 @@ def _slot_form(name: str, kind: str, requirements: Requirements) -> tuple[Hashab
 
 
 def rename_plan(plan: Plan, alike: Program, stage: Program) -> Plan:
-    """Return the plan of a stage, made from the plan of an alike stage by a change of names.
+    """Return the plan of `stage`: the plan of the program `alike`, with the names of values and slots in `stage`.
 
-    Args:
-        plan: the plan of `alike`.
-        alike, stage: programs of alike stages after the cut.
+    Both programs are single stages of one step, and their stages are alike.
     """
     of_alike, of_stage = prepare(alike), prepare(stage)
     names = _same_places(of_alike, of_stage)
@@ -90,9 +86,9 @@ def rename_plan(plan: Plan, alike: Program, stage: Program) -> Plan:
 
 
 def rename_slots(phased: PhasedProgram, alike: Program, stage: Program) -> PhasedProgram:
-    """Return the lowered program of a stage, made from that of an alike stage by a change of its slots' names.
+    """Return the lowered program of `stage`: the lowered program of `alike` with the slot names of `stage`.
 
-    The graphs are not copied.
+    Both results share the same graphs, which are not copied.
     """
     taken, given = _slot_names(alike, stage)
     lowered = phased.lowered
@@ -120,15 +116,15 @@ def _renamed_node(item: _Restored, names: Mapping[str, str], modules: Mapping[st
 
 
 def _same_places(alike: Program, stage: Program) -> dict[str, str]:
-    """Return a dict from the name of each node of `alike` to the name of the node at the same place in `stage`."""
+    """Return for each node's name in `alike` the name of the node at the same position in the graph of `stage`."""
     return {one.name: other.name for one, other in zip(alike.graph.nodes, stage.graph.nodes, strict=True)}
 
 
 def _slot_names(alike: Program, stage: Program) -> tuple[dict[tuple[str, str], str], dict[str, str]]:
-    """Return two dicts that map the slots of `alike` to the slots at the same places of `stage`.
+    """Return the slots of `stage` at the same positions as the slots of `alike`, as two dicts.
 
-    The first maps the kind and name of an input of `alike` to the name of the input of `stage`. The second maps the key
-    of a result of `alike` ("output 0") to the key of the result of `stage`.
+    The first dict has names of inputs of `stage`. Its keys are kind and name of an input of `alike`. The second dict
+    has keys of results of `stage`, such as "output 0" (`result_key`), by the key of a result of `alike`.
     """
     taken = {(one.kind.value, one.name): other.name for one, other in zip(alike.inputs, stage.inputs, strict=True)}
     given = {_key(one): _key(other) for one, other in zip(alike.outputs, stage.outputs, strict=True)}

@@ -30,7 +30,7 @@ def has_kernels(backend: str, device: torch.device) -> bool:
 
 
 def wrap_of(backend: str) -> Callable[[fx.GraphModule], Callable[..., Any]] | None:
-    """Return the function that compiles a graph of a rank to a callable, or None if graphs run as they are."""
+    """Return the function that compiles each graph of a rank for `backend`; None if graphs run as they are."""
     if backend != "inductor":
         return None
 
@@ -38,8 +38,7 @@ def wrap_of(backend: str) -> Callable[[fx.GraphModule], Callable[..., Any]] | No
 
 
 def check_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapping[int, int]) -> None:
-    """Raise `VerificationError` if the graph `after`, which writes over its inputs, computes other results than
-    `before`.
+    """Raise `VerificationError` if `after`, which writes over its inputs, computes other results than `before`.
 
     `written` maps the index of a result to the index of the placeholder that it is written over.
     """
@@ -47,16 +46,20 @@ def check_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mappi
 
 
 def finish_of(backend: str, device: torch.device) -> Callable[[fx.GraphModule], fx.GraphModule]:
-    """Return the function that runs the last passes over a graph whose results are written over parameters."""
+    """Return a function that runs the passes of `Moment.WRITTEN` on a graph.
+
+    These passes run last, on a graph that writes new parameters over old parameters. An example is `BucketUpdates`.
+    """
     options = LoweringOptions(with_kernels=backend == "triton" and has_kernels(backend, device))
     return lambda graph_module: run_at(Moment.WRITTEN, graph_module, options)
 
 
 def graphs_of(cuda_graph: bool, engine: Engine, *, is_traced: bool, has_stages: bool) -> GraphedPasses | None:
-    """Return an empty store of CUDA graphs for the forward, backward and update of a step, or None without
-    `cuda_graph`.
+    """Return an empty store of CUDA graphs for forward, backward and update of a step; None without `cuda_graph`.
 
-    `is_traced` says whether the optimizer's update is traced, and `has_stages` whether the mesh has a pipeline.
+    Args:
+        is_traced: whether the optimizer's update is traced.
+        has_stages: whether the mesh has a pipeline.
 
     Raises:
         NotAvailableError: CUDA graphs do not support the call. The message names the reason and the way out.

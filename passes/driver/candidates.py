@@ -42,9 +42,10 @@ class Candidate:
         proposal: the recipe by which the outer search proposed the mesh.
         is_spare: whether the candidate is planned only if no earlier candidate has a plan.
         is_for_memory: whether the candidate is planned only if each earlier plan recomputes or offloads values.
-        exact: the proposed recipe with all its fields. If the time budget cuts the search, and the step is longer than
-            `slowest_s`, the candidate is planned again within this recipe.
-        slowest_s: seconds of a step, see `exact`.
+        exact: the proposed recipe with all its fields. If the time budget cuts the search, and the plan is much slower
+            than `price_s`, the candidate is planned again within this recipe.
+        price_s: the price of the proposed recipe, in seconds of a step; None if the recipe has no price.
+        varies: whether micro-batches may be larger or smaller than the proposal's, see `resized`.
     """
 
     meshes: Sequence[Mesh]
@@ -54,12 +55,18 @@ class Candidate:
     is_spare: bool = False
     is_for_memory: bool = False
     exact: Recipe | None = None
-    slowest_s: float = float("inf")
+    price_s: float | None = None
+    varies: bool = False
 
     @property
     def has_stages(self) -> bool:
         """Whether the mesh of the candidate has the axis "pipeline"."""
         return PIPELINE_AXIS in self.meshes[0].axis_names
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the proposed recipe neither recomputes nor offloads values."""
+        return self.exact is not None and _keeps_all(self.exact)
 
 
 _MOST_COUNTS = 3
@@ -71,8 +78,9 @@ def candidates_of(
 ) -> list[Candidate]:
     """Return the candidates within a recipe, with the fewest micro-batches first. `micro_batches` fixes their number.
 
-    Without stages, candidates with more micro-batches are planned only until a plan keeps all values. A pipeline has a
-    few numbers of micro-batches, which are multiples of its ranks if possible.
+    Without stages, a candidate with more micro-batches is planned only if all earlier plans recompute or offload
+    values. With stages, a few numbers of micro-batches are tried. They are multiples of the number of pipeline ranks if
+    possible.
 
     Raises:
         RecipeError: no mesh runs whole micro-batches of the batch.
@@ -96,24 +104,24 @@ def candidates_of(
 _FREE = ("zero", "sequence_parallel", "recompute", "offload")
 """Fields of a recipe that the search over specs decides by its own prices, unless constraints decide them."""
 
-_MOST_SHAPES, _NEAR, _NEAR_IF_SAVING, _SLOW = 3, 1.05, 1.5, 1.5
-"""Limits of planning, in order: the number of planned recipes, and three ratios of step times.
+_MOST_SHAPES, _NEAR, _NEAR_IF_SAVING = 3, 1.05, 1.5
+"""Limits of planning, in order: the number of planned recipes, and two ratios of step times.
 
 A recipe is planned if its step takes at most `_NEAR` times as long as the fastest recipe's. If it has no stages and
 recomputes or offloads, the ratio is `_NEAR_IF_SAVING`, because a plan recomputes single values, and a recipe whole
 blocks. For example, a Llama-3 8B had 60 % of the memory of 64 H100s. The plan of a recipe that was priced 15 % slower
-was 14 % faster. If the time budget cut a search, its plan may take `_SLOW` times as long as its recipe.
+was 14 % faster.
 """
 
 _AXES_IN_TIME = 2
-"""The number of mesh axes for which a search over all specs is fast enough.
-
-On more axes the recipe restricts the specs.
-"""
+"""Largest number of mesh axes for a search over all specs. On more axes the recipe restricts the specs."""
 
 
 def shape_of(recipe: Recipe, fixed: Mapping[str, object]) -> Recipe:
-    """Return a recipe without the fields that the search over specs decides. Fields in `fixed` stay."""
+    """Return a recipe without the fields that the search over specs decides, such as `recompute`.
+
+    Fields named in `fixed` stay.
+    """
     names = {*fixed, "recompute"} if "offload" in fixed else fixed  # an offloaded value is not recomputed
     return replace(recipe, **{name: None for name in _FREE if name not in names}, stage_layers=None)
 
@@ -124,15 +132,16 @@ def candidates_found(
     cluster: Cluster,
     global_batch: int,
     saving: FoundRecipe = NOTHING,
-) -> Iterator[Candidate]:
-    """Return the candidates for the recipes that the outer search found, the fastest recipe first.
+) -> list[Candidate]:
+    """Return the candidates for the recipes that the outer search found.
 
-    Only one recipe with stages is planned, unless it has no plan.
+    Candidates without stages come before candidates with stages, because they are planned in less time. Within each
+    group, the fastest recipe comes first. Only one recipe with stages is planned. If it has no plan, the next recipe
+    with stages is planned.
 
     Args:
         found: recipes, each with its price.
         fixed: the fields that constraints decide, with their allowed values.
-        cluster, global_batch: arguments of the call.
         saving: the fastest recipe that recomputes all blocks. It is planned only if memory is short.
     """
     shapes: dict[Recipe, tuple[Recipe, float]] = {}
@@ -142,22 +151,41 @@ def candidates_found(
             shapes.setdefault(shape_of(recipe, fixed), (recipe, each.objective))
     usual = {shape_of(each.recipe.recipe, fixed) for each in found if each.recipe is not None}
     least_s, has_stages, planned = min((step_s for _, step_s in shapes.values()), default=0.0), False, 0
+    made: list[Candidate] = []
     for shape, (recipe, step_s) in shapes.items():
-        in_stages, saves = is_several(shape.pipeline), (recipe.recompute, recipe.offload) != ("none", "none")
+        in_stages, saves = is_several(shape.pipeline), not _keeps_all(recipe)
         is_far = step_s > (_NEAR_IF_SAVING if saves and not in_stages else _NEAR) * least_s
         is_spare = is_far or (in_stages and has_stages) or planned >= _MOST_SHAPES
         has_stages, planned = has_stages or in_stages, planned + (not is_spare)
         for candidate in candidates_of(shape, meshes_for(shape, cluster), global_batch):
             is_free = not fixed and not candidate.has_stages and len(candidate.meshes[0].axes) <= _AXES_IN_TIME
-            yield replace(
-                candidate,
-                recipe=None if is_free else shape,
-                proposal=shape,
-                is_spare=is_spare,
-                is_for_memory=candidate.is_for_memory or shape not in usual,
-                exact=recipe,
-                slowest_s=_SLOW * step_s,
-            )
+            is_for_memory = candidate.is_for_memory or shape not in usual
+            own = {"recipe": None if is_free else shape, "proposal": shape, "exact": recipe, "price_s": step_s}
+            varies = not candidate.has_stages and "micro_batch" not in fixed
+            flags = {"is_spare": is_spare, "is_for_memory": is_for_memory, "varies": varies}
+            made.append(replace(candidate, **own, **flags))
+    return sorted(made, key=lambda each: (each.is_spare, each.has_stages))
+
+
+def _keeps_all(recipe: Recipe) -> bool:
+    return (recipe.recompute, recipe.offload) == ("none", "none")
+
+
+def resized(candidate: Candidate, *, larger: bool) -> Candidate | None:
+    """Return the candidate with micro-batches of twice the size (`larger`), or of half the size.
+
+    None if the candidate does not vary, or if its micro-batches would not be whole.
+    """
+    proposal, parts = candidate.proposal, candidate.micro_batches
+    if not candidate.varies or proposal is None or proposal.micro_batch is None:
+        return None
+    size = proposal.micro_batch
+    if (parts if larger else size) % 2:
+        return None
+    parts, size = (parts // 2, 2 * size) if larger else (2 * parts, size // 2)
+    recipe = candidate.recipe and replace(candidate.recipe, micro_batch=size)
+    own = {"micro_batches": parts, "recipe": recipe, "proposal": replace(proposal, micro_batch=size)}
+    return replace(candidate, **own, exact=None, price_s=None)
 
 
 def meshes_for(recipe: Recipe, target: DeviceMesh | Mesh | Cluster) -> list[Mesh]:
@@ -172,15 +200,15 @@ def meshes_for(recipe: Recipe, target: DeviceMesh | Mesh | Cluster) -> list[Mesh
 
 
 def _counts_to_try(counts: Sequence[int], ranks: int) -> list[int]:
-    """Return the first `_MOST_COUNTS` numbers of micro-batches that are multiples of a pipeline's ranks.
+    """Return the numbers of micro-batches to plan a pipeline with, from the ascending possible numbers `counts`.
 
-    If no number is a multiple, return the largest number alone. `counts` has the possible numbers, the smallest first.
+    The result has the first `_MOST_COUNTS` multiples of `ranks`, or the largest number if there is no multiple.
     """
     return [n for n in counts if n % ranks == 0][:_MOST_COUNTS] or list(counts[-1:])
 
 
 def by_micro_batches(meshes: Sequence[Mesh], recipe: Recipe, global_batch: int) -> dict[int, list[Mesh]]:
-    """Return, for each possible number of micro-batches, the meshes that can run it. The smallest number is first.
+    """Return the possible numbers of micro-batches in ascending order, each with the meshes that it is possible on.
 
     Raises:
         RecipeError: no mesh runs whole micro-batches of the batch.
@@ -232,10 +260,10 @@ def with_batch(request: Request, size: int) -> Request:
 
 
 def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return the size of dim 0 that all tensors of a call share.
+    """Return the size of dim 0, which all tensors of a call must share.
 
     Raises:
-        TraceError: the tensors have several sizes of dim 0, or no tensor has a dim.
+        TraceError: sizes of dim 0 differ, or the call has no tensors.
     """
     size = batch_size(args, kwargs)
     if size is None:

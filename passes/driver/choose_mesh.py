@@ -16,10 +16,9 @@ from passes.driver.planner import Planner
 
 
 def choose_mesh(call: Call, cluster: Cluster, planner: Planner, update: Update | None) -> tuple[Planner, Mesh]:
-    """Return a planner with the fastest plan of a call on a cluster, and the plan's mesh. The first rank plans for all
-    ranks.
+    """Return a planner with the fastest plan of a call on a cluster, and the plan's mesh.
 
-    A given plan (`planner.fixed`) decides the mesh without a search.
+    The first rank plans for all ranks. A given plan (`planner.fixed`) decides the mesh without a search.
 
     Raises:
         MeshError: the call has no example inputs, or the run has another number of processes than the cluster has

@@ -34,10 +34,7 @@ from passes.verification.verify_schedule import verify_schedule
 
 
 def compile_model(call: Call) -> ShardedModule | TrainStep:
-    """Return the model in a form that runs on all ranks of a mesh, see `autoshard.compile`.
-
-    The result is a training step if the call has an optimizer, and otherwise a module.
-    """
+    """Return a training step (with an optimizer) or a module that runs on a mesh, see `autoshard.compile`."""
     model, mesh, options, optimizer = call.model, call.target, call.options, call.optimizer
     check_optimizer(optimizer, micro_batches=call.micro_batches, max_grad_norm=call.max_grad_norm)
     check_of_step(optimizer, on_nonfinite=options.on_nonfinite, grad_norm=options.grad_norm or None)
@@ -118,11 +115,9 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
 
 
 def _check_micro_batch(call: Call) -> None:
-    """Check that the number of micro-batches can be computed, if the recipe gives the size of a micro-batch.
+    """Raise `NotAvailableError` if the recipe gives the size of a micro-batch, but their number cannot be computed.
 
-    Raises:
-        NotAvailableError: the batch is unknown, the call also gives the number of micro-batches, or the call has no
-            optimizer.
+    Examples are a call without an optimizer, and a call whose batch is not known.
     """
     recipe = call.recipe
     if recipe is None or recipe.micro_batch is None:
@@ -139,7 +134,10 @@ def _check_micro_batch(call: Call) -> None:
 
 
 def _micro_batches(call: Call, mesh: Mesh) -> int | None:
-    """Return the number of micro-batches that the call or its recipe gives; None if neither does."""
+    """Return the number of micro-batches in a step.
+
+    The number is the call's argument. If the recipe has `micro_batch`, the number follows from the size of the batch.
+    """
     if call.recipe is None or call.recipe.micro_batch is None:
         return call.micro_batches
     return next(iter(by_micro_batches([mesh], call.recipe, batch_of(*call.inputs))))

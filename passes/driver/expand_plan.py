@@ -1,10 +1,8 @@
 """Expand the plan of a program with left-out blocks (`autoshard.ir.repeat`) to a plan of the whole model's program.
 
 A run of equal blocks is cut into *units*. The short program lacks the inner units of a run, and the first unit behind
-the gap stands for them. Every node of the whole program is matched with a node of the short program. A node of a
-left-out unit is matched with the node at the same place of the unit that stands for it. Every other node is matched
-with itself. Matched nodes make the same call at the same place of their modules, and their operands are matched too.
-Then the plan of a node is the plan of its match.
+the gap stands for them. A node of a left-out unit is matched with the node at the same place of the unit that stands
+for it. Every other node is matched with itself. Then the plan of a node is the plan of its match.
 """
 
 from __future__ import annotations
@@ -35,13 +33,9 @@ _Unit = tuple[int, int]
 
 
 def expand_for(plan: Plan, program: Program, request: Request, trace: Callable[[Request], Program]) -> Plan:
-    """Return the plan of the whole program of a call, from a plan that may lack blocks, and the gradients' norm.
+    """Return the plan of a call's whole traced program, from a plan without inner blocks or the gradients' norm.
 
-    Args:
-        plan: the plan of the call.
-        program: the whole program, as traced.
-        request: the call.
-        trace: a function that traces a call.
+    Any other plan is returned unchanged.
 
     Raises:
         PlanMismatchError: the plan is for another program, or its left-out blocks are not like the blocks beside them.
@@ -83,7 +77,7 @@ def expand_plan(plan: Plan, short: Program, whole: Program) -> Plan:
 
 
 def _running(plan: Plan, prepared: Program) -> Program:
-    """Return a prepared program with nodes that recompute or fetch the values that a plan recomputes or offloads."""
+    """Return a copy of a prepared program that also recomputes, and fetches from the host, as the plan says."""
     return InsertRecompute(plan.recompute.nodes, plan.offload.nodes)(prepared)
 
 
@@ -91,12 +85,12 @@ _Restored = TypeVar("_Restored", bound=RestoredNode)
 
 
 class _NodeSpot(NamedTuple):
-    """The position of a node in repeated blocks.
+    """The position of a node in a repeated unit.
 
     Args:
-        repeat: the index of its repeat.
-        first: the number of the first block of its unit.
-        place: its index among the nodes of its unit.
+        repeat: index of the `Repeat` in the program's repeats.
+        first: number of the first block of the unit.
+        place: index of the node among the nodes of the unit.
     """
 
     repeat: int
@@ -106,7 +100,7 @@ class _NodeSpot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _ExpandedRecompute:
-    """Expand the recomputed and offloaded values of a plan to all units.
+    """Expands the recomputed and offloaded values of a plan to all units.
 
     A left-out unit restores the same values as the unit that stands for it. Each value is restored just before some
     node. If that node is in another unit of the run, the distance between the two units stays the same.
@@ -116,10 +110,7 @@ class _ExpandedRecompute:
     whole: Program
 
     def expand(self, items: Sequence[_Restored]) -> tuple[_Restored, ...]:
-        """Return the values of the whole program to recompute or offload, in the program's order.
-
-        `items` are the values of the short program to recompute or offload.
-        """
+        """Return the whole program's restored values in the program's order, from those of the short program."""
         if not items:
             return ()
         known, nodes = {item.name: item for item in items}, self.whole.nodes_by_name()
@@ -143,10 +134,10 @@ class _ExpandedRecompute:
 
 
 def match_nodes(short: Program, whole: Program) -> dict[str, str]:
-    """Return, for the name of each node of the whole program, the name of its match in the short program.
+    """Return the name of a node in `short` for each name of a node in `whole`.
 
     Raises:
-        NotAlikeError: some node has no match.
+        NotAlikeError: a unit has other nodes than the unit that stands for it, or reads other values.
     """
     here, there = (_grouped(program, short.repeats) for program in (short, whole))
     matches: dict[str, str] = {}
@@ -161,7 +152,10 @@ def match_nodes(short: Program, whole: Program) -> dict[str, str]:
 
 
 def _grouped(program: Program, repeats: tuple[Repeat, ...]) -> dict[_Unit, list[tuple[fx.Node, object]]]:
-    """Return a dict from each unit to its nodes in order, each with a key that is equal for matched nodes."""
+    """Return the nodes of each unit in order, each with its form.
+
+    The form has the node's module in its unit, operator, phase, shape and dtype. Matched nodes have equal forms.
+    """
     paths = module_paths(program)
     found: dict[_Unit, list[tuple[fx.Node, object]]] = defaultdict(list)
     for node in program.graph.nodes:
@@ -173,7 +167,7 @@ def _grouped(program: Program, repeats: tuple[Repeat, ...]) -> dict[_Unit, list[
 
 
 def _unit_of(repeats: tuple[Repeat, ...], path: str) -> tuple[_Unit, str]:
-    """Return the unit that contains a module, and the path of the same module in the unit that stands for this unit.
+    """Return the unit of a module by the module's path, and the path of the same module in the unit that stands for it.
 
     A module outside of units has the unit (-1, 0), and keeps its path.
     """
@@ -185,11 +179,6 @@ def _unit_of(repeats: tuple[Repeat, ...], path: str) -> tuple[_Unit, str]:
 
 
 def _check_operands(short: Program, whole: Program, matches: Mapping[str, str]) -> None:
-    """Check that matched nodes read matched nodes, or nodes at the same place of another unit.
-
-    Raises:
-        NotAlikeError: the operands differ.
-    """
     places, nodes = _places(short), short.nodes_by_name()
     for node in whole.graph.nodes:
         if node.op != "call_function":
@@ -201,18 +190,18 @@ def _check_operands(short: Program, whole: Program, matches: Mapping[str, str]) 
 
 
 def _places(program: Program) -> dict[str, object]:
-    """Return a dict from the name of each node to a key of its place.
+    """Return for each node's name a value that is equal for nodes at the same place of two units.
 
-    The key is (index of the repeat, index of the node in its unit). For a node outside of units, the key is its name.
+    The value is (index of the repeat, index in the unit). For a node outside of units, the value is the node's name.
     """
     spots = _spots(program, program.repeats)
     return {name: (spots[name].repeat, spots[name].place) if name in spots else name for name in module_paths(program)}
 
 
 def _spots(program: Program, repeats: tuple[Repeat, ...]) -> dict[str, _NodeSpot]:
-    """Return a dict from the name of each node in a repeated unit to the node's position.
+    """Return the positions of nodes in repeated units, by name.
 
-    The repeated units are the left-out units, and the two units kept at each end.
+    The units are the left-out units, and the two units kept at each end of a run.
     """
     counts: dict[_Unit, int] = defaultdict(int)
     spots: dict[str, _NodeSpot] = {}

@@ -14,10 +14,10 @@ from autoshard.runtime.traced_optimizer import update_of
 
 
 def micro_batches_of(fixed: Plan | None, micro_batches: int | None, *, trains: bool) -> int:
-    """Return the number of micro-batches of a step, from the argument or from the given plan.
+    """Return the number of micro-batches in a step, from the argument `micro_batches` or the plan `fixed`.
 
     Raises:
-        PlanMismatchError: the plan has another number than the argument.
+        PlanMismatchError: the argument differs from the plan's number.
     """
     planned = fixed.micro_batches if fixed is not None and trains else 1
     if planned > 1 and micro_batches not in (None, planned):
@@ -29,8 +29,7 @@ def micro_batches_of(fixed: Plan | None, micro_batches: int | None, *, trains: b
 
 
 def precision_of(model: nn.Module, precision: str | None, fixed: Plan | None) -> str | None:
-    """Return the precision that calls compute in, from the argument or the plan; None: the types of the model's
-    parameters.
+    """Return the precision of calls, from the argument or the plan; None for the types of the model's parameters.
 
     Raises:
         NotAvailableError: a precision is given, and the model has no floating parameters.
@@ -52,7 +51,7 @@ def precision_of(model: nn.Module, precision: str | None, fixed: Plan | None) ->
 
 
 def refuse_scaling(precision: str | None) -> None:
-    """Raise `NotAvailableError` for a precision whose gradients need scaling."""
+    """Raise `NotAvailableError` for float16, whose gradients would need scaling."""
     if precision == "f16":
         raise NotAvailableError(
             "precision='f16' with gradients is not available: those below 6e-8 would vanish, and the loss is not "
@@ -83,12 +82,11 @@ def update_for(
 
 
 def has_more_outputs(plan: Plan, program: Program) -> bool:
-    """Whether a plan has outputs that a program of the same call lacks."""
+    """Whether a plan has a spec for an output that `program`, traced from the same call, does not have."""
     return not _outputs_of(plan) <= _names_of(program)
 
 
 def _outputs_of(plan: Plan) -> set[str]:
-    """Return the names of a plan's outputs, such as "output:0"."""
     kind = f"{OutputKind.OUTPUT.value} "
     return {name.removeprefix(kind) for name in plan.outputs if name.startswith(kind)}
 

@@ -15,10 +15,8 @@ def make_together(engine: Engine, step: str, make: Callable[[], T], facts: Calla
     """Make an object on each rank. All ranks succeed with the same `facts`, or all ranks raise.
 
     Args:
-        engine: compares the ranks.
         step: the name of the step in error messages, such as "tracing".
-        make: makes the object of this rank.
-        facts: returns a dict of texts about the object, such as its digest. The texts must be equal on all ranks.
+        facts: returns texts about the object by name, such as its digest. The texts must be equal on all ranks.
 
     Raises:
         RankMismatchError: on every rank, if `make` fails on some ranks only, or the facts differ.

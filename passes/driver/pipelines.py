@@ -28,7 +28,6 @@ class Pipeline:
         mesh: the whole mesh, with the axis "pipeline".
         schedule: a name of `cost_models.schedule_orders.SCHEDULES`.
         virtual_stages: number of stages on each rank.
-        micro_batches: number of micro-batches in a step.
     """
 
     mesh: Mesh
@@ -38,12 +37,12 @@ class Pipeline:
 
     @property
     def ranks(self) -> int:
-        """Size of the axis "pipeline"."""
+        """The number of pipeline ranks: the size of the axis "pipeline"."""
         return self.mesh.axis_size(PIPELINE_AXIS)
 
     @property
     def stages(self) -> int:
-        """Number of stages on all ranks."""
+        """The number of stages on all pipeline ranks together."""
         return self.ranks * self.virtual_stages
 
     @property
@@ -53,8 +52,9 @@ class Pipeline:
 
 
 def pipeline_of(mesh: Any, schedule: str | None, virtual_stages: int, micro_batches: int) -> Pipeline | None:
-    """Return the pipeline of a mesh, with the usual schedule if none is given; None for a mesh without the axis
-    "pipeline".
+    """Return the pipeline of a mesh; None for a mesh without the axis "pipeline".
+
+    Without a schedule, the usual schedule for `virtual_stages` is taken.
 
     Raises:
         MeshError: the axis has one rank.
@@ -118,13 +118,16 @@ def _of_order(plan: Plan, order: PipelineOrder) -> dict[str, Any]:
 
 
 def _fields(recipe: Recipe | None) -> dict[str, Any]:
-    """Return the fields of a recipe by name, but `pipeline`, which the mesh decides. All are None without a recipe."""
+    """Return the fields of a recipe by name, all None without a recipe.
+
+    The field `pipeline` is left out, because the mesh decides it.
+    """
     known = recipe or Recipe()
     return {item.name: getattr(known, item.name) for item in fields(Recipe) if item.name != "pipeline"}
 
 
 def _check_same(planned: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Raise `PlanMismatchError` for the first argument in `asked` that differs from the plan's value in `planned`."""
+    """Raise `PlanMismatchError` for the first argument in `asked` that differs from the plan's value."""
     for name, value in asked.items():
         if value is not None and name in planned and value != planned[name]:
             raise PlanMismatchError(
@@ -143,10 +146,9 @@ def _axis_names(mesh: Any) -> tuple[str, ...]:
 
 
 def check_pipeline(update: Update | None, call: Call) -> None:
-    """Check that pipeline stages support the arguments of a call.
+    """Raise `NotAvailableError` if pipeline stages do not support an argument of a call.
 
-    Raises:
-        NotAvailableError: stages do not support an argument. The message names the argument and the way out.
+    The message names the argument and the way out.
     """
     refused = None
     if call.optimizer is None:

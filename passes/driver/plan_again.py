@@ -28,11 +28,7 @@ _WITHIN = {"recompute", "offload"}
 
 
 def _within(recipe: Recipe | None, change: Change) -> Recipe:
-    """Return a recipe with the values of `change.fields`, which do not change the mesh.
-
-    Raises:
-        RecipeError: no program runs the changed recipe.
-    """
+    """Return a recipe with the values of `change.fields`; `RecipeError` if no program runs the recipe."""
     free = recipe or Recipe()
     given = {name: next(iter(values)) for name, values in change.fields.items()}
     if "offload" in given and free.recompute is None:
@@ -45,12 +41,11 @@ def _within(recipe: Recipe | None, change: Change) -> Recipe:
 
 @dataclass(frozen=True, slots=True)
 class PlanAgain:
-    """Plan a call again with one change. A plan without stages counts as one stage.
+    """Plans a call again with one change. A plan without stages counts as one stage.
 
     Args:
         call: the arguments of `autoshard.plan`.
-        planned: the plan, with the planner and program that it comes from.
-        check_stages: see `plan_candidates`.
+        check_stages: raises `NotAvailableError` if the user's options exclude stages.
         searched: the outer search that proposed the plan's mesh; None for a given mesh.
     """
 
@@ -85,7 +80,10 @@ class PlanAgain:
         return self._recipes(feature).problem.missing(feature)
 
     def kernels(self, plan: Plan) -> Kernels:
-        """Return the Triton kernels of a plan, found at the first call. Stages run no Triton kernels."""
+        """Return the Triton kernels that a plan runs with. They are found at the first call.
+
+        A plan with stages has no Triton kernels.
+        """
         known = plan.predicted.kernels
         if known.uses or plan.stages:
             return known
@@ -94,10 +92,7 @@ class PlanAgain:
         return self._kernels[0][1]
 
     def __call__(self, plan: Plan, change: Change) -> Plan:
-        """Return a new plan of the call with a change.
-
-        The mesh and the stages stay, unless `change.fields` changes them.
-        """
+        """Return a new plan of the call with a change, on the same mesh unless `change.fields` needs another mesh."""
         made = self.planned
         planner = replace(made.planner, change=change, ceiling=None, progress=False)
         if change.fields:
@@ -115,11 +110,9 @@ class PlanAgain:
         return stage_plans.plan(made.program, made.request, before=plan, kept=kept if change.specs else None)[0]
 
     def _on_another_mesh(self, change: Change) -> Plan:
-        """Return the fastest plan of the recipes that the outer search proposes with the fields of the change.
+        """Return the fastest plan on any mesh, within recipes that have the values of `change.fields`.
 
-        Raises:
-            RecipeError, NotAvailableError, DoesNotFitError: no recipe with these fields was found
-                (`error_of_no_recipe`).
+        The outer search proposes these recipes.
         """
         search = self._recipes(", ".join(change.fields))
         problem = search.problem
@@ -135,11 +128,10 @@ class PlanAgain:
         return made.plan
 
     def _recipes(self, feature: str) -> RecipeSearch:
-        """Return the outer search over recipes on the same devices. `feature` is the asked feature, for error messages.
+        """Return the outer search over recipes on the devices of the plan, made at the first call.
 
         Raises:
-            NotAvailableError: the call lacks an optimizer, has constraints, or its inputs have no common batch size.
-                The message names a call that works.
+            NotAvailableError: recipes do not support the call. The message names the asked `feature`.
         """
         if self.searched is not None:
             return self.searched

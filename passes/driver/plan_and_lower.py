@@ -50,7 +50,7 @@ _BASELINE_ROUNDS = 6
 class DearMeshError(Exception):
     """Each plan on this mesh is slower than the best plan on another mesh.
 
-    `baselines` maps the name of each known recipe to the seconds of its step on this mesh.
+    `baselines` has the seconds of each known recipe's step on this mesh, by the recipe's name.
     """
 
     def __init__(self, baselines: Mapping[str, float | None]) -> None:
@@ -61,10 +61,7 @@ class DearMeshError(Exception):
 def bounded_problem(
     program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions
 ) -> tuple[float, PlanningProblem]:
-    """Return a lower bound of step times in seconds, and the planning problem that `plan_program` solves.
-
-    No plan of the problem has a shorter step than the bound.
-    """
+    """Return a lower bound on the price of any plan on this mesh, in seconds, and the program's planning problem."""
     with options.control.building(), one_blas_thread():
         planning = planning_problem(program, mesh, cluster, options)
         return first_bound(planning, allowed_by(planning, options)), planning
@@ -78,7 +75,9 @@ def plan_program(
     `planning` is the problem from `bounded_problem`, if it is built already.
 
     Raises:
-        DoesNotFitError, NoShardingRuleError, InvalidSpecError: see `PlanOptions`.
+        DoesNotFitError: no plan fits in the memory budget.
+        NoShardingRuleError: with `options.strict`, an operator has no sharding rule.
+        InvalidSpecError: a constraint names no value, or gives a spec that the value cannot have.
         SearchStopped: `options.control` was stopped before the search began.
         DearMeshError: each plan on this mesh is slower than a plan on another mesh.
     """
@@ -104,15 +103,17 @@ def plan_and_lower(
 
 @one_blas_thread()
 def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int, np.ndarray]) -> Decision:
-    """Return the best solution with the options in `allowed`, and further solutions to compare after lowering.
+    """Return the best solution of a planning problem, and further solutions to compare after lowering.
 
-    `allowed` maps the index of a variable to a mask of its options.
+    Args:
+        allowed: for the index of a variable, a boolean mask of the options that it may take. A missing variable may
+            take all its options.
 
     Raises:
         DoesNotFitError: no solution fits in memory.
         NotAlikeError: left-out blocks and the blocks beside them do not recompute alike.
-        DearMeshError: each solution is slower than a plan on another mesh. Also no known recipe on this mesh can be
-            faster after lowering.
+        DearMeshError: each solution is slower than a plan on another mesh, and each known recipe on this mesh is much
+            slower.
     """
     search = Search(options.memory_budget, control=options.control)
     peak_of = peak_under(options)
@@ -145,12 +146,13 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
 
 
 def allowed_by(planning: PlanningProblem, options: PlanOptions) -> dict[int, np.ndarray]:
-    """Return the options that constraints, the recipe and the change of a question allow: masks by index of the
-    variable.
+    """Return a boolean mask of allowed options for each restricted variable, by the variable's index.
+
+    Constraints, the recipe, and the specs and roles of a question restrict variables.
 
     Raises:
-        InvalidSpecError: see `allowed_options`.
-        RecipeError: see `restricted`; also if no option remains.
+        InvalidSpecError: a constraint names no value, or gives a spec that the value cannot have.
+        RecipeError: the recipe does not suit the program, or no option of a variable remains.
     """
     allowed = allowed_options(planning, options.constraints)
     for site, spec in options.specs.items():
@@ -178,8 +180,7 @@ def allowed_by(planning: PlanningProblem, options: PlanOptions) -> dict[int, np.
 
 
 def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> PlanningProblem:
-    """Return the planning problem of a program: one variable for each group of equal nodes, with strategies as its
-    options.
+    """Return the planning problem of a program, in which each group of equal nodes is one variable.
 
     Raises:
         NotAlikeError: the program leaves out blocks, and the blocks beside them are not alike, or do not recompute

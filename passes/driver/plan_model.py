@@ -62,7 +62,6 @@ def plan_model(call: Call) -> Plan:
 
 
 def _with_optimizer(call: Call) -> Call:
-    """Return the call with an optimizer object instead of its name, and with checked constraints and precision."""
     optimizer = call.optimizer
     if call.recipe is not None:
         optimizer = optimizer or "adamw"
@@ -79,11 +78,6 @@ def _with_optimizer(call: Call) -> Call:
 
 
 def _check_together(call: Call) -> None:
-    """Check that the arguments of a call do not contradict each other.
-
-    Raises:
-        NotAvailableError: two arguments exclude each other. The message names them.
-    """
     recipe, profile, batch = call.recipe, call.runtime, call.global_batch
     check_runtime(recipe, profile and profile.name, batch)
     if profile is not None and call.backend != "auto":
@@ -97,7 +91,7 @@ def _check_together(call: Call) -> None:
 
 
 def _price(call: Call) -> Plan:
-    """Return the price of a recipe under another framework's runtime, as a plan.
+    """Return the predicted step of the call's recipe as another framework runs it, as a plan.
 
     Raises:
         DoesNotFitError: the recipe needs more than `memory_budget`.

@@ -35,9 +35,7 @@ from passes.strategies.price_nodes import NodePrices
 class LoweredPlan:
     """A plan, and the lowered program that its prediction was read from.
 
-    Args:
-        plan: the plan.
-        phased: the lowered program without Triton kernels. None if the prediction has kernels or leaves out blocks.
+    `phased` has no Triton kernels. It is None if the prediction has kernels or leaves out blocks.
     """
 
     plan: Plan
@@ -55,11 +53,9 @@ def lowered_plan(
     """Return the plan of a choice with its prediction, and the lowered program of the prediction.
 
     Args:
-        planning: the planning problem.
         choice: one option for each variable of `planning`.
-        objective: seconds of the choice by the search's prices.
-        lower_bound: seconds that any choice takes at least by these prices; None if no bound is known.
-        cluster, options: the hardware and the options of the search.
+        objective: the sum of the choice's prices in the search, in seconds.
+        lower_bound: seconds below which this sum is for no choice; None if no bound is known.
     """
     plan = _plan_of_operators(planning, choice, objective, lower_bound, cluster, options)
     plan = replace(
@@ -88,15 +84,11 @@ def lowered_plan(
 
 
 def _with_priced_kernels(lowering: LoweringOptions) -> LoweringOptions:
-    """Return options under which Triton kernels are priced, but their code is not generated."""
     return replace(lowering, with_kernels=True, prices_kernels=True, with_native=False)
 
 
 def memory_of_choice(planning: PlanningProblem, choice: Sequence[int], options: PlanOptions) -> StepMemory:
-    """Return the memory of each rank under a choice, without overlap of collectives.
-
-    The choice is lowered once. The result is kept with the problem.
-    """
+    """Return the memory of each rank under a choice, without overlap of collectives. Each choice is lowered once."""
     known: dict[tuple[int, ...], StepMemory] = planning.derived.setdefault(_MEMORY, {})
     key = tuple(choice)
     if key not in known:
@@ -108,7 +100,10 @@ def memory_of_choice(planning: PlanningProblem, choice: Sequence[int], options: 
 
 
 def _lowered(planning: PlanningProblem, choice: Sequence[int], plan: Plan, cluster: Cluster) -> LoweredProgram:
-    """Return the program of a choice after the pass `Lower`. The problem keeps the last few results."""
+    """Return the program of a choice after the pass `Lower`.
+
+    The last `_MOST_LOWERED` results are kept with `planning`.
+    """
     known: dict[tuple[int, ...], LoweredProgram] = planning.derived.setdefault(_LOWERED, {})
     key = tuple(choice)
     if key not in known:
@@ -119,7 +114,7 @@ def _lowered(planning: PlanningProblem, choice: Sequence[int], plan: Plan, clust
 
 
 def peak_under(options: PlanOptions) -> Callable[[PlanningProblem, Sequence[int]], float]:
-    """Return a function from a planning problem and a choice to the bytes of peak memory, see `memory_of_choice`."""
+    """Return a function from a planning problem and a choice to the peak bytes of a rank (`memory_of_choice`)."""
     return lambda planning, choice: memory_of_choice(planning, choice, options).peak_bytes
 
 
@@ -128,7 +123,7 @@ _PLAINLY = LoweringOptions(with_overlap=False)
 
 
 def _memory(planning: PlanningProblem, choice: Sequence[int], phased: PhasedProgram) -> StepMemory:
-    """Return the memory of a lowered program, plus optimizer state that the program lacks (`_state_beside`)."""
+    """Return the memory of a lowered program, plus optimizer state that the program lacks."""
     parts = step_memory(phased, planning.liveness.micro_batches, planning.liveness.load).parts
     return StepMemory({**parts, STATE: parts[STATE] + _state_beside(planning, choice)})
 
@@ -144,12 +139,9 @@ def _state_beside(planning: PlanningProblem, choice: Sequence[int]) -> int:
 
 
 def kernels_of(plan: Plan, prepared: Program, cluster: Cluster) -> Kernels:
-    """Return the Triton kernels that a plan runs with. Their code is not generated.
+    """Return the Triton kernels that would run in a plan's program, with their predicted times.
 
-    Args:
-        plan: the plan.
-        prepared: its program, from `prepare_for`.
-        cluster: the hardware of the prices.
+    No kernels are generated. `prepared` is the result of `prepare_for`.
     """
     return _walked(prepared, plan, cluster, _with_priced_kernels(LoweringOptions(with_overlap=False)))[2]
 
@@ -157,7 +149,6 @@ def kernels_of(plan: Plan, prepared: Program, cluster: Cluster) -> Kernels:
 def _walked(
     prepared: Program, plan: Plan, cluster: Cluster, lowering: LoweringOptions
 ) -> tuple[WalkedStep, PhasedProgram, Kernels]:
-    """Return the predicted step of a plan's lowered program, the lowered program, and its priced kernels."""
     made: dict[str, PhasedProgram] = {}
     if lowering.prices_kernels:
         lowering = replace(lowering, on_pass=lambda one, _, result: made.update({type(one).__name__: result}))
@@ -179,7 +170,10 @@ def _plan_of_operators(
     cluster: Cluster,
     options: PlanOptions,
 ) -> Plan:
-    """Return the plan of a choice without kernels and without a prediction."""
+    """Return the plan of a choice without Triton kernels, predicted time and predicted memory.
+
+    The arguments are those of `lowered_plan`.
+    """
     program = planning.space.program
     traced = program.nodes_by_name()
     strategies = {name: planning.strategy(name, choice) for name in planning.space.sites}

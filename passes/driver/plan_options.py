@@ -20,7 +20,7 @@ class PlanOptions:
     """The options of a search for a plan: limits, constraints and choices of the user.
 
     Args:
-        constraints: for patterns (globs) of qualified names, the spec that matching values must have.
+        constraints: pattern (glob) of qualified names → the spec that matching values must have.
         memory_budget: bytes on each device; None: no limit.
         time_budget_s: seconds of all searches together; `control` ends them.
         state_bytes_per_parameter_byte: optimizer state as a multiple of the parameters' bytes (2 for Adam in float32).
@@ -37,8 +37,8 @@ class PlanOptions:
             the gradients' own type.
         with_kernels: whether to price Triton kernels instead of the calls that they replace.
         recipe: restricts the search; None: no restriction.
-        specs: for nodes of the program by name, the spec that their value must have.
-        roles: for mesh axes, the role that each must have, such as "fsdp".
+        specs: name of a node of the program → the spec that its value must have.
+        roles: mesh axis → the role that it must have, such as "fsdp".
         elsewhere: plans on other meshes. Choices that are much slower are not lowered. `solve_baselines` skips known
             recipes that are much slower.
         control: shows the progress, and may stop the search; the plan is then the best so far.

@@ -84,8 +84,7 @@ fetches it from the host. The last block of T5 and of Whisper adds its gradient 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Trace, plan, lower and verify calls with the user's arguments of `compile`, for the runtime's protocol
-    `Compiler`.
+    """Traces, plans, lowers and verifies calls with the user's arguments of `compile`, as the runtime's `Compiler`.
 
     Args:
         cluster: the hardware of the prices; None: this machine.
@@ -107,8 +106,9 @@ class Planner:
         change: the change that a question makes (`passes.questions.change`).
         gather_outputs: whether outputs are made whole on every rank, except constrained outputs.
         progress: whether searches show their progress, see `search_bar`.
-        ceiling: the time limit of several searches together; None: each has its own. `begun` sets it.
-        margins: see `_MARGINS`. A number is removed if the blocks turn out not alike.
+        ceiling: the time limit of several searches together; None: each search has its own limit. `begun` sets it.
+        margins: numbers of units to keep at each end of a run of equal blocks, in the order tried (`_MARGINS`). A
+            number is removed if the units that it keeps are not alike.
         others: see `compile`.
     """
 
@@ -181,7 +181,7 @@ class Planner:
         return tracing.record_initialisation(model, device, init_fn)
 
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a program still holds for these inputs and state, see `tracing.check_guards`."""
+        """Whether a program, traced for other inputs and state, is also right for `inputs` and `state`."""
         return tracing.check_guards(program, inputs, state)
 
     def trace(self, request: Request) -> Program:
@@ -209,7 +209,7 @@ class Planner:
         return program
 
     def trace_with_gaps(self, request: Request, margin: int) -> Program | None:
-        """Return the traced program without inner blocks, or None if all must stay; `margin` is as in `_MARGINS`."""
+        """Return the program without inner blocks, with `margin` units at each end of a run; None if all stay."""
         if self.traces is not None:
             return self.traces.once(
                 request, margin, partial(replace(self, traces=None).trace_with_gaps, request, margin)
@@ -227,8 +227,8 @@ class Planner:
     def plan_call(self, request: Request, meshes: Sequence[Mesh]) -> tuple[Program, Plan]:
         """Return the program of a call, and its fastest plan on any of some meshes.
 
-        A deep model is planned without its inner blocks if these are like the blocks beside them. If that plan is
-        slower than `before`, the model is planned with all blocks.
+        A deep model is planned without its inner blocks if the inner blocks are like the blocks beside them. If that
+        plan is slower than `before`, the model is planned with all blocks.
         """
         planner = self.begun()[0]
 
@@ -241,9 +241,9 @@ class Planner:
         return planned(self.trace(request))
 
     def _without_inner_blocks(self, request: Request, made: Callable[[Program], _Made]) -> _Made | None:
-        """Return `made(program)` for the program without inner blocks; None if the model needs all its blocks.
+        """Return `made(program)` for a program without inner blocks; None if the model needs all its blocks.
 
-        Each of `margins`, the numbers of units kept at each end, is tried in order, and removed if units are not alike.
+        The numbers of `margins` are tried in order. A number is removed if `made` raises `NotAlikeError`.
         """
         for margin in tuple(self.margins):
             program = self.trace_with_gaps(request, margin)
@@ -257,9 +257,9 @@ class Planner:
         return None
 
     def begun(self) -> tuple[Planner, Ceiling]:
-        """Return the planner with a time limit for several searches, and this limit.
+        """Return a planner whose searches share one time limit, and the limit.
 
-        If the planner has a limit already, this limit is kept.
+        It starts now if the planner has none.
         """
         ceiling = self.ceiling or Ceiling.within(self.time_budget_s)
         return replace(self, ceiling=ceiling), ceiling
@@ -267,7 +267,10 @@ class Planner:
     def search(
         self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec], before: Plan | None = None
     ) -> Plan:
-        """Return the plan of a program on a mesh. `placed` has the specs that parameters already have, by name."""
+        """Return the plan of a program on a mesh.
+
+        `placed` has the specs of parameters and state that have one already, by name. The search begins with `before`.
+        """
         return self.search_and_lower(program, mesh, placed, before).plan
 
     def search_and_lower(
@@ -278,9 +281,9 @@ class Planner:
         before: Plan | None = None,
         planning: PlanningProblem | None = None,
     ) -> LoweredPlan:
-        """Return the plan of `search`, and its lowered program.
+        """Return the plan of `search`, and the lowered program of its prediction.
 
-        `planning` is the planning problem, if it is built already.
+        `planning` is the planning problem of the program on the mesh, if the caller has built it.
         """
         with self._searching() as control:
             options = replace(self._options(program, mesh, placed), before=before, control=control)
@@ -288,16 +291,14 @@ class Planner:
         return replace(found, plan=replace(found.plan, precision=self.precision))
 
     def problem(self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec]) -> PlanningProblem:
-        """Return the planning problem of a program on a mesh."""
+        """Return the planning problem of a program on a mesh. `placed` is the argument of `search`."""
         return planning_problem(program, mesh, self.cluster_for(mesh), self._options(program, mesh, placed))
 
     @contextmanager
     def _searching(self) -> Iterator[SearchControl]:
-        """Return the control of a search, which shows its progress. Ctrl-C ends the search.
+        """Yield the control of a search.
 
-        Raises:
-            KeyboardInterrupt: the search was ended before a choice fit.
-            DoesNotFitError: the time budget ended the search before a choice fit; the message says so.
+        It shows the progress, and lets Ctrl-C end the search with the best plan so far.
         """
         control = SearchControl(ceiling=self.begun()[1])
         with search_bar(self.time_budget_s, self.progress) as show:
@@ -343,7 +344,7 @@ class Planner:
         )
 
     def limit_bytes(self, mesh: Mesh) -> float | None:
-        """Return the bytes that the values of a rank may take; None without a limit."""
+        """Return the most bytes that the tensors of a rank may take; None without a limit."""
         budget: float | None = self.memory_budget
         if budget is None:
             budget = room_bytes(self.cluster_for(mesh).device, sum(size > 1 for size in mesh.shape))
@@ -398,11 +399,7 @@ class Planner:
         return cluster if self.change.faster is None else self.change.faster(cluster) or cluster
 
     def prove(self, request: Request, plan: Plan) -> VerificationReport:
-        """Return the proof of the program that a call would run by a plan.
-
-        Raises:
-            VerificationError: the program could not be shown to equal the traced program.
-        """
+        """Return the proof of the program that a call runs by a plan; raise `VerificationError` if the proof fails."""
         program = self.trace(request)
         report = replace(self, verify=True).lower(program, self._plan_for(program, request, plan.mesh))[1]
         assert report is not None, "the planner verifies"
@@ -442,7 +439,7 @@ class Planner:
             return None
 
     def _free(self) -> Planner:
-        """Return the planner without plans, constraints, recipe and `reduce_dtype`, for calls that return gradients."""
+        """Return the planner without plans, constraints, recipe and `reduce_dtype`, which are for training steps."""
         return replace(self, fixed=None, made=None, before=None, constraints={}, recipe=None, reduce_dtype=None)
 
     def _expanded(self, plan: Plan, program: Program, request: Request) -> Plan | None:
@@ -456,7 +453,7 @@ class Planner:
     def lower(
         self, program: Program, chosen: Plan, predicted: PhasedProgram | None = None
     ) -> tuple[PhasedProgram, VerificationReport | None]:
-        """Return the program of one rank, and its proof if requested.
+        """Return the program of one rank, and its proof if the user wants a proof.
 
         `predicted` is the lowered program of the prediction. It is returned if the ranks run it unchanged, for example
         without kernels.

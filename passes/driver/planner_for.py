@@ -19,12 +19,10 @@ def planner_for(
     reduce_dtype: torch.dtype | None = None,
     progress: bool | None = False,
 ) -> Planner:
-    """Return the planner of a call. `call.precision` must be the type of computation, see `precision_of`.
+    """Return the planner of a call. `call.precision` must be a result of `precision_of`.
 
     Args:
-        call: the checked arguments.
         update: the traced update of an optimizer.
-        device: the device that runs the program.
         reduce_dtype: the type in which gradients are sent between ranks; None: their own type.
         progress: see `search_bar`.
     """

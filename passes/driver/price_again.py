@@ -24,11 +24,9 @@ from passes.solver.search_control import Ceiling
 
 
 def price_found(search: RecipeSearch, found: FoundRecipe, kinds: Mapping[str, FoundRecipe]) -> Plan:
-    """Return the plan of a recipe that a search found, with its price.
+    """Return the plan of the recipe `found`, with its price under the call's runtime.
 
-    Args:
-        search: the search.
-        found, kinds: the results of `RecipeSearch.run`.
+    `found` and `kinds` are the results of `search.run`. `kinds` gives the prices of known recipes, by name.
     """
     assert found.recipe is not None, "a recipe was found"
     problem = search.problem
@@ -56,11 +54,7 @@ def price_found(search: RecipeSearch, found: FoundRecipe, kinds: Mapping[str, Fo
 
 @dataclass(frozen=True, slots=True)
 class PriceAgain:
-    """Search recipes again with one change, and price the fastest recipe.
-
-    Args:
-        search: the search that made the plan.
-    """
+    """Searches recipes again with one change, and prices the fastest recipe."""
 
     search: RecipeSearch
 
@@ -70,7 +64,7 @@ class PriceAgain:
         return self.search.problem.cluster
 
     def problems(self) -> Sequence[PlanningProblem]:
-        """Return no planning problems, because the price of a recipe has no search over specs."""
+        """Return an empty tuple: recipes are priced without planning problems over specs."""
         return ()
 
     def missing(self, feature: str) -> str:
@@ -78,7 +72,7 @@ class PriceAgain:
         return self.search.problem.missing(feature)
 
     def kernels(self, plan: Plan) -> Kernels:
-        """Return the kernels that the price of `plan` counts."""
+        """Return the Triton kernels that the price of `plan` counts."""
         return plan.predicted.kernels
 
     def __call__(self, plan: Plan, change: Change) -> Plan:
@@ -101,14 +95,10 @@ class PriceAgain:
 
 
 def error_of_no_recipe(search: RecipeSearch, found: FoundRecipe, only: Fields) -> AutoshardError:
-    """Return the error for a search that found no recipe.
+    """Return the error to raise after a search that found no recipe.
 
-    Its message says that time ran out, that no recipe has the allowed values, or that no such recipe fits into memory.
-
-    Args:
-        search: the search, with its time limit and its problem.
-        found: the result of the search, which has no recipe.
-        only: the fields and allowed values to which the search was restricted.
+    `only` has the allowed values of fields. The message says that time ran out, that no recipe has these values, or
+    that no recipe with these values fits into memory.
     """
     names = ", ".join(only)
     if not found.is_complete:

@@ -39,10 +39,7 @@ from passes.search.layers.price_model import PricedModel
 from passes.search.recipe_plan import recipe_plan
 
 _TRACED: weakref.WeakKeyDictionary[nn.Module, dict[object, PricedModel]] = weakref.WeakKeyDictionary()
-"""A cache: for each model, a dict of its traced and folded forms.
-
-The key of the dict has the shapes of inputs, the loss function and the precision.
-"""
+"""A cache: model → its traced and folded forms, by shapes of inputs, loss function and precision."""
 
 
 def price(
@@ -84,7 +81,11 @@ def price_execution(
     example_inputs: ExampleInputs,
     loss_fn: Callable[..., torch.Tensor] | None = None,
 ) -> Plan:
-    """Return the price of a training step under a recipe and its runtime, as a plan. Errors are those of `price`."""
+    """Return the price of a training step as a plan. `execution` has the recipe and the framework's runtime.
+
+    Raises:
+        NotAvailableError: the recipe cannot be priced.
+    """
     if execution.offload in ("optimizer", "parameters"):
         raise NotAvailableError(
             f"offload={execution.offload!r} cannot be priced yet: an update that runs on the host has no cost model. "
@@ -130,19 +131,16 @@ _NARROW = {"bf16": torch.bfloat16, "f16": torch.float16, "f8": torch.bfloat16}
 
 
 def narrow_dtype(model: nn.Module, precision: str | None) -> torch.dtype | None:
-    """Return the 16-bit type in which the products of a float32 model run in a precision.
+    """Return the 16-bit dtype in which a float32 model runs its matrix products under `precision`.
 
-    The result is None if products run in the model's own type.
+    None means that matrix products run in the model's own dtype.
     """
     dtypes = {item.dtype for item in model.parameters() if item.is_floating_point()}
     return _NARROW.get(precision or "") if dtypes == {torch.float32} else None
 
 
 def _narrowed(model: nn.Module, example_inputs: ExampleInputs, dtype: torch.dtype) -> tuple[nn.Module, ExampleInputs]:
-    """Return a copy of a float32 model on the meta device in a 16-bit type, and its inputs in this type.
-
-    The copy stands for the products. The model's own parameters stay as master weights.
-    """
+    """Return a model on meta and its inputs in a 16-bit type. The original parameters stay as master weights."""
     on_meta: dict[int, Any] = {
         id(item): nn.Parameter(item.detach().to("meta"), requires_grad=item.requires_grad)
         for item in model.parameters()
@@ -177,11 +175,6 @@ def _fold(
 
 
 def _resized(leaf: Any, batch: int) -> Any:
-    """Return an input on the meta device with `batch` sequences. An input that is no tensor is returned unchanged.
-
-    Raises:
-        TraceError: the input has no dims.
-    """
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.ndim == 0:
@@ -196,10 +189,7 @@ def _describe(example_inputs: ExampleInputs) -> object:
 
 
 def _describe_modules(model: nn.Module) -> object:
-    """Return a key that changes if a model changes.
-
-    The key has the printed modules, their tensors, and the sharing of tensors between modules.
-    """
+    """Return a key that changes with a model's modules, their tensors, or the sharing of tensors between modules."""
     modules = model.named_modules(remove_duplicate=False)
     tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     firsts: dict[int, str] = {}

@@ -17,18 +17,15 @@ from autoshard.ir.text import format_time
 from passes.solver.search_control import SearchControl
 
 Show = Callable[[str, float, float], None]
-"""A function that shows the progress of a search.
-
-Its arguments are the name of the problem, the best step so far (infinite for none), and the lower bound, in seconds.
-"""
+"""Shows progress: name of the problem, best step so far in seconds (infinite for none), its lower bound."""
 
 
 @contextmanager
 def search_bar(time_budget_s: float, progress: bool | None) -> Iterator[Show | None]:
     """Show a bar on standard error that fills as the time budget runs out. Yield the function that updates it.
 
-    Without a bar, None is yielded. On a terminal the bar disappears when the search ends.
-    Elsewhere its last state stays.
+    Without a bar, None is yielded. On a terminal the bar disappears when the search ends. Elsewhere its last state
+    stays.
 
     Args:
         time_budget_s: seconds that the search may take.

@@ -53,9 +53,9 @@ def verify_compiled(compiled: ShardedModule | TrainStep) -> VerificationReport:
 
 
 def _prove_again(program: CompiledProgram, *, is_added_up: bool) -> VerificationReport:
-    """Return the proof of a program. The proof of a program with stages also has its stages and their order.
+    """Return the proof of a compiled program. For a pipeline, all stages and their order are proven.
 
-    `is_added_up` says whether the gradients of several micro-batches are summed.
+    `is_added_up` says whether the program sums gradients over micro-batches.
     """
     reports = []
     for part in program.parts:
@@ -93,7 +93,6 @@ def prove_model(call: Call) -> VerificationReport:
 
 
 def _micro_batch(plan: Plan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Return the inputs of one micro-batch of a plan. Inputs that already have its size are returned unchanged."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if plan.micro_batches == 1 or [describe(tensor) for tensor in tensors] == list(plan.inputs.values()):
         return args, kwargs
@@ -102,7 +101,6 @@ def _micro_batch(plan: Plan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
 
 
 def _prove_stages(planner: Planner, request: Request, plan: Plan) -> VerificationReport:
-    """Lower the stages of a plan, and return the proof of all stages and of their order."""
     assert plan.order is not None, "a plan with stages has an order"
     pipeline = pipeline_of(plan.mesh, plan.schedule, plan.order.virtual_stages, plan.micro_batches)
     assert pipeline is not None, "an axis carries stages"

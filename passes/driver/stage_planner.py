@@ -39,9 +39,8 @@ class StagePlanner:
 
     Args:
         planner: plans and lowers single stages, and calls without stages.
-        pipeline: the pipeline of the call.
         rank: this process's rank in the pipeline, or None if one process simulates all ranks.
-        homes: for the name of each parameter, its stage. The first compiled program fills the dict.
+        homes: name of a parameter → its stage. The first compiled program fills the dict.
     """
 
     planner: Planner
@@ -79,10 +78,7 @@ class StagePlanner:
         return CompiledProgram(whole, plan, sharded, request.update, found, program.python, weights, staged, own)
 
     def _plans_for(self, request: Request) -> StagePlans:
-        """Return the planner for a call.
-
-        A training step runs in micro-batches, and a call without gradients as a whole batch.
-        """
+        """Return the planner for a call. A call without gradients runs as a whole batch, not in micro-batches."""
         if request.update is not None:
             return StagePlans(self.planner.begun()[0], self.pipeline)
         gather = request.outputs is Outputs.WHOLE or self.planner.gather_outputs
@@ -92,9 +88,9 @@ class StagePlanner:
     def _plan_for(
         self, plans: StagePlans, program: Program, request: Request, lowered: dict[int, PhasedProgram]
     ) -> Plan:
-        """Return the plan of a call: the given plan of training steps, or a new plan.
+        """Return the plan of a call: the user's plan for training steps, or else a new plan.
 
-        A new plan's lowered stages are put into `lowered`, by number of stage.
+        The lowered programs of a new plan's stages are put into `lowered`, by stage number.
         """
         homes, fixed, made = self.homes, self.planner.fixed, self.planner.made
         if fixed is not None and request.update is not None:
@@ -113,21 +109,15 @@ class StagePlanner:
         return self.planner.trace(request)
 
     def record_initialisation(self, model: nn.Module, device: torch.device, init_fn: Any) -> Initialisation:
-        """Record how a model initialises its tensors, see `Planner`."""
+        """Record how a model initialises its tensors, see `tracing.record_initialisation`."""
         return self.planner.record_initialisation(model, device, init_fn)
 
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a program still holds for these inputs and state, see `Planner`."""
+        """Whether a program, traced for other inputs and state, is also right for `inputs` and `state`."""
         return self.planner.guards_hold(program, inputs, state)
 
     def _compile_whole(self, request: Request, engine: Engine) -> CompiledProgram:
-        """Return the compiled program of a call whose gradients autograd computes. The program has no stages.
-
-        The process must simulate all ranks, because it has to hold all parameters.
-
-        Raises:
-            NotAvailableError: there is a process for each rank.
-        """
+        """Compile a call whose gradients autograd computes, without stages. The process must simulate all ranks."""
         if self.rank is not None:
             raise NotAvailableError(
                 "A call of step.sharded wants gradients. With a process per rank, each rank holds only the parameters "
@@ -144,9 +134,9 @@ class StagePlanner:
 
 
 def _whole(program: Program, staged: StagedProgram, own: Sequence[int]) -> PhasedProgram:
-    """Return the inputs and results of all stages, and the updates of the stages `own`, as one program.
+    """Return one program with the inputs and results of all stages in `own`, those of one process.
 
-    The program describes what a process takes and returns. It never runs.
+    It tells the runtime which values the process takes and returns. Its graphs never run.
     """
     found: dict[tuple[str, str], LocalSlot] = {}
     for stage in staged.stages:

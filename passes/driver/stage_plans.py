@@ -56,12 +56,12 @@ _TRIES = 8
 
 @dataclass(frozen=True, slots=True)
 class StagePlans:
-    """Plan the stages of training steps, and of calls without gradients.
+    """Plans the stages of training steps, and of calls without gradients.
 
     Args:
-        planner: plans and lowers single stages.
-        pipeline: the pipeline of the call.
-        problems: see `StageSearch`.
+        planner: plans and lowers single stages, and programs of calls without stages.
+        pipeline: the mesh, schedule and number of stages.
+        problems: a cache of planning problems, whose keys are those of `StageSearch.problems`.
     """
 
     planner: Planner
@@ -82,10 +82,10 @@ class StagePlans:
         Args:
             program: forward and backward, or a forward alone.
             request: the traced call; its update is planned with each stage.
-            homes: for the names of parameters that already have a stage, its number.
-            before: a plan of this program in as many stages. The program is cut at the same places, and searches begin
-                with this plan.
-            kept: by number, lowered stages that stay as they are, unless a rank lacks memory for them.
+            homes: name of a parameter that already has a stage → the stage's number.
+            before: a plan of this program in the same number of stages. The program is cut at the same places, and
+                searches begin with this plan.
+            kept: lowered stages that stay as they are, by number, unless a rank lacks memory for them.
 
         Raises:
             DoesNotFitError: a rank needs more memory than its device has.
@@ -118,10 +118,8 @@ class StagePlans:
         The order of the stages is proven elsewhere, before it runs (`verify_schedule`).
 
         Args:
-            program: the program given to `plan`.
-            plan: its plan.
-            request: the call given to `plan`.
-            lowered: by number of stage, programs that `plan` has lowered in this process.
+            program, request: the arguments given to `plan`.
+            lowered: programs that `plan` has lowered in this process, by number of stage.
         """
         assert plan.order is not None, "it is a plan of stages"
         cut = self.cut(program, plan, request)
@@ -146,7 +144,10 @@ class StagePlans:
         return _staged(cut, plan.order, stages, program), reports
 
     def order(self, request: Request) -> PipelineOrder:
-        """Return the order of tasks (forward and backward of a stage and micro-batch) on each pipeline rank."""
+        """Return the tasks of each pipeline rank in order.
+
+        A task is the forward or backward of a stage and micro-batch.
+        """
         pipeline = self.pipeline
         if request.update is None:
             return order_forward(pipeline.schedule, pipeline.ranks, pipeline.virtual_stages)
@@ -157,10 +158,7 @@ class StagePlans:
         return StageSearch(self.planner, mesh, cut, order, in_flight, request, before, self.problems)
 
     def _in_flight(self, order: PipelineOrder) -> tuple[int, ...]:
-        """Return, for each rank, the most micro-batches in flight, each counted once for each of the rank's stages.
-
-        The number is 1 for a call without gradients.
-        """
+        """Return for each pipeline rank the most micro-batches that it holds at once, summed over its stages."""
         pipeline = self.pipeline
         if not order.trains:
             return (1,) * pipeline.ranks
@@ -175,10 +173,11 @@ class StagePlans:
         cuts: tuple[str, ...] = (),
         homes: Mapping[str, int] | None = None,
     ) -> CutProgram:
-        """Return the programs of the stages, each with its update.
+        """Cut a traced program into the programs of its stages, each with its part of the update.
 
-        `cuts` has the names of the first calls of all stages but the first stage; empty if the cuts are not fixed.
-        `homes` maps the name of a parameter to the stage that it must have.
+        Args:
+            cuts: names of calls, before each of which a stage begins; empty: the cuts are chosen by time.
+            homes: name of a parameter that already has a stage → the stage's number.
         """
         mesh = self.pipeline.stage_mesh
         prices = NodePrices(self.planner.cluster_for(mesh), mesh)
@@ -197,20 +196,15 @@ class StagePlans:
                 )
 
     def sharded_outputs(self, program: Program) -> frozenset[str]:
-        """Return the names of the outputs that stay split over ranks."""
+        """Return the names of the model's outputs that stay split over ranks."""
         return split_outputs(program, self.planner.constraints, gather=self.planner.gather_outputs)
 
     def _fitting(
         self, search: StageSearch, program: Program, kept: Mapping[int, StageProgram]
     ) -> tuple[list[StageProgram], PipelinePrediction]:
-        """Return the planned stages of a pipeline that fits in the memory of each rank, and the prediction of the
-        pipeline.
+        """Return the planned stages of a pipeline that fits in the memory of each rank, and the pipeline's prediction.
 
-        Stages on ranks that exceed their memory are searched again within lower limits. Alike stages get the least of
-        their limits.
-
-        Raises:
-            DoesNotFitError: the pipeline does not fit after `_TRIES` searches, or a stage has no smaller plan.
+        Stages on ranks that exceed their memory are searched again within lower limits, at most `_TRIES` times.
         """
         cut, order = search.cut, search.order
         cluster, update = self.planner.cluster_for(self.pipeline.mesh), search.request.update
@@ -270,7 +264,6 @@ class StagePlans:
         stages: Sequence[StageProgram],
         predicted: PipelinePrediction,
     ) -> Plan:
-        """Return one plan of the whole step from the plans of its stages."""
         plans = tuple(replace(stage.plan, predicted=own) for stage, own in zip(stages, predicted.stages, strict=True))
         crossing = {item.name for item in cut.crossings}
         nodes = program.nodes_by_name()
@@ -327,10 +320,9 @@ def _of_another_step(plan: Plan) -> PlanMismatchError:
 
 
 def check_stays(program: Program) -> None:
-    """Check that a program has no values that stages cannot share.
+    """Raise `NotAvailableError` if a program changes buffers or attributes, or branches on a parameter's value.
 
-    Raises:
-        NotAvailableError: a call changes buffers or attributes, or the model branches on a parameter's value.
+    Stages on other ranks would not see the changed values.
     """
     buffers = [slot.name for slot in program.outputs_of(OutputKind.BUFFER_UPDATE)]
     if buffers:
@@ -365,10 +357,10 @@ def _staged(cut: CutProgram, order: PipelineOrder, stages: Sequence[StageProgram
 
 
 def _check_crossings(staged: StagedProgram) -> None:
-    """Check the values that cross between stages: maker and reader agree in shape and dtype, and in the stages' order.
+    """Raise `VerificationError` if a value that is sent between stages is inconsistent.
 
-    Raises:
-        VerificationError: the maker and the reader of a value disagree.
+    Maker and reader must agree in shape and dtype. Values of the forward go to later stages, gradients to earlier
+    stages.
     """
     for crossing in staged.crossings:
         made = find_slot(staged.stages[crossing.maker].phased.lowered.outputs, crossing.name)

@@ -6,8 +6,7 @@ are views of `flat`. In a reduce-scatter each member has one row for each rank, 
 
 A bucket's collective stands at the start of its last member, and its wait at the first member's wait. So collectives
 share a bucket only if none of their results is read before the last of them starts. `WaitLate` arranges this for
-gradients and for updated parameters. The members of a bucket have equal collectives, process groups, reductions and
-dtypes. Their order in the bucket is the order of the phase's results.
+gradients and for updated parameters. The members' order in the bucket is the order of the phase's results.
 
 `passes.verification.expand_collectives` inverts the rewrite for verification.
 """
@@ -55,8 +54,7 @@ class BucketCollectives:
     Args:
         end_bytes: a bucket may always have this size, but at most a quarter of `largest`. None: a bucket may always
             have the size `largest`.
-        least_bytes: least value of `largest`.
-        most_bytes: greatest value of `largest`.
+        least_bytes, most_bytes: least and greatest value of `largest`.
     """
 
     end_bytes: int | None = MIB // 2
@@ -64,7 +62,6 @@ class BucketCollectives:
     most_bytes: int = 8 * MIB
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program with the collectives of all phases in buckets."""
         mesh, units = phased.lowered.mesh, LocalUnits.of(phased.lowered)
         return rewrite_phases(phased, lambda graph_module: self._rewrite(graph_module, mesh, units))
 
@@ -109,15 +106,10 @@ class BucketCollectives:
 
 
 def _even_buckets(members: Sequence[_BucketMember], most_bytes: int, joins: bool) -> Iterator[_Bucket]:
-    """Yield the buckets for the collectives of one repeated unit of blocks, in a program that leaves out equal units.
+    """Cut the collectives of a repeated unit into about equal buckets, and yield the buckets.
 
-    The unit is cut into as few buckets as `most_bytes` allows. The buckets have about equal sizes, as in the
-    whole program.
-
-    Args:
-        members: the collectives of the unit, in order. Each stands for `count` collectives of the whole program.
-        most_bytes: bytes of the largest bucket.
-        joins: whether a bucket of the whole program may have members of several units.
+    Their number is the total bytes divided by `most_bytes`, rounded up. `joins` says whether a bucket of the whole
+    program may also have collectives of the next units.
     """
     total = sum(member.size for member in members)
     ends = list(accumulate(member.size for member in members))
@@ -141,9 +133,9 @@ def _is_too_late(bucket: Sequence[_BucketMember], member: _BucketMember) -> bool
 
 
 def _next_starts_in_time(unit: Sequence[_BucketMember], members: Sequence[_BucketMember]) -> bool:
-    """Whether the collective of `members` behind the last collective of `unit` starts before the unit's first wait.
+    """Whether buckets may join collectives of the repeated unit `unit` with collectives of the next unit.
 
-    The answer is False if no collective follows.
+    This is so if the first collective in `members` after the unit starts before the unit's first wait.
     """
     place = members.index(unit[-1]) + 1
     return place < len(members) and not _is_too_late(unit, members[place])
@@ -154,12 +146,10 @@ class _BucketMember:
     """A collective that may go into a bucket.
 
     Args:
-        start: the node that starts the collective.
-        wait: the node that waits for it.
-        started_at: index of `start` in the graph.
-        waited_at: index of `wait` in the graph.
+        start, wait: the nodes of the collective, and of the wait for it.
+        started_at, waited_at: the indices of both nodes in the graph.
         ranks: number of ranks in the process group.
-        count: number of collectives of the whole program that this collective stands for, itself included.
+        count: number of collectives in the whole program for which this collective stands, itself included.
     """
 
     start: fx.Node
@@ -177,7 +167,6 @@ class _BucketMember:
 
     @property
     def shape(self) -> list[int]:
-        """Shape of the collective's result on each rank."""
         return list(self.start.meta["val"].shape)
 
     @property
@@ -195,11 +184,9 @@ class _BucketMember:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Collectives that become one collective.
+    """Collectives that one collective replaces.
 
-    Args:
-        members: the collectives, in the order of their starts.
-        whole_bytes: bytes of one rank's piece of the bucket in the whole program, with members of left-out blocks.
+    `whole_bytes` is the bucket's size in the whole program, with left-out blocks: bytes of one rank's piece.
     """
 
     members: tuple[_BucketMember, ...]
@@ -207,15 +194,12 @@ class _Bucket:
 
     @classmethod
     def of_all(cls, members: Sequence[_BucketMember]) -> _Bucket:
-        """Return a bucket with the given members.
-
-        In the whole program, the bucket also has the left-out collectives for which the members stand (`count`).
-        """
+        """Return the bucket of `members` and of all left-out collectives for which the members stand."""
         return cls(tuple(members), sum(member.count * member.size for member in members))
 
     @property
     def metadata_member(self) -> _BucketMember:
-        """The member whose metadata the bucket's nodes get; a member outside of repeated blocks if there is one."""
+        """The member whose metadata the new nodes get. If possible, the member lies outside of repeated blocks."""
         return min(self.members, key=lambda member: member.count)
 
     @property
@@ -231,7 +215,7 @@ class _Bucket:
 
 
 def _members(graph: fx.Graph, mesh: Mesh, units: LocalUnits) -> Iterator[_BucketMember]:
-    """Yield the collectives of a graph that may go into buckets, in order. Each collective has one reader, its wait."""
+    """Yield the collectives of a graph that may go into buckets, in order. Each has one reader, its wait."""
     places = {node: place for place, node in enumerate(graph.nodes)}
     for node, place in places.items():
         waits = [user for user in node.users if is_wait(user)]
@@ -243,7 +227,8 @@ def _members(graph: fx.Graph, mesh: Mesh, units: LocalUnits) -> Iterator[_Bucket
 def _may_be_packed(node: fx.Node) -> bool:
     """Whether a node is a collective whose operand can be joined with other operands.
 
-    The operand of a reduce-scatter must have one row for each rank. The operand of an all-gather needs a dim.
+    The operand of a reduce-scatter must have one row for each rank. The operand of an all-gather must have at least one
+    dim.
     """
     if node.target is ALL_REDUCE:
         return True
@@ -254,7 +239,6 @@ def _may_be_packed(node: fx.Node) -> bool:
 
 
 def _rewritten(graph_module: fx.GraphModule, buckets: Sequence[_Bucket]) -> fx.GraphModule:
-    """Return a copy of a graph in which the members of each bucket are one collective."""
     made = _BucketRewrite(graph_module.graph)
     starts = {member.start: bucket for bucket in buckets for member in bucket.members}
     waits = {member.wait: (member, bucket) for bucket in buckets for member in bucket.members}
@@ -273,13 +257,11 @@ class _BucketRewrite:
     """Builds the copy of a graph with buckets, node by node.
 
     Args:
-        graph: the graph.
-        made: its copy.
+        made: the copy.
         copies: copy of each node of `graph`.
-        started: the collective of each bucket in the copy, by the start of the bucket's first member.
-        parts: the call that splits the result of each bucket among its members, by the same start.
-        tracer: the tracer that appends nodes to `made`.
-        ranks: sort key of each node, for the order of members in a bucket (`_ranks`).
+        started: the collective of each bucket in the copy. A key is the node in `graph` that starts the first member.
+        parts: the call in the copy that splits the result of each bucket among its members, by the same keys.
+        ranks: sort key of each node, by which the members of a bucket are ordered (`_ranks`).
     """
 
     graph: fx.Graph
@@ -295,11 +277,9 @@ class _BucketRewrite:
         self.ranks = _ranks(self.graph)
 
     def copy(self, node: fx.Node) -> None:
-        """Copy a node that is neither a start nor a wait of a bucket's member."""
         self.copies[node] = copy_node(self.made, node, self.copies.__getitem__)
 
     def start(self, bucket: _Bucket) -> None:
-        """Emit the bucket's collective, over the joined operands of all members."""
         last: Any = bucket.members[-1].start
         if len(bucket.members) == 1:
             self.copy(last)
@@ -313,7 +293,10 @@ class _BucketRewrite:
         self.started[bucket.members[0].start] = self._call(last.target, args, bucket.metadata_member.start, bucket)
 
     def wait(self, member: _BucketMember, bucket: _Bucket) -> None:
-        """Emit the result of a member, as a part of the bucket's result, in place of the member's wait."""
+        """Emit the result of a member, in place of the wait for it.
+
+        The result is the member's part of the bucket's result.
+        """
         if len(bucket.members) == 1:
             self.copy(member.wait)
             return
@@ -326,9 +309,9 @@ class _BucketRewrite:
         self.copies[member.wait] = result
 
     def _parts(self, bucket: _Bucket) -> fx.Node:
-        """Emit the wait for a bucket, and the call that splits its result among the members.
+        """Emit the wait for a bucket's collective, and the call that splits its result among the members.
 
-        The parts are views of the result. The parts of an all-gather are copies, because each has a piece in every row.
+        Parts of an all-gather's result are copies. Parts of a reduction's result are views.
         """
         first: Any = bucket.members[0].start
         like = bucket.metadata_member.wait
@@ -343,7 +326,6 @@ class _BucketRewrite:
         return self._call(_aten.split_with_sizes_copy.default, (rows, pieces, 1), like, bucket)
 
     def _packed(self, bucket: _Bucket) -> list[_BucketMember]:
-        """Return the members of a bucket in the order in which their operands are joined."""
         return sorted(bucket.members, key=lambda member: self.ranks[member.wait])
 
     def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node, bucket: _Bucket | None = None) -> fx.Node:

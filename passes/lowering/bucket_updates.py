@@ -30,12 +30,7 @@ from passes.verification.verify_in_place import written_operands
 
 @dataclass(frozen=True, slots=True)
 class _UpdateBucket:
-    """Updates of several parameters that become one call.
-
-    Args:
-        target: the operator of the call.
-        nodes: the updates, two or more, in the order of the graph.
-    """
+    """Two or more updates, in the order of the graph, that become one call of the operator `target`."""
 
     target: Any
     nodes: tuple[fx.Node, ...]
@@ -45,15 +40,15 @@ class _UpdateBucket:
 class BucketUpdates:
     """Joins updates of parameters whose arguments are equal, except for the tensors that belong to each parameter.
 
-    Args:
-        with_triton: use a Triton kernel for Adam's updates that it supports.
+    With `with_triton`, a Triton kernel makes the updates of Adam whose dtypes and shapes the kernel supports.
     """
 
     with_triton: bool = False
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Return a copy of a graph that writes in place, with its updates joined. Without joined updates, return the
-        graph itself.
+        """Return a copy of a graph that writes in place, with joined updates.
+
+        If no updates can be joined, the graph itself is returned.
         """
         return _bucketed(graph_module, self.with_triton)
 
@@ -93,10 +88,9 @@ def _buckets(graph: fx.Graph, with_triton: bool) -> Iterator[_UpdateBucket]:
 
 
 def _target_of(node: fx.Node, with_triton: bool) -> tuple[Any, tuple[torch.dtype, ...]]:
-    """Return the operator that performs many updates like `node` in one call, and a tuple of dtypes.
+    """Return the operator that replaces many updates like `node`, and the dtypes of its tensors.
 
-    For the Triton kernel, the tuple has the dtypes of the tensors of `node`, which must be equal in all joined updates.
-    For other operators, the tuple is empty.
+    Updates are joined only if both results are equal. For operators without Triton, the dtypes are the empty tuple.
     """
     many = MANY[node.target]  # type: ignore[index]
     values = [_value(operand) for operand in node.args[: tensors_of(many)]]
@@ -110,9 +104,9 @@ def _target_of(node: fx.Node, with_triton: bool) -> tuple[Any, tuple[torch.dtype
 
 
 def _value(operand: Any) -> Tensor | None:
-    """Return the fake value of an operand; None if it is unknown.
+    """Return the fake tensor of an operand; None if it is unknown.
 
-    A copy without a fake value counts as the node that it copies.
+    An operand without a fake tensor is a copy of another node, whose fake tensor is returned.
     """
     while "val" not in operand.meta and operand.all_input_nodes:
         operand = operand.all_input_nodes[0]
@@ -122,8 +116,7 @@ def _value(operand: Any) -> Tensor | None:
 def _order(graph: fx.Graph, bucket_of: Mapping[fx.Node, _UpdateBucket]) -> list[fx.Node] | None:
     """Return the nodes in an order in which each bucket is one call; None if no such order exists.
 
-    The first update of a bucket stands for the bucket, and its other updates are left out. If several nodes may come
-    next, the node that comes first in the graph is next.
+    The first update of a bucket stands for the call. Nodes that do not depend on each other keep their order.
     """
     names = {node: bucket_of[node].nodes[0] if node in bucket_of else node for node in graph.nodes}
     places = {node: place for place, node in enumerate(graph.nodes)}
@@ -151,8 +144,8 @@ def _order(graph: fx.Graph, bucket_of: Mapping[fx.Node, _UpdateBucket]) -> list[
 def _dependences(graph: fx.Graph) -> Iterator[tuple[fx.Node, set[fx.Node]]]:
     """Yield each node with the set of nodes that must stay before it.
 
-    These are its operands, earlier writers of memory that it reads or writes, and earlier readers of memory that it
-    writes. A view counts as a reader, because it may become a copy.
+    These are its operands, and earlier calls that write memory that the node reads or writes. Earlier readers of memory
+    that the node writes are in the set too. A view counts as a reader, because it may become a copy.
     """
     writer: dict[fx.Node, fx.Node] = {}
     readers: defaultdict[fx.Node, set[fx.Node]] = defaultdict(set)

@@ -55,12 +55,10 @@ class ChosenGroup:
 
     Args:
         members: the calls, without views and constants, in order.
-        operands: the values that the kernel reads.
         results: members that calls outside of the group read, in order.
         group: the computation of the kernel, without names.
-        names: for each operand and then each step of `group`, the name of its node in the program.
+        names: names of the nodes in the program: first of the operands of `group`, then of its steps.
         saved_bytes: bytes of memory traffic that the kernel saves.
-        saved_launches: number of launches that the kernel saves.
         later: launches and memory traffic of the further kernels that add up the chunks of split sums.
     """
 
@@ -75,13 +73,16 @@ class ChosenGroup:
 
     @property
     def traffic(self) -> Traffic:
-        """Launches and memory traffic of the kernel and of the sums that follow it."""
+        """Launches and bytes of one run of the group.
+
+        The kernels that add up the chunks of split sums are included.
+        """
         return Traffic(1, sum(_bytes_of(node) for node in (*self.operands, *self.results))) + self.later
 
     def compared(self, later: Traffic) -> ChosenGroup:
-        """Return the group with `later`, `saved_bytes` and `saved_launches` set.
+        """Return the group with the field `later`, and with the launches and bytes that its kernel saves.
 
-        The savings are the traffic of the members as single calls, minus the traffic of the group.
+        The savings are the traffic of the members as single calls, less the traffic of the kernel.
         """
         before = sum(map(traffic_of, self.members), Traffic())
         after = replace(self, later=later)
@@ -92,10 +93,9 @@ class ChosenGroup:
         )
 
     def named(self, alike: int = 1) -> NamedGroup:
-        """Return the group with names and a docstring, from which the kernel's source is written.
+        """Return the group with the names and the docstring of its generated source.
 
-        Args:
-            alike: number of groups in the program with the same computation, for the docstring.
+        `alike` is the number of equal groups in the program, which the docstring states.
         """
         nodes = textwrap.fill(", ".join(node.name for node in self.members) + ".", _WIDTH)
         source = next((node.meta["source"] for node in self.members if node.meta.get("source")), "an unknown line")
@@ -108,11 +108,10 @@ class ChosenGroup:
 def choose_groups(graph: fx.Graph, device: Device | None) -> tuple[ChosenGroup, ...]:
     """Choose the groups of a graph for generated kernels, in the order of their first members.
 
-    Only groups that save a launch are returned. A graph that writes in place has no groups.
+    A group is returned only if it saves a launch. The result is empty for a graph that writes in place.
 
     Args:
-        graph: the graph; its nodes have fake values in `meta["val"]`.
-        device: the device, for times; None compares bytes.
+        device: the device, by whose times groups are compared. None: bytes of memory traffic are compared.
     """
     if any(_writes(node) for node in graph.nodes):
         return ()
@@ -133,7 +132,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _is_free(node: fx.Node) -> bool:
-    """Whether a node (a view, a `getitem`, a constant) may stand anywhere behind its operands in the new order."""
+    """Whether a node is a view, a `getitem` or a constant. It may stand anywhere behind its operands."""
     is_constant = kind_of(node.target) is IndexKind.CONSTANT and not node.all_input_nodes
     return node.op == "get_attr" or node.target is operator.getitem or is_view(node) or is_constant
 
@@ -154,16 +153,13 @@ def _is_member(node: fx.Node) -> bool:
 
 @dataclass(slots=True)
 class _UnitedGroups:
-    """The groups of a graph during the merging.
+    """The groups of a graph, which are merged step by step.
 
     Args:
-        graph: the graph.
-        device: the device, or None.
         places: index of each node in the order in which every call comes as early as its operands allow.
         readers: the calls that read each value, directly or through views, by node.
         groups: the present groups, by number.
         owners: the number of the group that a call belongs to, by node.
-        numbers: gives each new group its number.
     """
 
     graph: fx.Graph
@@ -194,7 +190,6 @@ class _UnitedGroups:
         return number
 
     def _unite_all(self) -> None:
-        """Merge the two groups whose union saves most time, again and again, until no union saves time."""
         waiting: list[Any] = []  # (-saved, places of the first members, numbers of the groups)
         unions: dict[tuple[int, int], ChosenGroup] = {}
 
@@ -223,7 +218,11 @@ class _UnitedGroups:
                     consider(number, other)
 
     def _neighbours(self, number: int) -> list[int]:
-        """Return the numbers of the groups that make or read an operand or a result of group `number`."""
+        """Return the numbers of the groups to try to merge with group `number`.
+
+        They make an operand of the group, or read its operands or results. If a value has many readers, only the
+        nearest readers count.
+        """
         chosen = self.groups[number]
         found: dict[int, None] = {}
         for value in (*chosen.operands, *chosen.results):
@@ -267,12 +266,11 @@ class _UnitedGroups:
 
 @dataclass(slots=True)
 class _GroupBuilder:
-    """Builds the group of some calls.
+    """Builds the group of the calls `within`.
 
     Args:
-        within: the calls.
-        operands: index of each value that the group reads.
-        steps: the calls of the group, with the views and constants that they read, operands first.
+        operands: index of each operand of the group, by node.
+        steps: the calls, views and constants of the group, in order.
     """
 
     within: set[fx.Node]
@@ -280,7 +278,6 @@ class _GroupBuilder:
     steps: list[fx.Node] = field(default_factory=list)
 
     def build(self, members: Sequence[fx.Node], results: Sequence[fx.Node]) -> ChosenGroup | None:
-        """Return the group of the calls `members` with the results `results`; None if the group reads no value."""
         for node in members:
             self._visit(node)
         if not self.operands:
@@ -320,9 +317,9 @@ def _step(node: fx.Node, numbers: Mapping[fx.Node, int]) -> GroupStep:
 
 
 def _places(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return the index of each node in the order in which calls for kernels stand as early as their operands allow.
+    """Return each node's index in a new order of the graph.
 
-    All other calls keep their order.
+    Calls that kernels can compute come as early as their operands allow. All other calls keep their order.
     """
     levels: dict[fx.Node, int] = {}
     calls = 0

@@ -37,12 +37,7 @@ _COLLECTIVES = "_c10d_functional"
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Launches and memory traffic of some calls on one device.
-
-    Args:
-        launches: number of launched kernels.
-        memory_bytes: bytes that the kernels read and write.
-    """
+    """Launches of kernels on one device, and the bytes that these kernels read and write."""
 
     launches: int = 0
     memory_bytes: int = 0
@@ -88,7 +83,6 @@ def _copies(node: fx.Node) -> bool:
 
 
 def _has_view(value: Tensor, shape: Sequence[int]) -> bool:
-    """Whether `value.view(shape)` is possible with the tensor's strides."""
     try:
         torch.empty_strided(value.shape, value.stride(), device="meta").view(shape)
     except RuntimeError:
@@ -97,19 +91,15 @@ def _has_view(value: Tensor, shape: Sequence[int]) -> bool:
 
 
 def sends(node: fx.Node) -> bool:
-    """Whether a node is a collective or a wait."""
+    """Whether a node is a collective or a wait for a collective."""
     return isinstance(node.target, OpOverload) and node.target.namespace == _COLLECTIVES
 
 
 def second_step(target: Any, value: Any) -> Traffic:
-    """Return the launches and traffic of the kernels that add up weight gradients at the end of our norms' backwards.
+    """Return the launches and traffic of the kernels that add up weight gradients in the backward of one of our norms.
 
-    The main kernel stores partial sums of each weight's gradient as float32 rows. One further kernel for each weight
-    adds up these rows. The result is zero for other operators.
-
-    Args:
-        target: the operator of the call.
-        value: the fake results of the call.
+    The norm's main kernel stores partial sums of each weight's gradient as float32 rows. One further kernel for each
+    weight adds up these rows. The result is zero for operators other than these backwards.
     """
     if not str(target).startswith("autoshard.") or "norm_backward" not in str(target):
         return Traffic()
@@ -121,11 +111,7 @@ def second_step(target: Any, value: Any) -> Traffic:
 
 
 def split_sums(layout: ElementLayout) -> Traffic:
-    """Return the launches and traffic of the sums that follow a generated kernel.
-
-    A long sum is split into chunks. The kernel stores one float32 result for each chunk, and a further kernel for each
-    split sum adds up the chunks.
-    """
+    """Return the launches and traffic of the kernels that add up the chunks of a generated kernel's long sums."""
     return Traffic(1, 2 * layout.chunks * layout.rows * _FLOAT_BYTES) * len(layout.split)
 
 

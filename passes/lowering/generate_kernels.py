@@ -3,8 +3,7 @@
 Before → after: `rsqrt(add(mean(mul(x, x)), eps))` → `triton_mul_mean_add_rsqrt_1a2b3c4d5e6f(x)`. `choose_groups` picks
 the groups among the calls that hand-written kernels (`fuse_kernels`) do not replace. `autoshard.kernels.generated`
 writes the kernels, in one file for each program. Results keep the names of the replaced nodes. Other calls keep their
-order, except views, which move to their first reader. `passes.verification.expand_kernels` inverts the rewrite for
-verification.
+order, except views, which move to their first reader. `passes.verification.expand_kernels` inverts the rewrite.
 """
 
 from __future__ import annotations
@@ -30,14 +29,13 @@ from passes.verification.expand_kernels import STANDS_FOR
 class GenerateKernels:
     """Replaces groups of calls by generated kernels.
 
-    Args:
-        device: the device, for the times by which groups are chosen. None: groups are chosen by bytes.
+    The groups are chosen by their time on `device`, or by bytes of memory traffic if `device` is None.
     """
 
     device: Device | None = None
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program with kernels in its phases, and write the file with the kernels.
+        """Return the program with generated kernels in its phases, and write the file with the kernels.
 
         Raises:
             KernelError: the file cannot be written.
@@ -78,15 +76,7 @@ class _KernelRewrite:
     """Builds the copy of a phase in which each group of calls is the call of its kernel.
 
     Other calls are copied in their order. The call of a kernel stands at the place of the group's last member, or
-    earlier if a reader of its results comes earlier.
-
-    Args:
-        phase: the phase.
-        chosen: the groups.
-        kernels: the kernel of each group's computation.
-        graph: the copy.
-        environment: node of the copy by node of the phase.
-        owners: group of each member.
+    earlier if a reader of its results comes earlier. `environment` has the copy's node for each node of the phase.
     """
 
     phase: fx.GraphModule
@@ -107,9 +97,9 @@ class _KernelRewrite:
         return lazy_module(self.phase, self.graph)
 
     def _need(self, node: fx.Node) -> fx.Node | None:
-        """Return the node of the copy with the value of `node`, and emit it first if it is missing.
+        """Emit the copy of `node`, unless it exists already, and return it.
 
-        The result is None for a member of a group that only other members read.
+        None is returned for a member of a group that only members of the same group read.
         """
         owner = self.owners.get(node)
         if owner is not None and not any(item in self.environment for item in owner.results):

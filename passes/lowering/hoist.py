@@ -46,7 +46,7 @@ class Hoist:
 
     Args:
         micro_batches: number of micro-batches in a step. With one, nothing is hoisted.
-        seconds: function from a node to its time, which decides the values to hoist first.
+        seconds: function from a node to its time in seconds. The times decide the values to hoist first.
         memory_bytes: limit of each rank's peak memory. None: hoisting may not raise the peak.
         load: stages and micro-batches that the rank holds in memory at once.
     """
@@ -57,7 +57,10 @@ class Hoist:
     load: StageLoad = ONE_STAGE
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program with hoisted values. Without an update, or with one micro-batch, it is unchanged."""
+        """Return the program with hoisted values.
+
+        A program without an update, or a step of one micro-batch, is returned unchanged.
+        """
         if self.micro_batches < 2 or phased.update is None:
             return phased
         shared = _Shared.of(phased)
@@ -66,10 +69,7 @@ class Hoist:
         return self._most_that_fits(shared, order, limit)
 
     def _most_that_fits(self, shared: _Shared, order: Sequence[int], limit: float) -> PhasedProgram:
-        """Return the program that hoists the first values of `order`, as many as keep its peak within `limit` bytes.
-
-        `order` has value numbers. Bisection finds how many values fit.
-        """
+        """Return the program that hoists the first values of `order`, as many as keep its peak within `limit` bytes."""
         fitting, count, least, most = shared.phased, len(order), 0, len(order)
         while least < most:
             made = shared.hoist_values(order[:count])
@@ -91,7 +91,7 @@ class _Shared:
     Args:
         phased: the program before hoisting.
         inputs: index in `lowered.inputs` of each shared placeholder of the forward.
-        kept: saved node of the forward, by the backward's placeholder for it.
+        kept: for each placeholder of the backward, the node of the forward whose value is saved for it.
         numbering: value numbers of forward and backward. Nodes with equal values have equal numbers.
         nodes: graph module of each shared node of the forward and the backward, in order.
         hoistable: numbers of the shared values that have memory of their own, and that a node outside of `nodes` reads,
@@ -121,9 +121,9 @@ class _Shared:
         return shared
 
     def _walk(self, graph_module: fx.GraphModule, results: Sequence[fx.Node]) -> None:
-        """Number the nodes of a phase, and record its shared nodes in `nodes` and the values to hoist in `hoistable`.
+        """Give the nodes of a phase value numbers, and record its shared values and the values that can be hoisted.
 
-        `results` are the results of the phase that count as readers of shared values.
+        `results` are the phase's results. The output counts as a reader that is not shared.
         """
         for node in graph_module.graph.nodes:
             if node in self.kept:
@@ -143,7 +143,6 @@ class _Shared:
                 self.nodes[node] = graph_module
 
     def number(self, node: fx.Node) -> int:
-        """Return the value number of a node."""
         return self.numbering.numbers[node]
 
     def _note_read(self, operands: Iterable[fx.Node]) -> None:
@@ -151,9 +150,9 @@ class _Shared:
             self.hoistable.update(dict.fromkeys(map(self.number, self._owners(operand))))
 
     def _owners(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Yield the shared values with memory of their own in which the value of `node` may lie.
+        """Yield the shared values with memory of their own that `node` is, or is a view of.
 
-        Nothing is yielded for parameters, and for values that are not shared.
+        Nothing is yielded for views of parameters, because parameters stay in memory anyway.
         """
         node = self.kept.get(node, node)
         if node not in self.nodes:
@@ -165,7 +164,7 @@ class _Shared:
             yield from self._owners(operand)
 
     def by_time_saved(self, seconds: Seconds) -> list[int]:
-        """Return the numbers of the values that can be hoisted, the value that saves the most time per byte first.
+        """Return the value numbers of the values that can be hoisted, in descending order of time saved per byte.
 
         The saved time of a value includes the calls that it is computed from. If several values need a call, its time
         is divided equally between them.
@@ -185,7 +184,6 @@ class _Shared:
         return sorted(worth, key=lambda number: (-worth[number], place[number]))
 
     def hoist_values(self, numbers: Iterable[int]) -> PhasedProgram:
-        """Return the program in which the values with the given numbers are hoisted."""
         first: dict[int, fx.Node] = {}
         for node in self.nodes:
             first.setdefault(self.number(node), node)
@@ -202,11 +200,9 @@ class _Shared:
         )
 
     def _hoisted(self, held: Sequence[fx.Node], first: Mapping[int, fx.Node]) -> tuple[fx.GraphModule, tuple[int, ...]]:
-        """Return the graph that computes the hoisted values, and the indices of its inputs in `lowered.inputs`.
+        """Return the graph that computes the values `held`, and the indices of its inputs in `lowered.inputs`.
 
-        Args:
-            held: a node for each hoisted value.
-            first: first shared node of each value number, in an order in which operands come before their readers.
+        `first` has the first node with each value number, in an order with operands first.
         """
         needed, waiting = set[int](), [self.number(node) for node in held]
         while waiting:
@@ -227,12 +223,7 @@ class _Shared:
         return lazy_module(constants, graph), tuple(inputs)
 
     def _forward(self, held: Sequence[fx.Node], saved: Sequence[fx.Node]) -> fx.GraphModule:
-        """Return the forward that takes the hoisted values as further inputs.
-
-        Args:
-            held: a node for each hoisted value.
-            saved: nodes of the old forward whose values the new forward saves.
-        """
+        """Return the forward that takes the values `held` as further inputs, and saves its nodes `saved`."""
         old, graph = self.phased.forward, fx.Graph()
         made = {node: placeholder_like(graph, node) for node in _placeholders(old)}
         given = {self.number(node): placeholder_like(graph, node) for node in held}
@@ -245,9 +236,9 @@ class _Shared:
         return lazy_module(old, graph)
 
     def _backward(self, held: Sequence[fx.Node]) -> tuple[fx.GraphModule, dict[str, fx.Node]]:
-        """Return the backward that takes the hoisted values `held`, and a dict of its saved inputs.
+        """Return the backward that takes the values `held`, and a dict of the saved values that it takes.
 
-        The dict has the node of the old forward to save, by the name of the backward's input.
+        A key of the dict is the name of a placeholder of the backward. The value is the node of the old forward.
         """
         old, graph = self.phased.backward, fx.Graph()
         by_number = {self.number(node): node for node in held}
@@ -272,9 +263,9 @@ class _Shared:
         return lazy_module(old, graph), saved
 
     def _calls_of(self, graph_module: fx.GraphModule, given: Mapping[int, fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Return a dict from the shared calls of a phase to the nodes of `given` with the same value numbers.
+        """Return the node that replaces each shared call of a phase, by call.
 
-        `given` has nodes by value number. Calls with other value numbers are left out.
+        `given` has the replacing nodes by value number.
         """
         calls = (node for node, owner in self.nodes.items() if owner is graph_module and node.op == "call_function")
         return {node: given[self.number(node)] for node in calls if self.number(node) in given}
@@ -286,7 +277,10 @@ def _may_be_shared(node: fx.Node) -> bool:
 
 
 def _owns_memory(node: fx.Node) -> bool:
-    """Whether a call's result is a tensor in memory of its own: no view, and no collective that is not waited for."""
+    """Whether a call's result is a tensor in memory of its own.
+
+    Views do not own memory. A collective's result is a new tensor only after its wait.
+    """
     if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
         return False
     if node.target is getitem:
@@ -311,10 +305,7 @@ def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
 def _copy_needed(
     old: fx.GraphModule, results: Iterable[fx.Node], graph: fx.Graph, made: dict[fx.Node, fx.Node]
 ) -> None:
-    """Copy to `graph` the nodes of `old` from which `results` are computed, and record them in `made`.
-
-    Nodes that `made` already has are not copied.
-    """
+    """Copy to `graph` the nodes of `old` that `results` need and `made` lacks, and record them in `made`."""
     found = needed(results, made)
     for node in old.graph.nodes:
         if node in found and node not in made:

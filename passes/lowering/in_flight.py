@@ -21,8 +21,8 @@ class InFlight:
     Args:
         starts_soon: run `StartSoon`, which moves collectives of activations up, past calls that compute.
         buckets: the pass that puts collectives into buckets, with the sizes of buckets. None: no buckets.
-        ahead: `by` of `StartAhead`, the number of gathers that run ahead.
-        most_held: `most_held` of `WaitInTurn`, the number of reduce-scatters under way.
+        ahead: `by` of `StartAhead`: the number of later gathers that have started when the device waits for a gather.
+        most_held: `most_held` of `WaitInTurn`: the largest number of reduce-scatters under way at once.
     """
 
     starts_soon: bool = True
@@ -34,8 +34,8 @@ class InFlight:
 LARGEST_PIECE_BYTES = 12 * MIB
 """Bytes of one rank's piece of the largest bucket if communication does not overlap.
 
-Larger buckets would save little latency. The C library of a CPU also returns freed memory of 32 MiB and more to the
-system. The library would allocate such a bucket anew at each step.
+Larger buckets would save little latency. The C library of a CPU returns freed memory of 32 MiB and more to the system.
+It would allocate a larger bucket anew at each step.
 """
 
 WITH_OVERLAP: Sequence[InFlight] = (
@@ -55,10 +55,9 @@ WITHOUT_OVERLAP: Sequence[InFlight] = (
     ),
     *WITH_OVERLAP,
 )
-"""Limits for clusters on which communication does not overlap with computation.
+"""Limits for clusters on which communication does not overlap with computation, the fewest buckets first.
 
-The limits with the fewest buckets come first. They run without `StartSoon`, so calls that compute keep their order. The
-operands of these calls are then in the cache.
+They run without `StartSoon`, so that calls find their operands in the cache.
 """
 
 SHARE_WITH_OVERLAP = 0.05
@@ -76,9 +75,9 @@ DistributedDataParallel, which always stores all gradients, needs a further 6 %.
 
 
 def limits_on(cluster: Cluster | None) -> tuple[Sequence[InFlight], float]:
-    """Return the limits to try on a cluster, in order, and the share by which the peak memory may grow.
+    """Return the limits to try on a cluster, in order, and the growth of the peak memory that overlap may cause.
 
-    Without a cluster, communication is assumed to overlap with computation.
+    The growth is a share of the peak memory without overlap. None stands for a cluster that overlaps communication.
     """
     overlaps = cluster is None or overlap_of(cluster) is not None
     return (WITH_OVERLAP, SHARE_WITH_OVERLAP) if overlaps else (WITHOUT_OVERLAP, SHARE_WITHOUT_OVERLAP)

@@ -26,7 +26,6 @@ class JoinBiases:
     """Joins matrix products with the biases that are added to them, in each phase."""
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program with joined biases in its phases. The uncut lowered program stays, for verification."""
         return rewrite_phases(phased, _joined)
 
 

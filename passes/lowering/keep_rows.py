@@ -58,7 +58,10 @@ class KeepRows:
     load: StageLoad = ONE_STAGE
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program in which as many layers save their rows as memory allows; bisection finds the number."""
+        """Return the program in which as many layers save their received rows as memory allows.
+
+        The number of layers is found by bisection.
+        """
         layers = list(_layers(phased).items())
         limit = self._peak(phased) if layers and self.memory_bytes is None else self.memory_bytes
         fitting, count, least, most = phased, len(layers), 0, len(layers)
@@ -76,10 +79,9 @@ class KeepRows:
 
 
 def _layers(phased: PhasedProgram) -> dict[fx.Node, fx.Node]:
-    """Return a dict from each backward call of an expert layer to the forward call with equal operands.
+    """Return for the backward call of each expert layer its forward call, the last layer first.
 
-    The backward calls are in order, so the last layer of the model comes first. A backward call whose operands are
-    recomputed is left out.
+    Only calls with equal operands belong together. A layer without such a forward call is left out.
     """
     calls = phased.forward.graph.find_nodes(op="call_function", target=kernels.exchanged_experts)
     if not calls:
@@ -112,18 +114,15 @@ def _saved(phased: PhasedProgram) -> list[fx.Node]:
 
 @dataclass(slots=True)
 class _RowKeeper:
-    """Rewrites the forward and the backward so that some layers save their received rows.
+    """Rewrites a program so that some expert layers save their received rows.
 
-    Args:
-        phased: the program.
-        layers: forward call of each layer that saves rows, by the layer's backward call.
+    `layers` has these layers: the forward call by the backward call.
     """
 
     phased: PhasedProgram
     layers: Mapping[fx.Node, fx.Node]
 
     def made(self) -> PhasedProgram:
-        """Return the rewritten program."""
         forward, copies, kept = self._forward()
         needed = self._needed()
         taken = zip(self.phased.backward.graph.find_nodes(op="placeholder"), _saved(self.phased), strict=False)
@@ -140,10 +139,10 @@ class _RowKeeper:
         )
 
     def _forward(self) -> tuple[fx.Graph, dict[fx.Node, fx.Node], dict[fx.Node, list[fx.Node]]]:
-        """Return the new forward's graph without output node, and two dicts by nodes of the old forward.
+        """Return the graph of the new forward, without output node, and two dicts by nodes of the old forward.
 
-        The first dict has the copy of each node. The second has, for each call that saves rows, the nodes of the saved
-        rows, first products and counts.
+        The first dict has the copy of each node. The second dict has, for each call that saves rows, the nodes of the
+        saved rows, first products and counts.
         """
         old, graph, chosen = self.phased.forward.graph, fx.Graph(), set(self.layers.values())
         copies, kept = dict[fx.Node, fx.Node](), dict[fx.Node, list[fx.Node]]()
@@ -155,7 +154,10 @@ class _RowKeeper:
         return graph, copies, kept
 
     def _needed(self) -> set[fx.Node]:
-        """Return the nodes of the old backward that are still needed once calls take saved rows in place of tokens."""
+        """Return the nodes of the old backward that the new backward needs.
+
+        Nodes that only compute the tokens of a layer in `layers` are not needed, because saved rows replace the tokens.
+        """
         needed, waiting = set[fx.Node](), [self.phased.backward.graph.output_node()]
         while waiting:
             node = waiting.pop()
@@ -169,13 +171,8 @@ class _RowKeeper:
     ) -> fx.GraphModule:
         """Return the new backward.
 
-        Its inputs are the old saved values that it still reads, then the rows, products and counts of each layer, then
-        the tangents.
-
-        Args:
-            taken: the old backward's placeholders of saved values that it still reads.
-            kept: nodes of the saved rows, products and counts, by forward call.
-            needed: nodes of the old backward that are still needed.
+        Its inputs are the old saved values `taken` that it still reads, then the rows, products and counts of each
+        layer, then the tangents. `kept` has the nodes of rows, products and counts, by forward call.
         """
         old, graph = self.phased.backward, fx.Graph()
         copies = {node: placeholder_like(graph, node) for node in taken}
@@ -191,10 +188,7 @@ class _RowKeeper:
 
 
 def _keeping_call(graph: fx.Graph, node: fx.Node, args: Any) -> list[fx.Node]:
-    """Emit the forward call that saves rows in place of `node`.
-
-    Return the nodes of its four results: the output, the received rows, the first products and the counts.
-    """
+    """Emit the forward call that saves rows; return its output, received rows, first products and counts."""
     call = insert_call(graph, kernels.exchanged_experts_keeping, args, like=node, name=f"{node.name}_keeping")
     out, rows, u, counts = call.meta["val"]
     ranks, assignments = counts.shape[1], args[1].meta["val"].numel()
@@ -214,10 +208,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 
 def _kept_call(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], kept: list[fx.Node]) -> fx.Node:
-    """Emit the backward call that takes the saved nodes `kept` in place of the tokens, and return it.
-
-    `node` is the replaced call. `copies` has the node of `graph` for each operand of `node`.
-    """
+    """Emit the backward call that takes the saved nodes `kept` in place of the tokens, and return it."""
     grad, _, *operands = node.args[:7]
     args = (*fx.map_arg((grad, *operands), copies.__getitem__), *kept, *node.args[7:])  # type: ignore[misc]
     made = graph.create_node("call_function", kernels.exchanged_experts_kept_backward, args, name=node.name)

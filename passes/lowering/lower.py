@@ -39,11 +39,10 @@ class Lower:
     """Lowers a program by a plan.
 
     Args:
-        plan: the plan of the program.
-        step_cost: function from a reshard step to its price. The steps of each reshard are the cheapest. None: the
-            price is the bytes sent.
-        steps: a cache of the steps of each reshard, by reader, maker and specs. Lowering uses its entries and adds
-            missing ones. With one cache, a plan that is lowered at several sizes takes the same steps at each size.
+        step_cost: price of a reshard step. The steps of each reshard are the cheapest. None: the price is the bytes
+            sent.
+        steps: a cache of the steps of each reshard, by reader, maker and specs. Lowering uses its entries, and adds
+            missing entries. With one cache, a plan that is lowered at several sizes takes the same steps at each size.
     """
 
     plan: Plan
@@ -54,7 +53,7 @@ class Lower:
         """Return the lowered program.
 
         Raises:
-            PlanMismatchError: the plan belongs to another program, or contradicts itself.
+            PlanMismatchError: the plan is for another program, or contradicts itself.
         """
         check_digest(self.plan, program)
         _check_nodes(self.plan, program)
@@ -63,7 +62,7 @@ class Lower:
 
 
 def check_digest(plan: Plan, program: Program) -> None:
-    """Raise `PlanMismatchError` if a plan belongs to another program, by the program's digest."""
+    """Raise `PlanMismatchError` if a plan was made for a program with another digest than `program`."""
     digest = program.digest()
     if digest != plan.program_digest:
         raise PlanMismatchError(
@@ -74,7 +73,7 @@ def check_digest(plan: Plan, program: Program) -> None:
 
 
 def _check_nodes(plan: Plan, program: Program) -> None:
-    """Raise `PlanMismatchError` if a plan's specs for a node are not as many as the node's operands and results."""
+    """Raise `PlanMismatchError` unless the plan has one spec for each operand and result of each node."""
     for node in program.graph.nodes:
         known = plan.nodes.get(node.name)
         operands, results = len(operands_of(node)), sum(value is not None for value in tensor_values(node))
@@ -86,9 +85,9 @@ def _check_nodes(plan: Plan, program: Program) -> None:
 
 
 def _check_parameters(plan: Plan, program: Program) -> None:
-    """Raise `PlanMismatchError` if the plan's spec of a parameter differs from its spec of the parameter's node.
+    """Raise `PlanMismatchError` if a plan gives a parameter two different specs.
 
-    Lowering uses the spec of the node.
+    A plan has the spec of a parameter in `parameters` and in `nodes`. Lowering uses the second.
     """
     for slot in program.inputs_of(InputKind.PARAMETER):
         named, node = plan.parameters.get(slot.name), plan.nodes.get(slot.node)
@@ -212,7 +211,6 @@ class _Lowering:
     def _steps(
         self, maker: str, result: int, source: PartitionSpec, target: PartitionSpec, value: torch.Tensor
     ) -> tuple[ReshardStep, ...]:
-        """Return the steps that reshard result number `result` of node `maker` from `source` to `target`."""
         reader, mesh = self.tracer.like, self.plan.mesh
         place = (None if reader is None else reader.name, maker, result, source, target)
         if place in self.known_steps:

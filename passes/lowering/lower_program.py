@@ -16,9 +16,9 @@ _PREPARED = "autoshard: as traced, and prepared"
 
 
 def prepare(program: Program) -> Program:
-    """Return the program in the form that is planned and lowered: in canonical form, with fan-outs.
+    """Return the program in canonical form, with fan-outs, as it is planned.
 
-    The result is stored with the traced graph, so that a second call returns it at once.
+    The result is cached with the traced graph.
     """
     traced, prepared = program.graph_module.meta.get(_PREPARED, (None, None))
     if traced is not program:
@@ -30,7 +30,8 @@ def prepare(program: Program) -> Program:
 def prepare_for(program: Program, plan: Plan) -> Program:
     """Return the prepared program, with the recomputation and the offloads of its plan inserted.
 
-    Raises `PlanMismatchError` if the plan belongs to another program.
+    Raises:
+        PlanMismatchError: the plan belongs to another program.
     """
     return run_at(Moment.PLANNED, prepare(program), LoweringOptions(plan=plan))
 
@@ -41,10 +42,7 @@ def lower_program(
     """Lower a program by a plan, and cut it into forward, backward and update.
 
     Args:
-        program: the traced program.
-        plan: the plan of this program.
         cluster: the hardware. Its times decide between several ways to reshard a value. None: bytes sent decide.
-        options: the options of the passes.
 
     Raises:
         PlanMismatchError: the plan belongs to another program.
@@ -59,16 +57,19 @@ def lower_program(
 def lower_prepared(
     prepared: Program, plan: Plan, cluster: Cluster | None = None, options: LoweringOptions = USUAL
 ) -> PhasedProgram:
-    """Lower a program from `prepare_for`; the arguments and the result are those of `lower_program`."""
+    """Lower a program that `prepare_for` has returned.
+
+    The other arguments and the result are those of `lower_program`.
+    """
     options = replace(options, plan=plan, cluster=cluster, memory_bytes=_room_of(prepared, plan))
     phased = run_at(Moment.LOWERED, prepared if options.lowered is None else options.lowered, options)
     return overlapped(phased, options) if options.with_overlap else phased
 
 
 def _room_of(program: Program, plan: Plan) -> float | None:
-    """Return the bytes that the program may use on each rank, or None without a memory budget.
+    """Return the bytes that a program's values may take on each rank; None without a memory budget.
 
-    Optimizer state is subtracted from the budget if the program does not have it as inputs.
+    They are the plan's memory budget, less optimizer state that is no input of the program.
     """
     if plan.memory_budget is None or program.inputs_of(InputKind.STATE):
         return plan.memory_budget

@@ -18,7 +18,7 @@ from passes.memory.stage_load import ONE_STAGE, StageLoad
 from passes.strategies.price import StepPrice
 
 OnPass = Callable[[Any, Any, Any], None]
-"""A function that is called after each pass, with the pass, its input program and its result."""
+"""Called after each pass, with the pass, its input program and its result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class LoweringOptions:
         micro_batches: number of micro-batches in a training step. With several, values of parameters alone are computed
             once for all (`Hoist`).
         load: stages and micro-batches that the rank holds in memory at once.
-        on_pass: function to call after each pass. If it is set, the passes before planning run again too.
+        on_pass: called after each pass. If it is set, the passes before planning run again, so that it is called for
+            them too.
         lowered: the result of `Lower` for the plan if the caller has it already; `Lower` is then left out.
-        plan: the plan.
         cluster: the hardware. Passes compare times on it. None: they compare bytes.
         memory_bytes: limit of each rank's peak memory. None: no pass may raise the peak.
         in_flight: limits on collectives under way, for the passes of `Moment.IN_FLIGHT`.
@@ -66,21 +66,21 @@ class LoweringOptions:
 
     @property
     def decided(self) -> Plan:
-        """The plan; only for passes that run after planning, where there always is a plan."""
+        """The field `plan`, which must not be None. Passes that run after planning read it."""
         assert self.plan is not None, "passes behind the traced program have a plan"
         return self.plan
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether expert layers may save received rows for the backward (`KeepRows`).
+        """Whether expert layers may save received rows for the backward.
 
-        Programs for a compiler do not save them. The number of rows varies, and compilers assume fixed sizes.
+        This is False for programs that a compiler such as Inductor fuses.
         """
         return self.with_overlap and not self.saves_least
 
     @property
     def step_cost(self) -> StepCost | None:
-        """The function from a reshard step to its seconds on the cluster; None without a cluster."""
+        """A function from a reshard step to its seconds on the cluster; None without a cluster."""
         return None if self.cluster is None else StepPrice(self.cluster, self.decided.mesh)
 
     @property
@@ -90,4 +90,4 @@ class LoweringOptions:
 
 
 USUAL = LoweringOptions()
-"""The default options: one micro-batch in a step, torch's kernels, and overlap of communication with computation."""
+"""One micro-batch in a step, torch's kernels, and overlap of communication with computation."""

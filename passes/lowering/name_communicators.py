@@ -36,7 +36,6 @@ class NameCommunicators:
     """Adds a purpose to the communicator's name of each collective of parameters or gradients."""
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program in which collectives of parameters and of gradients have communicators of their own."""
         inputs = phased.lowered.inputs
         hoisted = phased.hoisted
         held = [inputs[index].slot.kind is InputKind.PARAMETER for index in phased.forward_inputs]
@@ -69,7 +68,10 @@ def _named(
 
 
 def _chosen(graph_module: fx.GraphModule, flags: Collection[bool]) -> list[fx.Node]:
-    """Return the placeholders of a graph whose flag is true. `flags` has flags for the first placeholders, in order."""
+    """Return the placeholders of a graph whose flag is true.
+
+    `flags` has one flag for each of the first placeholders.
+    """
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     return [node for node, flag in zip(placeholders, flags, strict=False) if flag]
 
@@ -94,10 +96,7 @@ def _only_returned(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _passes_on(user: fx.Node, found: Collection[fx.Node]) -> bool:
-    """Whether a node is in `found` and has a single operand. The nodes in `found` lead only to the output.
-
-    A call with a single operand reshapes, scales, converts or sends its operand.
-    """
+    """Whether a reader of a value has only one operand, and is in `found`: the calls that lead only to the output."""
     return user in found and len(user.all_input_nodes) == 1
 
 

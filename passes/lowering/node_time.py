@@ -22,18 +22,13 @@ from passes.strategies.tensor_infos import bytes_in
 
 @dataclass(frozen=True, slots=True)
 class NodeTime:
-    """A function from a node to its seconds on one rank.
-
-    Args:
-        mesh: the mesh, whose axes name the process groups of collectives.
-        cluster: the hardware. None: the function returns the bytes of operands and results instead of seconds.
-    """
+    """The seconds of a node on one rank; without a cluster, the bytes of its operands and results."""
 
     mesh: Mesh
     cluster: Cluster | None
 
     def __call__(self, node: fx.Node) -> float:
-        """Return the seconds of one node (bytes without a cluster); 0 for views and waits."""
+        """Return the seconds of one run of a node on one rank (bytes without a cluster); 0 for views and waits."""
         if not isinstance(node.target, torch._ops.OpOverload) or aliased_operands(node):
             return 0.0
         moved = sum(bytes_in(item.meta.get("val")) for item in (node, *node.all_input_nodes))

@@ -1,8 +1,8 @@
 """The order of all passes of lowering, in one tuple (`ORDER`).
 
-An entry of the tuple is a pair. The first element, a `Moment`, says when the pass runs. The second is a function that
-makes the pass from the options, or returns None if the options do not need the pass. The entries of one moment stand
-together, and their passes run in this order. To add a pass, write its file and put an entry at its place in the tuple.
+An entry is a pair. The first element, a `Moment`, says when the pass runs. The second makes the pass from the options,
+or returns None if they do not need the pass. Passes of one moment run in this order. To add a pass, write its file and
+put an entry at its place in the tuple.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ MakePass = Callable[[LoweringOptions], Pass | None]
 
 
 class Moment(Enum):
-    """The step of planning and lowering at which a pass runs. A moment's value describes the input of its passes."""
+    """The steps of planning and lowering at which passes run.
+
+    The text of a moment describes the program that its passes take.
+    """
 
     TRACED = "the traced program, before it has a plan"
     PLANNED = "the program that was planned, with its plan"
@@ -105,7 +108,6 @@ def run_at(moment: Moment, program: Any, options: LoweringOptions = USUAL) -> An
     """Run the passes of `moment` on a program in order, and return the rewritten program.
 
     Args:
-        moment: the moment.
         program: a program of the kind that the moment's value describes.
         options: the options from which the passes are made. `on_pass` is called after each pass.
     """

@@ -77,8 +77,8 @@ class _MessageInsertion:
     Args:
         shape: the ranks of the stages, without tasks.
         left: for each rank, the slots that it has not run yet.
-        slots: for each rank, its order so far, with sends and receives.
-        there: for each rank, the messages that it has made or received so far.
+        slots: for each rank, the slots that it has run so far, with sends and receives.
+        there: for each rank, the messages that the rank has made or received so far.
     """
 
     shape: PipelineOrder
@@ -87,7 +87,6 @@ class _MessageInsertion:
     there: list[set[Message]] = field(default_factory=list)
 
     def run(self) -> PipelineOrder:
-        """Let ranks take turns until every rank has run all of its slots, and return the resulting order."""
         while any(self.left):
             turns = [self._put_next(rank) for rank, left in enumerate(self.left) if left]
             assert any(turns), "the orders of a schedule can run"
@@ -95,9 +94,9 @@ class _MessageInsertion:
         return PipelineOrder(self.shape.stage_ranks, self.shape.micro_batches, ranks)
 
     def _put_next(self, rank: int) -> bool:
-        """Append the next slot of a rank to its order, and the transfers of the messages that the slot makes.
+        """Run the next slot of a rank, with the transfers of its results, and return True.
 
-        Return False, and append nothing, if the slot needs a message that has not arrived.
+        If the rank lacks a message that the slot reads, nothing runs, and False is returned.
         """
         slot = self.left[rank][0]
         if not all(needed is None or needed in self.there[rank] for needed in map(self._needed, slot)):
@@ -119,9 +118,9 @@ class _MessageInsertion:
         )
 
     def _send(self, rank: int, message: Message) -> None:
-        """Append a message's send to the order of `rank`, and its receive to the reader's order.
+        """Append the send of a message to the order of `rank`, and its receive to the order of the reader's rank.
 
-        Nothing is appended if the reader's stage is on the same rank.
+        Nothing is appended if the reader is on `rank` too.
         """
         if not self.shape.crosses_ranks(message):
             return

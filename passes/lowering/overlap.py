@@ -1,8 +1,8 @@
 """Overlaps communication with computation in all phases, within a memory limit.
 
 Collectives under way hold memory. `passes.lowering.in_flight` lists limits on them, the loosest limits first. The
-passes of `Moment.IN_FLIGHT` run on the program with each of these limits in turn. Each phase of the result comes from
-the first limits with which the program's peak memory fits.
+passes of `Moment.IN_FLIGHT` run with each of these limits in turn. Each phase of the result comes from the first limits
+with which the program's peak memory fits.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from passes.memory.lowered_memory import peak_bytes
 
 
 def overlapped(phased: PhasedProgram, options: LoweringOptions = USUAL) -> PhasedProgram:
-    """Return the program with overlapping collectives. A phase is unchanged if no limits fit in memory.
+    """Return the program with overlapping collectives.
 
-    Args:
-        phased: the program.
-        options: the options of the passes, with the memory limit of each rank.
+    A phase is unchanged if the program fits in memory with none of the limits.
     """
     limits, share = limits_on(options.cluster)
     peak = peak_bytes(phased, options.micro_batches, options.load)
@@ -49,16 +47,9 @@ def overlapped(phased: PhasedProgram, options: LoweringOptions = USUAL) -> Phase
 def _fitting(
     phased: PhasedProgram, other: PhasedProgram, names: Sequence[str], fits: Callable[[PhasedProgram], bool]
 ) -> list[str]:
-    """Return the names of the phases that `phased` can take over from `other` within the memory limit.
+    """Return the names of the phases of `phased` to replace by the phases of `other`, among `names`.
 
-    The result is all of `names` if the program fits with all these phases of `other`. Otherwise each phase is tried
-    alone, and the result has the names of the phases with which the program fits.
-
-    Args:
-        phased: the program.
-        other: the program whose phases have been rewritten.
-        names: names of the phases to try.
-        fits: whether a program fits in memory.
+    All of them are returned if the program then fits in memory. Otherwise each phase is tried alone.
     """
     if fits(_with_phases(phased, other, names)):
         return list(names)
@@ -66,7 +57,6 @@ def _fitting(
 
 
 def _with_phases(phased: PhasedProgram, other: PhasedProgram, names: Sequence[str]) -> PhasedProgram:
-    """Return `phased` with the phases `names` of `other`."""
     chosen: dict[str, Any] = {name: other.phases[name] for name in names}
     return replace(phased, **chosen)
 
@@ -76,7 +66,7 @@ def _run(
 ) -> Iterator[tuple[Pass, PhasedProgram, PhasedProgram]]:
     """Run passes in order, and yield each pass with its input and its result.
 
-    `known` caches the result of each sequence of passes that has run on this program.
+    `known` is a cache: the result of each sequence of passes that has run already.
     """
     for place, rewrite in enumerate(passes, 1):
         done = tuple(passes[:place])

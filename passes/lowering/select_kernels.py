@@ -2,7 +2,8 @@
 
 A semantic operator is an operator of ours for a whole computation, such as attention. Before → after:
 `autoshard.attention(...)` → `autoshard.native_attention(...)`, and likewise for every operator of
-`autoshard.kernels.native`. Arguments and results stay. `verify_phases` treats both operators as equal.
+`autoshard.kernels.native`. Arguments and results stay. `passes.verification.verify_phases` treats both operators as
+equal.
 """
 
 from __future__ import annotations
@@ -20,6 +21,5 @@ class SelectKernels:
     """Replaces semantic operators by operators that run torch's fused kernels."""
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program with fused kernels in its phases. The uncut lowered program stays, for verification."""
         selected: dict[str, Any] = {name: with_targets(phase, NATIVE) for name, phase in phased.phases.items()}
         return replace(phased, **selected)

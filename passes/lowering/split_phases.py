@@ -33,17 +33,13 @@ UPDATE_INPUTS = (InputKind.STATE, InputKind.HYPER, InputKind.SQUARES)
 class SplitPhases:
     """Cuts a lowered program into phases.
 
-    Args:
-        saves_least: let the backward recompute forward values in place of saving them (`passes.lowering.save_least`).
+    With `saves_least`, the backward recomputes forward values in place of saving them (`passes.lowering.save_least`).
     """
 
     saves_least: bool = False
 
     def __call__(self, lowered: LoweredProgram) -> PhasedProgram:
-        """Return the phases; they share constants with `lowered`.
-
-        The field `lowered` of the result is the uncut program without kernels, against which the phases are verified.
-        """
+        """Return the program cut into phases. Its field `lowered` is the uncut program, for verification."""
         nodes = list(lowered.graph_module.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
         results = nodes[-1].args[0]
@@ -113,21 +109,23 @@ def _forward_nodes(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[
 
 
 def _read_by(members: Collection[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the operands of the nodes `members`, and the nodes `results`."""
     read = {operand for node in members if node.op != "output" for operand in node.all_input_nodes}
     return read | set(results)
 
 
 def _saved(nodes: Sequence[fx.Node], forward: set[fx.Node], read: set[fx.Node]) -> list[fx.Node]:
-    """Return the tensors of `forward` that are in `read`, in program order.
+    """Return the forward's tensors that the nodes `read` include, in program order.
 
-    Integers, such as a rank's index, are left out, because each phase computes them again.
+    Integers, such as a rank's index, are not saved, because the backward computes them again.
     """
     return [node for node in nodes if node in forward and node in read and _is_tensor(node)]
 
 
 def _is_carried(node: fx.Node) -> bool:
-    """Whether the update gets a value as a carried value: a computed tensor, or a tangent of the backward."""
+    """Whether a value that the update reads is carried to the update: a computed tensor, or a tangent of the backward.
+
+    Parameters and optimizer state are not carried, because they are inputs of the update.
+    """
     return _is_tensor(node) and (node.op != "placeholder" or node.meta.get("phase") == "backward")
 
 

@@ -31,15 +31,13 @@ from passes.preparation.rewriting import in_order, needed
 class StartAhead:
     """Starts gathers of parameters before the calls that precede their readers.
 
-    Args:
-        by: number of later gathers of the same process group that have started when the device waits for a gather.
-            None: all gathers start at the beginning of the phase.
+    `by` is the number of later gathers of the same process group that have started when the device waits for a gather.
+    None: all gathers start at the beginning of the phase.
     """
 
     by: int | None = 1
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program with moved gathers in all phases."""
         update = phased.update
         return replace(
             phased,
@@ -75,15 +73,16 @@ def _moved(graph_module: fx.GraphModule, starts: Sequence[fx.Node], by: int | No
 
 @dataclass(slots=True)
 class _Order:
-    """Yields the nodes of a graph in a new order.
+    """Yields all nodes of a graph in a new order, in which the collectives `starts` come earlier.
+
+    All other nodes keep their order, except the nodes from which the collectives are computed.
 
     Args:
-        graph: the graph.
-        starts: the collectives that the pass moves, in the order in which their results are first read.
-        moving: `starts` and all nodes from which they are computed. A moving node is placed only when another node
-            needs it.
+        starts: the collectives that come earlier, sorted by the first reader of their results.
+        moving: `starts` and all calls from which they are computed. Each of these calls, except the starts, is yielded
+            right before its first reader.
         depths: for each node, the greatest number of `starts` on a path that leads to it, itself included.
-        placed: the nodes that are already in the new order.
+        placed: the nodes that have been yielded.
     """
 
     graph: fx.Graph
@@ -98,9 +97,9 @@ class _Order:
         self.starts = sorted(self.starts, key=_first_reads(self.graph, self.moving).__getitem__)
 
     def from_the_head(self) -> Iterator[fx.Node]:
-        """Yield the nodes with all `starts` first.
+        """Yield all nodes, with all `starts` at the head of the graph.
 
-        Collectives that need no other of `starts` come first, then collectives of their results, and so on.
+        A start that reads the result of another start comes after it.
         """
         yield from self._placeholders()
         for start in sorted(self.starts, key=self.depths.__getitem__):
@@ -108,10 +107,10 @@ class _Order:
         yield from self._rest({})
 
     def ahead(self, by: int) -> Iterator[fx.Node]:
-        """Yield the nodes with each of `starts` right before the wait for an earlier collective.
+        """Yield all nodes, with each start moved right before the wait for an earlier start.
 
-        Take the collectives of one process group and depth, in order. Each collective starts before the wait for the
-        collective that is `by` places earlier in this list.
+        Starts with the same process group and depth are queued in order. The earlier start is `by` places before in the
+        queue.
         """
         yield from self._placeholders()
         queues = defaultdict[object, list[fx.Node]](list)
@@ -134,9 +133,9 @@ class _Order:
                 yield from self._place(node, behind)
 
     def _place(self, node: fx.Node, behind: Mapping[fx.Node, Sequence[fx.Node]]) -> Iterator[fx.Node]:
-        """Yield a node after its operands, unless it is already placed.
+        """Yield a node after its operands, unless the node is placed already.
 
-        Before the wait for a collective, also place the collectives that `behind` lists for this collective.
+        Before the wait for a collective, the starts in `behind` for this collective are yielded.
         """
         if node in self.placed:
             return
@@ -150,9 +149,9 @@ class _Order:
 
 
 def _first_reads(graph: fx.Graph, moving: Collection[fx.Node]) -> dict[fx.Node, int]:
-    """Return the index of each node in the graph; for a node of `moving`, the index of its first reader instead.
+    """Return each node's index in the graph.
 
-    The first reader is a node outside of `moving`. It reads the value directly or through other nodes of `moving`.
+    For a node in `moving`, return the index of its first reader outside of `moving`.
     """
     first: dict[fx.Node, int] = {}
     for place, node in reversed(list(enumerate(graph.nodes))):

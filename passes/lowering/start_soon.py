@@ -29,8 +29,8 @@ from passes.preparation.rewriting import in_order
 _MOST_PASSED = 8
 """Number of reductions of gradients that a collective may move past.
 
-A layer under tensor parallelism reduces at most eight gradients between two waits: of four matrices, their biases
-and norms.
+A layer under tensor parallelism reduces at most eight gradients between two waits: of four matrices, their biases and
+norms.
 """
 
 
@@ -39,7 +39,6 @@ class StartSoon:
     """Moves collectives of activations, and the calls that they need, up past independent calls."""
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program with moved collectives in its forward and its backward."""
         return replace(phased, forward=_rewritten(phased.forward), backward=_rewritten(phased.backward))
 
 
@@ -54,9 +53,10 @@ def _sends_values(node: fx.Node) -> bool:
 
 
 def _order(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yield the nodes in an order in which a collective and the nodes that it needs come right after the last wait.
+    """Yield the nodes of a graph in the new order.
 
-    Other nodes since that wait follow the collective.
+    Each collective of an activation comes right after the last wait for such a collective, behind the nodes that it
+    needs. All other nodes since that wait follow.
     """
     passed: list[fx.Node] = []
     reductions = 0
@@ -86,9 +86,9 @@ def _reduces_gradients(node: fx.Node) -> bool:
 
 
 def _needed(start: fx.Node, among: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return a set with all nodes of `among` from which the operand of the collective `start` is computed.
+    """Return the operands of the collective `start`, and the nodes in `among` from which they are computed.
 
-    The set may also have nodes outside of `among`. `among` is in the order of the graph.
+    `among` is in graph order.
     """
     needed = set(start.all_input_nodes)
     for node in reversed(among):

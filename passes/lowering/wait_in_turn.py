@@ -28,16 +28,14 @@ from passes.preparation.rewriting import in_order
 
 @dataclass(frozen=True, slots=True)
 class WaitInTurn:
-    """Moves waits for buckets, and the second reductions of buckets, to earlier places.
+    """Moves second reductions, and waits for buckets, to earlier places.
 
-    Args:
-        most_held: greatest number of reduce-scatters under way. None: no limit.
+    With `most_held`, at most this many reduce-scatters are under way at once.
     """
 
     most_held: int | None = None
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program with the nodes of each phase in the new order."""
         return rewrite_phases(phased, self._rewrite)
 
     def _rewrite(self, graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -48,9 +46,9 @@ class WaitInTurn:
 
 
 def _chained(graph: fx.Graph) -> list[fx.Node]:
-    """Return the collectives whose operand is another collective's result and whose own result is only returned.
+    """Return the collectives whose operand is the result of another collective, and whose own result is only returned.
 
-    Between the two collectives stand only waits, views and copies.
+    Waits, views and copies may lie between the two collectives.
     """
     found, returned = set[fx.Node](), only_returned(graph)
     for node in graph.nodes:
@@ -62,13 +60,11 @@ def _chained(graph: fx.Graph) -> list[fx.Node]:
 
 @dataclass(slots=True)
 class _Turns:
-    """Yields the nodes of a graph in a new order.
+    """Yields all nodes of a graph in a new order, in which waits and the collectives `chained` come earlier.
 
     Args:
-        graph: the graph.
-        most_held: greatest number of reduce-scatters under way, or None.
-        chained: the collectives of other collectives' results (`_chained`), which start early.
-        placed: the nodes that are already in the new order.
+        chained: the second reductions, whose operands are results of other collectives (`_chained`).
+        placed: the nodes that have been yielded.
         scattered: the reduce-scatters that have started, in order.
     """
 
@@ -79,10 +75,10 @@ class _Turns:
     scattered: list[fx.Node] = field(default_factory=list)
 
     def order(self) -> Iterator[fx.Node]:
-        """Yield the nodes in the new order.
+        """Yield all nodes in the new order.
 
-        Before a reduce-scatter come the waits that keep the limit. After each collective come the `chained` collectives
-        that can start then.
+        Before each reduce-scatter come the waits that keep the limit `most_held`. After each collective come the
+        `chained` collectives that can now start.
         """
         for node in self.graph.nodes:
             if node in self.placed:
@@ -108,8 +104,8 @@ class _Turns:
     def _start_chained(self, group: str, last: fx.Node) -> Iterator[fx.Node]:
         """Yield the `chained` collectives that can start once collective `last` of process group `group` has started.
 
-        Such a collective reads the result of an earlier collective of this group through waits, views and copies alone.
-        These waits, views and copies come before the collective.
+        Such a collective reads the result of an earlier collective of `group` than `last`. Only waits, views and copies
+        lie between the two, and they are yielded first.
         """
         for start in self.chained:
             needed = [] if start in self.placed else self._needed(start)
@@ -119,9 +115,9 @@ class _Turns:
                 yield from self._start_chained(str(start.args[-1]), start)
 
     def _needed(self, start: fx.Node) -> list[fx.Node]:
-        """Return the waits, views and copies that a collective needs and that are not placed yet, operands first.
+        """Return the waits, views and copies that must be placed before the collective `start`, operands first.
 
-        The list is empty if the collective also needs other calls that are not placed.
+        The result is empty if `start` also needs another call that is not placed.
         """
         found: dict[fx.Node, None] = {}
 

@@ -1,8 +1,9 @@
 """Moves the wait for a collective to the first reader of its result, so that the calls in between overlap with it.
 
 Before → after: `y = wait(all_reduce(x)); z = f(u); v = g(y)` → `c = all_reduce(x); z = f(u); y = wait(c); v = g(y)`.
-Views of the result move with the wait. Calls that depend only on the result, and whose values are only returned, move
-too. So gradients are waited for at the end of the backward.
+Views of the result move with the wait. Calls of one operand, and pointwise calls, move too if all their operands have
+moved and their values are only returned. So gradients are waited for at the end of the backward. Products stay: a
+gradient of a weight is computed at once, and its gathered operands are freed.
 
 Collectives start at their old places, in the same order, with one exception. Gradients may be reduced over one mesh
 axis and then over another. Their second reductions move to the end too, behind the waits for all first reductions, so
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from autoshard.graphs.aliases import aliased_operands
@@ -28,7 +30,6 @@ class WaitLate:
     """Moves waits to the first readers of their results."""
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program with moved waits in all phases. The uncut lowered program stays, for verification."""
         return rewrite_phases(phased, _rewritten)
 
 
@@ -45,9 +46,9 @@ def _rewritten(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _ordered(nodes: Sequence[fx.Node], waiting: dict[fx.Node, None]) -> Iterator[fx.Node]:
-    """Yield `nodes` in an order in which each node of `waiting` comes just before its first reader.
+    """Yield `nodes` in the new order: each node of `waiting` comes just before its first reader outside of `waiting`.
 
-    Readers in `waiting` do not count. `waiting` is an ordered set, which is emptied.
+    `waiting` is emptied.
     """
     for node in nodes:
         if node.op == "output":
@@ -68,12 +69,10 @@ def _taken(reader: fx.Node, waiting: dict[fx.Node, None]) -> Iterator[fx.Node]:
 
 
 def _late(nodes: Sequence[fx.Node], returned: Collection[fx.Node], staying: Collection[fx.Node]) -> dict[fx.Node, None]:
-    """Return, as an ordered set, the waits and the nodes that move with them.
+    """Return, as an ordered set, the waits and all nodes that move behind them.
 
-    Args:
-        nodes: the nodes of a phase, in order.
-        returned: calls whose results are only returned (`only_returned`). Such calls move with a wait, and so do views.
-        staying: collectives that do not move.
+    A view of a moved result moves too, and so does a call in `returned` that ends a reduction. Collectives in `staying`
+    do not move.
     """
     late: dict[fx.Node, None] = {}
     for node in nodes:
@@ -81,16 +80,27 @@ def _late(nodes: Sequence[fx.Node], returned: Collection[fx.Node], staying: Coll
             late[node] = None
         elif node.op == "call_function" and any(operand in late for operand in node.all_input_nodes):
             is_alone = all(operand in late for operand in node.all_input_nodes)
-            may_move = node in returned or (bool(aliased_operands(node)) and not is_collective(node))
+            may_move = _ends_a_reduction(node, returned) or (bool(aliased_operands(node)) and not is_collective(node))
             if is_alone and may_move and node not in staying:
                 late[node] = None
     return late
 
 
-def _places_in_chains(late: Collection[fx.Node]) -> Mapping[fx.Node, int]:
-    """Return a dict from each collective of `late` to its position in its chain of collectives.
+def _ends_a_reduction(node: fx.Node, returned: Collection[fx.Node]) -> bool:
+    """Whether a call makes a result of the graph from a reduced value, for example by a cast or a sum.
 
-    The first collective of a chain does not move, so it is not in `late`. The second has position 1.
+    `returned` has the calls whose results are only returned.
+    """
+    return node in returned and (
+        len(node.all_input_nodes) == 1 or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    )
+
+
+def _places_in_chains(late: Collection[fx.Node]) -> Mapping[fx.Node, int]:
+    """Return the position of each collective of `late` in its chain of collectives.
+
+    In a chain, each collective reads the result of the collective before. The first collective of a chain does not
+    move, and is not in `late`. Its position is 0.
     """
     places: dict[fx.Node, int] = {}
     for node in late:

@@ -1,9 +1,9 @@
 """Find the lifetimes of a program's values in memory, under all plans at once, as a guide for searches.
 
-The lowered program decides whether a plan fits (`passes.memory.lowered_memory`). A search is repeated within less
+The lowered program decides whether a plan fits (`passes.memory.lowered_memory`), and a search is repeated within less
 memory until its choice fits. So this guide ignores short-lived memory, except the copies that reshards make.
 
-A lifetime is an interval of *program points*. Points number the actions of the lowered program in order. For each call,
+A lifetime is an interval of *program points*, which number the actions of the lowered program in order. For each call,
 each operand is resharded in turn, then the call runs, then results that leave the program are resharded. One more point
 after the forward returns the outputs. A value with memory of its own takes memory from its call to its last use,
 including uses through views. A copy that a reshard makes takes memory from the reshard on.
@@ -14,8 +14,7 @@ including uses through views. A copy that a reshard makes takes memory from the 
   Both have the same bytes, which the view's spec alone decides (`EITHER`).
 * Parameters, buffers and inputs live from the start; parameters also carry optimizer state. An update overwrites its
   operands, so it needs no further memory.
-* Results live to the end. Outputs are returned whole; until then they have the plan's spec. A whole training step
-  returns no outputs.
+* Results live to the end. A call returns its outputs whole, and a training step returns none.
 
 Every size depends on the options of at most two variables. There is one exception: the copy of an input may be used by
 a view of the input, or by a copy of that view. The size would depend on three variables, so both copies are counted.
@@ -37,7 +36,6 @@ from passes.preparation.insert_fan_outs import is_gradient_fan_out
 from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leaves_program
 
 UPDATE = "update"
-"""The phase of an optimizer's update."""
 
 GRADIENT = 1
 """Index of the only operand, the gradient, that an update of `autoshard.kernels.optimizers` does not overwrite."""
@@ -65,13 +63,7 @@ class Held(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OnLink:
-    """Memory that a link uses over an interval.
-
-    Args:
-        link: index of the link in `SearchSpace.links`.
-        held: the kind of memory.
-        interval: the program points at which the memory is in use.
-    """
+    """Memory that the link `SearchSpace.links[link]` uses over an interval of program points."""
 
     link: int
     held: Held
@@ -82,11 +74,10 @@ class OnLink:
 class RepeatedLifetimes:
     """Lifetimes of values in the repeated units that a program leaves out (`passes.strategies.repeated`).
 
-    A value or link of the program stands for its copies in all left-out units. The integers count these copies.
-
     Args:
-        values: (site, index of the result) to the lifetime of the copies, and their number.
-        on_links: memory of links in the left-out units, each with its number of copies.
+        values: (name of a site, index of its result) → the lifetime and the number of the value's copies in all
+            left-out units.
+        on_links: memory of links, each with the number of its copies in all left-out units.
     """
 
     values: Mapping[tuple[str, int], tuple[Interval, int]] = field(default_factory=dict)
@@ -100,17 +91,15 @@ class Liveness:
     Args:
         points: number of program points.
         values: (name of a site, index of its result) to the lifetime, for values with memory of their own.
-        on_links: memory that links use.
         calls: name of a call to the point at which it runs.
         reshards: index of a link to the point of a reshard on the link.
         forward_end: the point after the forward, when outputs are returned in the plan's spec.
         adding: name of a gradient's fan-out to the point at which the gradient is added to its sum over micro-batches.
         state_bytes_per_parameter_byte: bytes of optimizer state for each byte of a parameter.
         parameters: names of the placeholders that are parameters.
-        of_micro_batch: name of each placeholder that differs between micro-batches to a flag. The flag is true for
-            activations from other stages, because the backward may read them.
+        of_micro_batch: name of each placeholder that differs between micro-batches → whether it is an activation from
+            another stage, which the backward may read.
         repeated: lifetimes in the units that the program leaves out.
-        micro_batches, load: arguments of `find_lifetimes`.
     """
 
     points: int
@@ -128,15 +117,17 @@ class Liveness:
     load: StageLoad = ONE_STAGE
 
     def of(self, space: SearchSpace) -> Liveness:
-        """Return `find_lifetimes` of another search space of the same step, with all other arguments of this object."""
+        """Return the lifetimes of the values in another search space of the same step.
+
+        The number of micro-batches and the load are those of this object.
+        """
         return find_lifetimes(space, self.state_bytes_per_parameter_byte, self.micro_batches, self.load)
 
     def standing(self, interval: Interval, name: str = "") -> int:
-        """Return how many equal values a rank holds at all times beside this value, for other stages and micro-batches.
+        """Return the number of further equal values in memory, for other stages and micro-batches of the rank.
 
-        Args:
-            interval: the lifetime of one value.
-            name: the site of the value; "" for memory of a link.
+        They are counted at all program points, beside the value with the lifetime `interval`. `name` is the site of the
+        value, or "" for memory of a link.
         """
         if name in self.of_micro_batch:
             return self.load.in_flight - 1 if self.of_micro_batch[name] else 0
@@ -146,9 +137,9 @@ class Liveness:
         return self.load.in_flight - 1 if is_saved else 0
 
     def held_values(self) -> Iterator[tuple[str, int, Interval, int]]:
-        """Yield (site, index of the result, lifetime, number of values) for all values with memory of their own.
+        """Yield (name of a site, index of its result, lifetime, number of copies) for each value.
 
-        Values in left-out units come last, and only their number may exceed one.
+        The values of the program come first, each with number 1. Their copies in left-out units come last.
         """
         for (name, result), interval in self.values.items():
             yield name, result, interval, 1
@@ -156,7 +147,7 @@ class Liveness:
             yield name, result, interval, number
 
     def held_on_links(self) -> Iterator[tuple[OnLink, int]]:
-        """Yield the memory of all links, each with its number of copies; links of left-out units come last."""
+        """Yield the memory of each link with its number of copies. Copies in left-out units come last."""
         yield from ((kept, 1) for kept in self.on_links)
         yield from self.repeated.on_links
 
@@ -172,7 +163,7 @@ def find_lifetimes(
     Args:
         space: the sites and links of a call, or of a training step on one micro-batch.
         state_bytes_per_parameter_byte: bytes of optimizer state for each byte of a parameter.
-        micro_batches: micro-batches of a step. If there are several, sums of gradients also need memory.
+        micro_batches: micro-batches of a step; several need memory for sums of gradients.
         load: the stages and micro-batches that the rank has in memory at once.
     """
     times = _Times.of(space)
@@ -199,14 +190,9 @@ def find_lifetimes(
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """The program points of all actions.
+    """The program points of all actions; the fields are those of `Liveness`.
 
-    Args:
-        reshards: index of a link to the point of its reshard.
-        calls: name of a site to the point at which it runs; 0 for inputs.
-        forward_end: the point after the forward.
-        adding: name of a gradient's fan-out to the point at which the gradient is added to its sum.
-        end: the last point.
+    Placeholders count as calls at point 0. `end` is the last point.
     """
 
     reshards: Mapping[int, int]
@@ -251,12 +237,10 @@ class _Lifetimes:
     """The search for all lifetimes. Pairs (name of a site, index of its result) are called places here.
 
     Args:
-        sums_gradients: whether gradients are summed over micro-batches.
         readers: place to the indices of the links that read its value.
         viewed: name of a view, fan-out or in-place update to the index of the link whose memory it shares.
         deaths: place to the last point at which its value is used, also through views.
         is_step: whether the program is a training step.
-        values, on_links: the lifetimes found so far, as in `Liveness`.
     """
 
     space: SearchSpace
@@ -280,7 +264,6 @@ class _Lifetimes:
         self._find_deaths()
 
     def find(self) -> tuple[dict[tuple[str, int], Interval], tuple[OnLink, ...]]:
-        """Return the lifetimes of values by place, and the memory of links."""
         owned: dict[str, int] = {}  # view to the point from which its memory is counted by its own spec
         for name, site in self.space.sites.items():
             for result in range(len(site.results)):
@@ -292,9 +275,10 @@ class _Lifetimes:
     def _place(self, name: str, result: int, owned: dict[str, int]) -> None:
         """Record the memory of one result of a site, and of the copies that its readers' reshards make.
 
-        The value is counted up to the point until which it lives under every plan. After this point, the value lives on
-        only if its last reader does not reshard it. So its memory is then counted on the link to this reader. If the
-        reader is a view, `owned` receives the point from which the view's own spec decides the bytes.
+        Call the last point at which the value lives under every plan `sure`. The site's own memory is counted up to
+        `sure`. After `sure` the value lives only if its last reader does not reshard it, so this memory is counted on
+        the link to that reader. If the reader is a view, the view's own spec decides the bytes after `sure`, and
+        `owned` receives `sure` + 1.
         """
         site, place = self.space.sites[name], (name, result)
         start = self.times.calls[name] if not site.is_alias else owned.get(name)
@@ -322,9 +306,9 @@ class _Lifetimes:
             owned[link.head] = sure + 1
 
     def _last_reader(self, place: tuple[str, int]) -> tuple[int | None, int]:
-        """Return the link that reads a value last, and the last point at which the value lives under every plan.
+        """Return the link to a value's last reader, and the last point at which the value lives under every plan.
 
-        The link is None if no choice of reshards shortens the value's life.
+        The link's index is None if no reshard can end the value's life earlier.
         """
         readers, death = self.readers[place], self.deaths[place]
         if not readers or not self._is_plain(place[0]):
@@ -335,12 +319,10 @@ class _Lifetimes:
         return last, max([self.times.reshards[last], *others])
 
     def _reader(self, index: int, death: int, until: int | None) -> None:
-        """Record the copy that a reshard makes for one reader, from the reshard on.
+        """Record the copy that the reshard on link `index` makes for its reader.
 
-        Args:
-            index: the link to the reader.
-            death: the last use of the value that is resharded.
-            until: the last point of the copy; None for the last point at which the reader needs it.
+        The copy lives up to the point `until`; None: up to the reader's last use. `death` is the last use of the
+        resharded value.
         """
         point = self.times.reshards[index]
         link = self.space.links[index]
@@ -355,8 +337,8 @@ class _Lifetimes:
     def _result(self, index: int, death: int) -> None:
         """Record the memory of a result that leaves the program, on the link `index`; `death` is its last other use.
 
-        Such a result lives to the last point. Outputs of a training step and new values of buffers live only until the
-        forward has ended.
+        The result lives to the last point. Outputs of a training step, and new values of buffers, live only to the end
+        of the forward.
         """
         head, point = self.space.sites[self.space.links[index].head], self.times.reshards[index]
         goes = self.is_step if head.node is None else head.name in self._buffers()
@@ -372,7 +354,7 @@ class _Lifetimes:
             self.on_links.append(OnLink(link, held, Interval(birth, death)))
 
     def _find_deaths(self) -> None:
-        """Fill `deaths` with the last use of every value; the uses of a view are also uses of its base."""
+        """Fill `deaths`, from the last site to the first, because uses of a view are also uses of the viewed value."""
         self.deaths = {}
         for name, site in reversed(list(self.space.sites.items())):
             for result in range(len(site.results)):
@@ -381,7 +363,10 @@ class _Lifetimes:
                 self.deaths[name, result] = self.times.end if site.is_input else max(uses, default=born)
 
     def _use(self, index: int) -> int:
-        """Return the last point at which the reader of a link uses the value, if the link does not reshard it."""
+        """Return the last point at which the reader of link `index` uses the value, directly or through views.
+
+        The link is taken to have no reshard, which would end the use earlier.
+        """
         link = self.space.links[index]
         head = self.space.sites[link.head]
         if leaves_program(head, link):
@@ -399,7 +384,10 @@ class _Lifetimes:
         return node is not None and node.target in IN_PLACE and link.operand not in (-1, GRADIENT)
 
     def _is_plain(self, name: str) -> bool:
-        """Whether the memory behind a site's results is as large as the results, unlike behind a view of a part."""
+        """Whether the memory behind a site's results is as large as the results.
+
+        This is not so for a view of a part of a tensor, because the whole tensor stays in memory.
+        """
         if name not in self.viewed:
             return True
         link = self.space.links[self.viewed[name]]

@@ -1,9 +1,8 @@
 """Find the peak memory of a lowered program on each rank, by a walk through its nodes in the order in which ranks run.
 
 Parameters, buffers, optimizer state and inputs are in memory throughout. Saved values live until the backward has used
-them. Gradients live to the end, or until the update, which overwrites its inputs. A call returns its outputs in the
-plan's spec; a training step keeps no outputs. If a program leaves out units of blocks, the memory of the whole model is
-counted (`passes.memory.storages`).
+them, and gradients until the update, which overwrites its inputs. A call returns its outputs in the plan's spec; a
+training step keeps no outputs. Units of blocks that the program leaves out count too (`passes.memory.storages`).
 """
 
 from __future__ import annotations
@@ -31,22 +30,21 @@ _PART_OF: Mapping[InputKind, str] = {InputKind.PARAMETER: PARAMETERS, InputKind.
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Memory in use on each rank at the peak of one call or training step.
-
-    Args:
-        parts: bytes at the peak by category. The categories are the names in `PARTS`, such as "parameters".
-    """
+    """Bytes in use on each rank at the peak of one call or training step, by category (`storages.PARTS`)."""
 
     parts: Mapping[str, int]
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes in use at the peak, over all categories."""
+        """Bytes in use on each rank at the peak, summed over all categories."""
         return sum(self.parts.values())
 
 
 def peak_bytes(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad = ONE_STAGE) -> int:
-    """Return the peak of `step_memory`, in bytes."""
+    """Return the bytes in use on each rank at the peak of one call or training step.
+
+    The arguments are those of `step_memory`.
+    """
     return step_memory(phased, micro_batches, load).peak_bytes
 
 
@@ -54,8 +52,8 @@ def step_memory(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad =
     """Find the memory on each rank at the peak of one call, or of one training step.
 
     Args:
-        phased: the program.
-        micro_batches: micro-batches of a step. If there are several, sums of gradients are in memory too.
+        phased: the program of one micro-batch.
+        micro_batches: micro-batches of a step; several need memory for sums of gradients.
         load: the stages and micro-batches that the rank has in memory at once.
     """
     memory = Storages(LocalUnits.of(phased.lowered))
@@ -91,7 +89,6 @@ def step_memory(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad =
 
 
 def _inputs(memory: Storages, phased: PhasedProgram) -> list[Value]:
-    """Return a new storage for each input of a program, in order."""
     lowered = phased.lowered
     nodes = lowered.graph_module.graph.find_nodes(op="placeholder")
     return [
@@ -104,11 +101,9 @@ _IN_PLACE = "autoshard: the update written over its operands"
 
 
 def update_in_place(update: fx.GraphModule, written: Mapping[int, int]) -> fx.Graph:
-    """Return an update's graph in which results are written over operands. The graph is cached in `update.meta`.
+    """Return the graph of an update with each result written over the input that `written` gives.
 
-    Args:
-        update: the optimizer's update.
-        written: index of a result to the index of the input that it overwrites.
+    `written` maps the index of a result to the index of an input. The graph is cached in `update.meta`.
     """
     of_graph, of_written, made = update.meta.get(_IN_PLACE, (None, None, None))
     if made is None or of_graph is not update.graph or of_written != written:
@@ -118,33 +113,32 @@ def update_in_place(update: fx.GraphModule, written: Mapping[int, int]) -> fx.Gr
 
 
 def _run_once(memory: Storages, phased: PhasedProgram, inputs: Sequence[Value]) -> list[Value]:
-    """Run the hoisted part, which is computed once for all micro-batches; return the storages of its results."""
     if phased.hoisted is None:
         return []
     return memory.run(filled(phased.hoisted.graph), [inputs[index] for index in phased.hoisted_inputs], inputs)
 
 
 def _sums(memory: Storages, phased: PhasedProgram) -> list[Value]:
-    """Return a new storage for each gradient's sum over the earlier micro-batches."""
+    """Return one new storage for each carried gradient: its sum over the earlier micro-batches."""
     pairs = zip(carried_bytes(phased), carried_nodes(phased), strict=True)
     return [memory.new(size, GRADIENTS, node) for size, node in pairs]
 
 
 def carried_bytes(phased: PhasedProgram) -> list[int]:
-    """Return the bytes of each gradient that the backward passes to the update."""
+    """Return the bytes on each rank of each gradient that the backward passes to the update, in order."""
     values = [node.meta["val"] for node in carried_nodes(phased)]
     return [value.numel() * value.element_size() for value in values]
 
 
 def carried_nodes(phased: PhasedProgram) -> list[fx.Node]:
-    """Return the nodes of the gradients that the backward passes to the update, in order."""
+    """Return the backward's nodes of the gradients that the backward passes to the update, in order."""
     return _results(phased.backward)[len(phased.backward_outputs) :]
 
 
 def written_by_update(phased: PhasedProgram) -> dict[int, int]:
-    """Map the index of each result of an update that overwrites an input to the index of this input.
+    """Return the input that each result of the update overwrites: index of the result → index of the input.
 
-    The runtime overwrites the same inputs (`runtime.executable`).
+    Results that overwrite no input, such as a gradient norm, are absent.
     """
     first = len(phased.carried)
     slots = [phased.lowered.inputs[index].slot for index in phased.update_inputs]
@@ -159,5 +153,5 @@ def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
 
 
 def local_bytes(slot: LocalSlot, mesh: Mesh) -> int:
-    """Return the bytes that an input or output of a program takes on each rank."""
+    """Return the bytes of an input or output of a program on each rank."""
     return math.prod(slot.spec.local_shape(slot.shape, mesh)) * slot.dtype.itemsize

@@ -10,17 +10,14 @@ from passes.memory.memory_usage import MemoryUsage, UsedBytes
 from passes.solver.assignment import Floats, MemoryRow
 
 _MOST_KEPT = 32
-"""The most rows that are cached for one problem. Searches of known recipes and of all plans use the same few rows."""
+"""Cached rows of one problem; searches of known recipes and of all plans use the same few rows."""
 
 
 def row_at(usage: MemoryUsage, point: int, edge_between: Mapping[tuple[int, ...], int]) -> MemoryRow:
-    """Return the memory row of a program point, from the items in memory there. Rows are cached in `usage`.
+    """Return the bytes in use at a program point as a function of the choice, cached in `usage`.
 
-    Args:
-        usage: the items in memory.
-        point: the program point.
-        edge_between: pair of variables that decides an item's size to the index of the edge from the first to the
-            second variable.
+    `edge_between` gives the index of the edge between two variables. The edge holds the items whose size both variables
+    decide.
     """
     if point not in usage.known_rows:
         if len(usage.known_rows) >= _MOST_KEPT:
@@ -38,12 +35,9 @@ def row_at(usage: MemoryUsage, point: int, edge_between: Mapping[tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Bytes(Mapping[int, Floats]):
-    """Index of a variable to the bytes of each option, or index of an edge to the bytes of each pair of options.
+    """A mapping from a variable or edge to the bytes of its items in memory, for each of its options.
 
-    Each sum over items is computed when it is first read.
-
-    Args:
-        held: index of a variable or edge to the items whose size it decides.
+    `held` has the items. Their bytes are added up when an entry is first read.
     """
 
     held: Mapping[int, Sequence[UsedBytes]]

@@ -1,7 +1,6 @@
 """Compute tables of the bytes that values, copies by reshards, and workspaces of calls take on each rank.
 
-A site is a call, an input or a result of the program. Its options are its strategies. A table has one entry for each
-option of one site, or for each pair of options of the two sites of a link.
+A site is a call, an input or a result of the program. Its options are its strategies.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from passes.strategies.workspaces import has_workspace, workspace_of
 
 @dataclass(frozen=True, slots=True)
 class MemoryTables:
-    """The tables of a search space; they are cached. Sites and links that are alike share one table object."""
+    """Cached tables of bytes on each rank; sites and links that are alike share one table object."""
 
     space: SearchSpace
     _tables: dict[Any, Floats] = field(default_factory=dict, repr=False)
 
     def of_value(self, name: str, result: int, copies: float = 1.0) -> Floats:
-        """Return, for each option of a site, the bytes of its result number `result`, times `copies`, [options]."""
+        """Return the bytes of result number `result` under each option of a site, times `copies`, [options]."""
         site = self.space.sites[name]
         if is_on_host(site):
             return self._nothing(len(site.strategies))
@@ -43,7 +42,7 @@ class MemoryTables:
         return self._tables[key]
 
     def of_call(self, name: str) -> Floats | None:
-        """Return, for each option of a call, the bytes of its workspace, [options]; None if it needs no workspace."""
+        """Return the bytes of a call's workspace under each of its options, [options]; None without a workspace."""
         site = self.space.sites[name]
         if site.node is None or not has_workspace(site.node):
             return None
@@ -53,9 +52,9 @@ class MemoryTables:
         return self._tables[key]
 
     def on_link(self, kept: OnLink) -> Floats:
-        """Return the bytes of one kind of memory on a link.
+        """Return the bytes on each rank that a link uses, for each pair of options, [tail's options, head's options].
 
-        The shape is [options of the tail, options of the head]; for `EITHER` it may be [options of the head].
+        For `EITHER` the result may have the head's options alone, [head's options].
         """
         link = self.space.links[kept.link]
         tail, head = self.space.sites[link.tail], self.space.sites[link.head]
@@ -68,7 +67,6 @@ class MemoryTables:
         return self._tables[key]
 
     def _nothing(self, *options: int) -> Floats:
-        """Return a table of zeros of the shape `options`, for values that need no device memory."""
         key = ("nothing", *options)
         if key not in self._tables:
             self._tables[key] = np.zeros(options)
@@ -90,7 +88,7 @@ class MemoryTables:
 
 
 def is_on_host(site: Site) -> bool:
-    """Whether a site is the offload of a value to host memory. The value goes there without a reshard."""
+    """Whether a site is a copy to the host, so that its result takes no device memory."""
     return site.node is not None and site.node.target is to_host
 
 
@@ -101,9 +99,9 @@ def _workspace_bytes(site: Site, strategy: Strategy, mesh: Mesh) -> float:
 
 
 def _is_packed(sources: Sequence[PartitionSpec], targets: Sequence[PartitionSpec], mesh: Mesh) -> np.ndarray:
-    """Return whether the reshard from each source to each target copies its pieces into order, [sources, targets].
+    """Whether the reshard from each source to each target copies its pieces into order, [sources, targets].
 
-    A gather of a dim other than the first needs such a copy. The move of a mesh axis to another dim needs it too.
+    A gather of a dim other than the first needs this copy, and so does the move of a mesh axis to another dim.
     """
     found = np.zeros((len(sources), len(targets)), dtype=bool)
     for axis, size in mesh.axes:
@@ -120,10 +118,7 @@ def _dim_of(spec: PartitionSpec, axis: str) -> int:
 
 
 def differs(sources: Sequence[PartitionSpec], targets: Sequence[PartitionSpec], mesh: Mesh) -> np.ndarray:
-    """Return whether each source spec differs from each target spec, [sources, targets].
-
-    Mesh axes of size one are ignored.
-    """
+    """Whether each source spec differs from each target spec on mesh axes larger than one, [sources, targets]."""
     numbers: dict[PartitionSpec, int] = {}
     alone = {axis for axis, size in mesh.axes if size == 1}
     number = {

@@ -1,7 +1,7 @@
 """Compute the bytes in use at every program point under a choice of strategies, fast enough for a search.
 
-A program is described by items. An item takes memory over an interval of points. The chosen options of one or two
-variables select its size from a table. The tables of all items lie in one array, so that one lookup gives all sizes.
+An item takes memory over an interval of points, and the options of one or two variables select its size from a table.
+The tables of all items lie in one array, so that one lookup gives all sizes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ _Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class UsedBytes:
-    """An item in memory.
+    """An item in memory: a tensor or workspace, which counts `number` times.
 
     Args:
         interval: the points at which the item is in memory.
         table: bytes for each option of one variable, [options], or for each pair of options, [options, options].
         variables: indices of the one or two variables that decide the size.
-        number: how many equal items are in memory.
     """
 
     interval: Interval
@@ -42,14 +41,11 @@ class UsedBytes:
 
     @property
     def sizes(self) -> Floats:
-        """Bytes of one item for each option, or for each pair of options."""
+        """Bytes of one item on each rank, [options] if `is_of_one`, else [options, options]."""
         return np.diagonal(self.table) if self.is_of_one and self.table.ndim == 2 else self.table
 
     def least(self, masks: Mapping[int, _Mask]) -> float:
-        """Return the least bytes of one item over the options that the masks allow, [options] for each variable.
-
-        All options of a variable without a mask are allowed.
-        """
+        """Return the least bytes of one item over the allowed options. Without a mask, all options are allowed."""
         sizes = self.sizes
         for axis, variable in enumerate(self.variables[: sizes.ndim]):
             sizes = sizes.compress(masks[variable], axis) if variable in masks else sizes
@@ -59,12 +55,8 @@ class UsedBytes:
 def with_standing(items: Iterable[tuple[str, UsedBytes]], liveness: Liveness) -> Iterator[UsedBytes]:
     """Yield all items, each followed by an item for the copies that other stages and micro-batches of the rank hold.
 
-    These copies are in memory at every point.
-
-    Args:
-        items: pairs of a name and an item. The name is the site of the item's value; it is "" for an item that is not
-            a site's value.
-        liveness: the program's lifetimes; `Liveness.standing` counts the copies.
+    These copies are in memory at every point (`Liveness.standing`). `items` are pairs with the site of the item's
+    value, or with "" for an item that is not a site's value.
     """
     for name, item in items:
         yield item
@@ -75,10 +67,9 @@ def with_standing(items: Iterable[tuple[str, UsedBytes]], liveness: Liveness) ->
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """All items of a program, as arrays; `of` makes the arrays. A call with a choice returns the bytes at each point.
+    """All items of a program, as arrays; a call with a choice returns the bytes at each point.
 
     Args:
-        points: number of program points.
         births: the first point at which each item is in memory, [items].
         ends: the first point at which each item is no longer in memory, [items].
         sizes: the entries of all tables, one table after another.
@@ -86,7 +77,6 @@ class MemoryUsage:
         rows, columns: the variables whose options select the table's row and column, [items].
         row_steps, column_steps: the distance in `sizes` between neighbouring options, [items].
         numbers: how many equal items are in memory, [items].
-        items: the items themselves.
         known_rows: cached memory rows, by program point.
     """
 
@@ -105,7 +95,10 @@ class MemoryUsage:
 
     @classmethod
     def of(cls, points: int, items: Sequence[UsedBytes]) -> MemoryUsage:
-        """Make the usage of `items`. Items with the same table object share its entries in `sizes`."""
+        """Return the usage of `items` at the program points 0 to `points` - 1.
+
+        Items with the same table share its entries.
+        """
         tables = {id(item.table): item.table for item in items}
         ends = np.cumsum([table.size for table in tables.values()], dtype=np.int64)
         first = dict(zip(tables, [0, *ends.tolist()], strict=False))
@@ -124,7 +117,7 @@ class MemoryUsage:
         )
 
     def __call__(self, choice: Sequence[int]) -> Floats:
-        """Return the bytes in use at each point under a choice, [points]."""
+        """Return the bytes in use on each rank at each point under a choice, [points]."""
         options = np.asarray(choice, dtype=np.int64)
         if not len(self.first):
             return np.zeros(self.points)
@@ -132,16 +125,14 @@ class MemoryUsage:
         return self._in_use(self.sizes[places])
 
     def items_at(self, point: int) -> list[UsedBytes]:
-        """Return the items in memory at one point."""
+        """Return the items that are in memory at a program point."""
         places = np.flatnonzero((self.births <= point) & (point < self.ends))
         return [self.items[place] for place in places.tolist()]
 
     def least_peak(self, allowed: Mapping[int, _Mask]) -> float:
-        """Return a lower bound, in bytes, of the peak of every choice: the peak if each item had its least size.
+        """Return a lower bound of the peak of every allowed choice, in bytes.
 
-        Args:
-            allowed: index of a variable to a mask of its allowed options, [options]; at least one option is allowed.
-                All options of absent variables are allowed.
+        The bound is the peak if each item had its least size.
         """
         known: dict[tuple[int, ...], float] = {}
         sizes = np.zeros(len(self.items))
@@ -153,7 +144,6 @@ class MemoryUsage:
         return float(self._in_use(sizes).max(initial=0.0))
 
     def _in_use(self, sizes: Floats) -> Floats:
-        """Return the bytes in use at each point, [points], if each item has the size in `sizes`, [items]."""
         sizes = sizes * self.numbers
         count = self.points + 1
         change = np.bincount(self.births, sizes, count) - np.bincount(self.ends, sizes, count)

@@ -5,8 +5,8 @@ how many micro-batches are in memory at once:
 
 * Parameters, buffers, optimizer state and the inputs of all micro-batches are in memory throughout. Hoisted values are
   there from the stage's first forward on, and sums of gradients from its first backward on.
-* Saved values of a forward live until the backward. The backward may be cut into two halves, for gradients of inputs
-  and of weights. Then the first half keeps the values that the second half reads, which are most saved values.
+* Saved values of a forward live until the backward. The first half of a cut backward keeps the values that the second
+  half reads, which are most saved values.
 * A received value takes memory from the receive until its reader runs. A sent value that is not saved takes memory
   until a later message from its reader arrives (`autoshard.runtime.stages.stage_messages`). A value between two stages
   of one rank lives until its reader runs.
@@ -33,12 +33,10 @@ from passes.memory.storages import ACTIVATIONS, GRADIENTS, INPUTS, PARAMETERS, S
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Memory in use on a pipeline rank, in bytes.
+    """Bytes in use on a pipeline rank: the peak, and its parts by category.
 
-    Args:
-        peak_bytes: the most bytes in use at once.
-        parts: bytes in use at the peak by category; their sum is the peak.
-        in_flight_bytes: the most bytes of saved values of micro-batches between their forward and their backward.
+    `in_flight_bytes` is the largest sum of bytes that micro-batches between their forward and their backward have
+    saved.
     """
 
     peak_bytes: int
@@ -140,10 +138,7 @@ def _needs_of(stage: StageProgram, staged: StagedProgram) -> _Needs:
     sums = [memory.new(size) for size in carried]
 
     def more_with_sums(graph: fx.Graph, own: fx.Graph, inputs: Sequence[Value]) -> int:
-        """Return the peak in bytes while `graph` runs and adds the gradients that `own` makes to the sums.
-
-        The bytes of the sums are subtracted.
-        """
+        """Return the peak bytes while `graph` runs and adds the gradients of `own` to sums, less the sums' bytes."""
         memory.run(adding(graph, owned_results(own)[-len(sums) :] if sums else ()), [*inputs, *sums], [*held, *once])
         return _restart(memory) - base - hoisted - sum(carried)
 
@@ -176,7 +171,6 @@ def _needs_of(stage: StageProgram, staged: StagedProgram) -> _Needs:
 
 
 def _forward_names(phased: PhasedProgram) -> list[str]:
-    """Return the names of a forward's results, in order."""
     return [phased.lowered.outputs[index].slot.name for index in phased.forward_outputs]
 
 
@@ -185,7 +179,7 @@ def _sent_names(phased: PhasedProgram, crossing: Collection[str]) -> list[str]:
 
 
 def _restart(memory: Storages) -> int:
-    """Return the peak so far, in bytes, and reset it to zero."""
+    """Return the peak bytes of `memory` so far, and reset the peak to zero."""
     peak, memory.peak = memory.peak, 0
     return peak
 
@@ -205,13 +199,15 @@ def _update_bytes(phased: PhasedProgram, carried: Sequence[int]) -> int:
 class _RankWalk:
     """A walk along a rank's schedule.
 
+    A task is named by (stage, whether it is a forward, micro-batch). Its place is its index in the order of its rank.
+
     Args:
         live: bytes in use by category.
         peak, parts: the peak so far, and `live` at the peak.
         in_flight, most_in_flight: bytes of saved values now, and the most so far.
-        waiting: bytes of received inputs that are not read yet, by (stage, is forward, micro-batch) of the reader.
-        sent: receiving rank to a queue of sent messages: the reader's place in its rank's order, and the bytes.
-        places: (stage, is forward, micro-batch) to its place in its rank's order.
+        waiting: name of a task → bytes of inputs that it has received and not read yet.
+        sent: receiving rank → a queue of the messages sent to it: the place of the reading task, and the bytes.
+        places: name of a task → its place.
         begun: stages whose first forward has run.
         summed: stages that have sums of gradients.
     """
@@ -249,7 +245,7 @@ class _RankWalk:
         return RankMemory(self.peak, self.parts, self.most_in_flight)
 
     def _reach(self, more: int) -> None:
-        """Update the peak with a moment at which `more` bytes are in use in addition to `live`."""
+        """Raise the peak if `live` and `more` bytes together exceed it."""
         total = sum(self.live.values()) + more
         if total > self.peak:
             self.peak = total
@@ -285,10 +281,10 @@ class _RankWalk:
                 self._add(number, needs, needs.second_half, needs.second_half_with_sums)
 
     def _add(self, number: int, needs: _Needs, first: int, later: int) -> None:
-        """Update the peak with the backward of one micro-batch in stage `number`.
+        """Update the peak with a backward of stage `number`.
 
-        The stage's first backward makes gradients, with `first` bytes in addition to `live`. Each later backward adds
-        its gradients to these sums, with `later` bytes in addition to `live`.
+        The first backward of a stage makes the sums of gradients, and needs `first` bytes beside `live`. Later
+        backwards add to the sums, and need `later` bytes.
         """
         self._reach(later if number in self.summed else first)
         if number not in self.summed:
@@ -312,9 +308,10 @@ class _RankWalk:
         self._reach(0)
 
     def _read(self, number: int, micro_batch: int, *, is_forward: bool) -> None:
-        """Release the received inputs of a task, because the task's own peak includes them. Release read messages too.
+        """Release the memory of a task's received inputs, because the task's own peak includes them.
 
-        A message from another rank shows how far that rank is in its order. So all earlier messages to it are read.
+        A message shows how far its sender has come in its order. So messages that were sent to this sender, and that it
+        has read by then, are released too.
         """
         self.live[ACTIVATIONS] -= self.waiting.pop((number, is_forward, micro_batch), 0)
         for item in self.staged.crossings:
@@ -343,6 +340,9 @@ class _RankWalk:
 
 
 def crossing_bytes(staged: StagedProgram, name: str, maker: int, *, is_forward: bool) -> int:
-    """Return the bytes on each rank of a value that stage `maker` sends to another stage, in the maker's spec."""
+    """Return the bytes on each rank of the value `name` that stage `maker` sends to another stage.
+
+    The value has the spec with which `maker` makes it.
+    """
     slot = staged.sent_slot(name, maker, is_forward=is_forward)
     return local_bytes(slot, staged.stages[maker].phased.lowered.mesh)

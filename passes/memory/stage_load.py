@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """How many stages and micro-batches a pipeline rank has in memory at once.
+    """The load of one pipeline rank.
 
     Args:
         stages: number of stages on the rank, all taken to be equal to the planned stage.
@@ -23,4 +23,4 @@ class StageLoad:
 
 
 ONE_STAGE = StageLoad()
-"""The load of a program without pipeline stages: one stage, and one micro-batch at a time."""
+"""The load of a program without pipeline stages."""

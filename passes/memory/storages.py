@@ -1,8 +1,7 @@
 """Count the bytes of a rank's storages while a graph of local operators runs.
 
-An operator's result takes memory from its call to its last use, including uses through views. Graphs free each value
-after its last use. Allocations inside kernels are counted for a few operators only (`workspaces`). Values on the host
-take no device memory.
+An operator's result takes memory from its call to its last use, including uses through views. Allocations inside
+kernels are counted for a few operators only (`workspaces`). Values on the host take no device memory.
 
 A program may leave out units of blocks (`autoshard.ir.repeat`). The first unit after the gap stands for them: each of
 its storages counts once more for every unit left out. In each phase the left-out units run between the two units beside
@@ -35,13 +34,10 @@ PARAMETERS, STATE, GRADIENTS, INPUTS, ACTIVATIONS = PARTS = (
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """The memory of one tensor.
+    """The memory of one tensor on a rank: `size` bytes, in the category `part` of `PARTS`.
 
-    Args:
-        size: bytes of the tensor.
-        part: the category of the memory, one of `PARTS`.
-        left_out: bytes of the corresponding tensors in all left-out units.
-        repeat: index of the repeat to which the left-out units belong; -1 without left-out units.
+    `left_out` is the bytes of the tensor's copies in the left-out units of a repeat. `repeat` is the number of this
+    repeat, or -1 without copies.
     """
 
     size: int
@@ -51,25 +47,21 @@ class Storage:
 
     @property
     def bytes(self) -> float:
-        """Bytes of this tensor, and of the corresponding tensors in all left-out units."""
+        """Bytes of this tensor, and of its copies in all left-out units."""
         return self.size + self.left_out
 
 
 Value = tuple[Storage, ...]
-"""The storages of one value. An operator with several results has one storage for each result."""
+"""The storages of one value, one for each result of its operator."""
 
 _ALL_THERE = LocalUnits((), {})
-"""The units of a graph that leaves out no units."""
 
 
 @dataclass(slots=True)
 class Storages:
-    """Walk through graphs, and keep the peak of the bytes in use.
+    """The peak of a rank's bytes over all graphs walked so far, and the bytes of each category at that peak.
 
-    Args:
-        units: the unit of each node, for a program that leaves out units.
-        peak: bytes in use at the peak.
-        parts: bytes in use at the peak by category (`PARTS`).
+    `units` has the repeated units of the program, of which some are left out.
     """
 
     units: LocalUnits = _ALL_THERE
@@ -77,9 +69,9 @@ class Storages:
     parts: dict[str, int] = field(default_factory=dict)
 
     def new(self, size: int, part: str = ACTIVATIONS, node: fx.Node | None = None) -> Value:
-        """Return a value with one new storage of `size` bytes, in the category `part`.
+        """Return a value with one new storage of `size` bytes.
 
-        The node that makes the value decides whether the storage counts for left-out units too.
+        If `node`, which makes the value, stands for nodes of left-out units, the storage counts their copies too.
         """
         spot = None if node is None else self.units.spot(node)
         if spot is None or spot.unit != AFTER_GAP:
@@ -138,7 +130,10 @@ class Storages:
             self.peak, self.parts = sum(parts.values()), parts
 
     def _made(self, node: fx.Node, where: dict[fx.Node, Value]) -> Value:
-        """Return the storages of a node's results: new storages, or those of the operand that the node views."""
+        """Return the storages of a node's results.
+
+        A view has the storages of its operand. Other nodes make new storages.
+        """
         if node.target is to_host:
             return self.new(0)
         value = node.meta.get("val")
@@ -155,13 +150,9 @@ class Storages:
 
 @dataclass(slots=True)
 class _Lives:
-    """The points of one graph between which each storage is in use.
+    """The first and the last point at which each storage is in use. A point is the index of a node in the graph.
 
-    Args:
-        units: the unit of each node.
-        nodes: the graph's nodes, in order; a node's index is its point.
-        births, ends: storage to the first and the last point at which it is in use.
-        given: storages that exist before the graph runs.
+    `given` has the storages that exist before the graph runs.
     """
 
     units: LocalUnits
@@ -171,7 +162,6 @@ class _Lives:
     given: set[Storage] = field(default_factory=set)
 
     def use(self, value: Value, point: int, *, is_given: bool = False) -> None:
-        """Record that a value is in use at a point; if `is_given`, it exists before the graph runs."""
         for storage in value:
             if storage not in self.births:
                 self.births[storage] = point
@@ -180,7 +170,6 @@ class _Lives:
             self.ends[storage] = point
 
     def keep(self, values: Iterable[Value], *, from_start: bool = False) -> None:
-        """Record that values stay in use to the last point; if `from_start`, they are in use from point 0 on."""
         for storage in _distinct(values):
             if from_start:
                 self.births[storage] = 0
@@ -188,10 +177,9 @@ class _Lives:
             self.ends[storage] = len(self.nodes) - 1
 
     def spans(self) -> Iterator[tuple[Storage, float, int, int]]:
-        """Yield (storage, bytes, first point, last point) for each storage.
+        """Yield (storage, bytes, first point, last point) for each storage and for its copies in left-out units.
 
-        A second tuple follows for the storage's copies in left-out units, if there are copies in use. Copies that
-        left-out units make begin at the gap. Copies that left-out units read last end at the gap.
+        Copies that left-out units make begin at the gap. Copies that left-out units read last end at the gap.
         """
         gaps = self._gaps()
         for storage, birth in self.births.items():
@@ -207,9 +195,10 @@ class _Lives:
                 yield storage, storage.left_out, first, last
 
     def _gaps(self) -> Mapping[int, int]:
-        """Return, for each repeat, the point at which its left-out units run, between the two units beside the gap.
+        """Return the point at which the left-out units of each repeat run, by the index of the repeat.
 
-        Passes may have moved nodes of the two units past each other. So half of their nodes lie before this point.
+        The point lies between the nodes of the two units beside the gap. Passes may have moved nodes of the two units
+        past each other. So the point is chosen such that half of these nodes lie before it.
         """
         beside = defaultdict[int, list[int]](list)
         for point, node in enumerate(self.nodes if self.units.repeats else ()):
@@ -224,23 +213,19 @@ def _distinct(values: Iterable[Value]) -> Iterable[Storage]:
 
 
 def _needed_by(node: fx.Node) -> list[fx.Node]:
-    """Return the values that have to be in memory while a node runs.
-
-    These are its operands. If the node waits for a collective, the tensors that the collective sends are needed too.
-    """
+    """Return a node's operands and, if the node waits for a collective, the tensors that the collective sends."""
     operands = list(node.all_input_nodes)
     sent = [value for item in operands if is_wait(node) and holds_operand(item) for value in item.all_input_nodes]
     return list(dict.fromkeys((*operands, *sent)))
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """Return the operands of a call. An operand that the call writes and returns comes first."""
+    """Return the operands of a call. If the call writes its result into an operand `out=`, this operand comes first."""
     given = node.kwargs.get("out")
     return [given, *node.all_input_nodes] if isinstance(given, fx.Node) else node.all_input_nodes
 
 
 def _shares_memory(node: fx.Node, source: fx.Node) -> bool:
-    """Whether the result of a call shares the memory of the call's first tensor, `source`."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False

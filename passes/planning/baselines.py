@@ -1,7 +1,6 @@
 """Plan known recipes (data parallel, ZeRO-1, FSDP, HSDP, Megatron), to compare them with the plan of the free search.
 
-A recipe restricts the search space: each mesh axis gets a role (`passes.planning.restrictions`). The search then finds
-the best plan of the recipe.
+Each mesh axis gets a role (`passes.planning.restrictions`), and the search finds the best plan that keeps the roles.
 
 * data parallel: every axis has the role "data";
 * ZeRO-1, if the plan is for a whole training step with optimizer state: every axis has the role "zero-1";
@@ -37,18 +36,15 @@ def solve_baselines(
     before: Plan | None = None,
     elsewhere: Sequence[Plan] = (),
 ) -> dict[str, Solution | None]:
-    """Return a dict from the name of each recipe to its best solution, or to None if no plan of the recipe fits.
+    """Return the best solution of each recipe by name; None if no plan of the recipe fits.
 
     A recipe is absent if the user's constraints leave it no plan, or if the search is stopped before its turn.
 
     Args:
-        planning: the planning problem.
-        search: the search, with its memory limit.
-        allowed: masks of the options that the user's constraints allow, as in `Search`.
+        allowed: index of a variable → a boolean mask of the options that the user's constraints allow.
         before: a plan of the program, on this mesh or another mesh.
-        elsewhere: plans on other meshes of as many devices. A recipe that uses every axis in the same way is left out
-            if it fits on one of these meshes. Only meshes with at most as many axes as this mesh count. Its plan here
-            would hardly differ.
+        elsewhere: plans on other meshes of as many devices. A recipe with one role for all axes is left out if it fits
+            on another mesh with at most as many axes. Its plan on this mesh would hardly differ.
     """
     axes = len(planning.space.mesh.shape)
     others = [plan.baselines for plan in elsewhere if len(plan.mesh.shape) <= axes]
@@ -85,14 +81,13 @@ def _price(planning: PlanningProblem, search: Search, allowed: Mapping[int, np.n
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BaselineSteps(Mapping[str, float | None]):
-    """A mapping from each known recipe to its predicted step in seconds, or to None if the recipe does not fit.
+    """The predicted step of each known recipe in seconds, by the recipe's name; None if the recipe does not fit.
 
-    A step is predicted when it is read for the first time. The pickle of the mapping is a dict of the known steps.
+    A step is predicted when it is first read. A pickle has only the steps that are predicted already.
 
     Args:
-        names: names of the recipes.
-        known: a dict from a recipe to its step, for the steps that are predicted already.
-        predict: a dict from each other recipe to the function that predicts its step.
+        known: the steps that are predicted already.
+        predict: name of a recipe → the function that predicts its step.
     """
 
     names: Sequence[str]
@@ -118,22 +113,13 @@ class BaselineSteps(Mapping[str, float | None]):
 
 
 def may_fit(baselines: Mapping[str, float | None], name: str) -> bool:
-    """Whether recipe `name` is among the baselines and may fit in memory.
-
-    A step that is not known yet is not predicted. Its recipe counts as fitting.
-    """
+    """Whether `baselines` has recipe `name`, and does not say that it needs too much memory. Nothing is predicted."""
     known = baselines.known if isinstance(baselines, BaselineSteps) else baselines
     return name in baselines and known.get(name, 0.0) is not None
 
 
 def least_baselines(baselines: Sequence[Mapping[str, float | None]]) -> Mapping[str, float | None]:
-    """Return a mapping from each recipe to its predicted step in seconds on the mesh where the recipe is fastest.
-
-    The step is None if the recipe fits on no mesh.
-
-    Args:
-        baselines: for each mesh, the steps of the recipes.
-    """
+    """Return each recipe's predicted step in seconds on the mesh where it is fastest; None if it fits on no mesh."""
     if len(baselines) == 1:
         return baselines[0]
     names = list(dict.fromkeys(name for each in baselines for name in each))
@@ -163,7 +149,7 @@ _OUTER_AND_INNER: Mapping[str, tuple[Role, Role]] = {
 
 
 def known_recipes(mesh: Mesh) -> dict[str, Roles]:
-    """Return a dict from the name of each recipe to its roles, which are a dict from mesh axes to roles."""
+    """Return the role of each mesh axis under each known recipe, by the recipe's name."""
     *outer, inner = mesh.axis_names
     found: dict[str, Roles] = {name: dict.fromkeys(mesh.axis_names, role) for name, role in _EVERY_AXIS.items()}
     if outer:
@@ -173,7 +159,7 @@ def known_recipes(mesh: Mesh) -> dict[str, Roles]:
 
 
 def options_as_in(before: Plan, planning: PlanningProblem) -> dict[int, np.ndarray]:
-    """Return masks of the options that lay out each node as another plan does, by variable.
+    """Return masks of the options that lay out each node as the plan `before` does, by variable.
 
     Options whose results have the plan's specs are kept, if there are any. Then options whose operands have the plan's
     specs are kept, if there are any. So a node always keeps an option.

@@ -2,12 +2,12 @@
 
 The first search adds up the seconds of single collectives, each with its latency (*single prices*). But the lowered
 program gathers parameters and reduces gradients in buckets (`passes/lowering/bucket_collectives.py`), whose members
-share a latency. On GPUs, most buckets also run beside computation, while computation mostly waits for collectives of
+share a latency. On GPUs most buckets also run beside computation, while computation waits for collectives of
 activations. So a layout that gathers many parameters and sends few activations runs faster than the first search
-expects. The best choice at *bucket prices* becomes one more candidate. The time of its lowered program decides.
+expects. The time of its lowered program decides.
 
 At bucket prices, a collective takes its share, by bytes, of the seconds of the smallest bucket. `bucketed_links` finds
-the links with bucket prices. Their values are computed from parameters alone, or lead only to the update or an output.
+the links with bucket prices.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _Specs = tuple[PartitionSpec, ...]
 
 @dataclass(frozen=True, slots=True)
 class BucketPrice:
-    """A function from a reshard step to its seconds, if the step's collective is a part of a bucket.
+    """The seconds of a reshard step whose collective is a part of a bucket.
 
     Args:
-        alone: a function from a reshard step to its seconds, if its collective runs alone.
+        alone: the seconds of a step whose collective runs alone.
         piece_bytes: bytes of one rank's piece of the bucket.
     """
 
@@ -57,7 +57,7 @@ class BucketPrice:
 
 
 def piece_bytes(step: ReshardStep) -> int:
-    """Return the bytes of one rank's piece of the value that a reshard step sends."""
+    """Return the bytes of one rank's piece in the collective of a reshard step, an all-gather or a reduction."""
     return step.bytes_before if step.kind is ReshardKind.ALL_GATHER else step.bytes_before // step.axis_size
 
 
@@ -68,16 +68,15 @@ def solve_in_buckets(
     allowed: Mapping[int, np.ndarray],
     start: Sequence[Solution] = (),
 ) -> Solution | None:
-    """Return the best choice at bucket prices; None if no choice fits, or if the search was stopped before.
+    """Return the best choice at bucket prices, with its cost in seconds at single prices.
 
-    The cost of the returned solution is the choice's cost at single prices. The progress of this search is not shown,
-    because its costs cannot be compared with those of the first search.
+    None means that no choice fits, or that the search was stopped. Progress is not shown, because costs at bucket
+    prices cannot be compared with those of the first search.
 
     Args:
         planning: the planning problem at single prices.
         priced: the result of `in_buckets` for the problem.
-        search: the search, with its memory limit.
-        allowed: masks of the allowed options, as in `Search`.
+        allowed: index of a variable → a boolean mask of its allowed options.
         start: solutions that fit. The result is no worse at bucket prices.
     """
     if search.control.is_stopped:
@@ -98,15 +97,10 @@ update. At single prices with nothing hidden, all take 0.49 to 0.87 times (2026-
 
 
 def hidden_part(planning: PlanningProblem, choice: Sequence[int]) -> float:
-    """Return the fraction of the seconds of parameters' and gradients' collectives that a step likely hides.
+    """Return the fraction of the time of parameters' and gradients' collectives that computation likely hides, 0 to 1.
 
-    These collectives hide beside the other work of the step, up to `_MOST_HIDDEN`. On CPUs the fraction is 0. On one
-    machine, communication takes cores from computation (`cost_models.streams.overlap_of`). Hiding over a network of
-    CPUs was not measured.
-
-    Args:
-        planning: the planning problem.
-        choice: the option of each variable.
+    These collectives hide beside the other work of the step, up to `_MOST_HIDDEN`. On CPUs the fraction is 0: on one
+    machine communication takes cores from computation, and over a network of CPUs hiding was not measured.
     """
     if not planning.prices.cluster.device.dispatch_s:
         return 0.0
@@ -122,11 +116,7 @@ def rough_step_s(planning: PlanningProblem, choice: Sequence[int], piece_bytes: 
     """Return the approximate seconds of a step under a choice, without lowering it.
 
     Collectives of parameters and gradients are priced in buckets, and hidden beside computation where possible.
-
-    Args:
-        planning: the planning problem.
-        choice: the option of each variable.
-        piece_bytes: bytes of one rank's piece of a bucket. A model with fewer bytes of parameters has one bucket.
+    `piece_bytes` are the bytes of one rank's piece of a bucket. A model with fewer bytes of parameters has one bucket.
     """
     price = BucketPrice(planning.prices.step_price, min(piece_bytes, _parameter_bytes(planning)))
     runs, alone_s, sent_s, last_s = planning.link_runs(), 0.0, 0.0, 0.0
@@ -192,19 +182,16 @@ def _single_prices(planning: PlanningProblem, link: Link) -> Floats:
 
 
 def _value_and_specs(planning: PlanningProblem, link: Link) -> tuple[ValueInfo, _Specs, _Specs]:
-    """Return the value on a link, the specs of the tail's options, and the specs of the head's options.
-
-    An option of the tail makes the value in its spec. An option of the head needs the value in its spec.
-    """
+    """Return the value on a link, its spec under each of the tail's options, and under each of the head's options."""
     tail, head = planning.space.sites[link.tail], planning.space.sites[link.head]
     return tail.results[link.result], specs_of(tail, link.result), needs_of(head, link)
 
 
 def bucketed_links(planning: PlanningProblem) -> frozenset[int]:
-    """Return the indices of the links whose collectives join buckets. The result is cached with the problem.
+    """Return the indices of the links whose collectives join buckets, cached with the problem.
 
-    A collective joins a bucket if its value is computed from parameters alone. It also joins a bucket if its reader is
-    the update, or a call whose results only the update reads. Values that leave the program join buckets too.
+    A collective joins a bucket if its value is computed from parameters alone. Values that lead only to the update, or
+    leave the program, join buckets too.
     """
     if "bucketed_links" not in planning.derived:
         planning.derived["bucketed_links"] = frozenset(_bucketed(planning.space))
@@ -234,7 +221,7 @@ def _computed_from(parameters: Collection[str], space: SearchSpace) -> set[str]:
 
 
 def _only_updating(space: SearchSpace) -> set[str]:
-    """Return the names of the update's calls, and of the calls whose results lead only to the update or gradients."""
+    """Return the names of the update's calls, and of all calls that serve only the update or the program's results."""
     readers: dict[str, list[Link]] = {}
     for link in space.links:
         readers.setdefault(link.tail, []).append(link)

@@ -1,7 +1,7 @@
 """Turn a priced search space into an assignment problem: choose one option for each variable at least cost.
 
 Sites of repeated blocks that share a strategy form a class (`fold_blocks`). Any other site is a class of its own. Each
-class has one variable. The options of the variable are the strategies of the class.
+class has one variable, whose options are the strategies of the class.
 
 * The cost of an option is the seconds of all calls of the class in a step (`runs`).
 * A gradient is added to the sum over earlier micro-batches. The variable of the gradient's fan-out has this cost.
@@ -51,13 +51,11 @@ class PlanningProblem:
 
     Args:
         space: the sites and links.
-        prices: the seconds of strategies and reshards.
-        liveness: the lifetimes of values in memory.
         classes: number of the variable of each site, by the site's name.
         members: names of the sites of each variable.
-        edge_between: index in `assignment.edges` of an edge from one variable to another, by the pair of variables.
+        edge_between: (tail variable, head variable) → index of their edge in `assignment.edges`.
         assignment: the assignment problem, without memory rows.
-        memory: tables of the bytes of values, for each option.
+        memory: tables of the bytes of values on each rank, for each option.
         repeated: the repeated units of blocks, some of which the program leaves out.
         derived: a cache for other passes, for facts about the problem that do not depend on a choice.
     """
@@ -79,14 +77,14 @@ class PlanningProblem:
         return self.space.sites[name].strategies[choice[self.classes[name]]]
 
     def counts(self) -> Mapping[str, int]:
-        """Return a dict from a site to the number of sites of the whole model that it stands for.
+        """Return the number of sites of the whole model that a site stands for, by the site's name.
 
-        A site that is not in the dict stands for itself alone.
+        The default is 1.
         """
         return self.repeated.site_counts()
 
     def site_runs(self) -> Mapping[str, int]:
-        """Return a dict from each site to its number of runs in a step of the whole model."""
+        """Return each site's number of runs in a step of the whole model, by name."""
         return site_runs(self.space, self.repeated, self.liveness.micro_batches)
 
     def link_runs(self) -> Sequence[int]:
@@ -98,10 +96,9 @@ class PlanningProblem:
         return self._memory_usage()(choice)
 
     def least_bytes(self, allowed: Mapping[int, np.ndarray]) -> float:
-        """Return a lower bound, in bytes, of the peak memory of every choice of allowed options.
+        """Return a lower bound of each rank's peak under the allowed options, in bytes.
 
-        Args:
-            allowed: mask of the allowed options, by variable; the options of other variables are all allowed.
+        `allowed` has masks by variable. All options of absent variables are allowed.
         """
         return self._memory_usage().least_peak(allowed)
 
@@ -111,9 +108,9 @@ class PlanningProblem:
         return self._usage[0]
 
     def _items(self) -> Iterator[tuple[str, UsedBytes]]:
-        """Yield each item in memory, with the name of its site: values, copies on links, and workspaces of calls.
+        """Yield each item in memory with the name of the site whose value it is.
 
-        The name is "" for copies on links and for workspaces.
+        The name is "" for a copy on a link, and for the workspace of a call.
         """
         for name, result, interval, number in self.liveness.held_values():
             table = self.memory.of_value(name, result, self._copies(name))
@@ -127,20 +124,23 @@ class PlanningProblem:
                 yield "", UsedBytes(Interval(now, now), workspace, (self.classes[name],))
 
     def _copies(self, name: str) -> float:
-        """Return the factor for the bytes of a value: 1, or more for a parameter to include its optimizer state."""
+        """Return the factor from a value's bytes to its bytes in memory, with optimizer state.
+
+        It is 1 but for parameters.
+        """
         return 1 + self.liveness.state_bytes_per_parameter_byte if name in self.liveness.parameters else 1.0
 
     def _variables(self, kept: OnLink, table: Floats) -> tuple[int, ...]:
-        """Return the variables on which the bytes `table` of a value on a link depends.
+        """Return the variables that decide the bytes of `kept`: of the link's tail and head, or of the head alone.
 
-        These are the variables of tail and head, or of the head alone if `table` has one dim.
+        The head decides alone if `table` has one dim.
         """
         link = self.space.links[kept.link]
         head = self.classes[link.head]
         return (head,) if table.ndim == 1 else (self.classes[link.tail], head)
 
     def memory_row(self, point: int) -> MemoryRow:
-        """Return the bytes in use at one program point, as a function of the choice."""
+        """Return the bytes in use on each rank at program point `point`, as a function of the choice."""
         return row_at(self._memory_usage(), point, self.edge_between)
 
 
@@ -154,9 +154,6 @@ def build_problem(
     """Return the planning problem of a search space.
 
     Args:
-        space: the sites and links.
-        prices: the seconds of strategies and reshards.
-        liveness: the lifetimes of values in memory.
         representatives: for each site, the site whose strategy it shares (`fold_blocks`).
         repeated: the repeated units of blocks. Their sites at one place share a strategy too.
     """
@@ -195,7 +192,7 @@ def build_problem(
 
 
 def _call_times(group: Sequence[str], sites: Mapping[str, Site], runs: Mapping[str, int], prices: Prices) -> Floats:
-    """Return the seconds of all calls of the sites `group` in a step, [options]."""
+    """Return the seconds of all calls of a variable's sites in a step, [options]."""
     times = []
     for names in _by_call(group, sites):
         site = sites[names[0]]
@@ -204,10 +201,9 @@ def _call_times(group: Sequence[str], sites: Mapping[str, Site], runs: Mapping[s
 
 
 def _by_call(group: Sequence[str], sites: Mapping[str, Site]) -> Iterable[list[str]]:
-    """Return the sites of a variable in lists whose calls take equal time.
+    """Return the sites of a variable in lists of equal calls.
 
-    The calls of a variable are equal and form one list. Copies to and from the host form lists of their own, because
-    the results of one call may differ in size.
+    Sites of one variable are equal calls, except copies to and from the host, whose sizes may differ.
     """
     found: dict[Any, list[str]] = {}
     for name in group:
@@ -220,9 +216,9 @@ def _by_call(group: Sequence[str], sites: Mapping[str, Site]) -> Iterable[list[s
 def _alike_links(
     space: SearchSpace, classes: Mapping[str, int], runs: Sequence[int]
 ) -> dict[_EdgeKey, tuple[Link, int]]:
-    """Return a dict from each edge to one of its links, and the number of runs of all its links in a step.
+    """Return one link for each edge, and the number of runs of all links of this edge in a step.
 
-    An edge is the tuple (variable of the tail, its result, variable of the head, its operand).
+    A key has the variable of the tail, the index of the result, the variable of the head, and the index of the operand.
     """
     found: dict[_EdgeKey, tuple[Link, int]] = {}
     for index, link in enumerate(space.links):
@@ -233,14 +229,17 @@ def _alike_links(
 
 
 def _places_of(tail: Site, head: Site, link: Link) -> _Places:
-    """Return a key with all facts on which the costs of a link depend; links with equal keys share one table."""
+    """Return a key of a link. Links with equal keys have equal costs, so they share one table."""
     value = tail.results[link.result]
     strategies = id(tail.strategies), link.result, id(head.strategies), link.operand
     return value, *strategies, leaves_program(head, link), link.keeps_sums
 
 
 def _link_table(space: SearchSpace, prices: Prices, link: Link) -> Floats:
-    """Return the seconds of the reshard on a link, [tail's options, head's options]; infinity forbids a pair."""
+    """Return the seconds of the reshard on a link, [tail's options, head's options].
+
+    A pair of options that the link forbids has an infinite time.
+    """
     tail, head = space.sites[link.tail], space.sites[link.head]
     sources, targets = specs_of(tail, link.result), needs_of(head, link)
     times = prices.reshard_table(tail.results[link.result], sources, targets)

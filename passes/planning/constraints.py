@@ -21,7 +21,7 @@ from passes.strategies.enumerate_strategies import SearchSpace, Site
 
 
 def allowed_options(planning: PlanningProblem, constraints: Mapping[str, PartitionSpec]) -> dict[int, np.ndarray]:
-    """Return a dict from each constrained variable to a mask of the options that its constraints allow.
+    """Return a boolean mask of the allowed options for each constrained variable, by the variable's index.
 
     Raises:
         InvalidSpecError: a pattern matches no value, a value cannot have the spec, or two constraints contradict each
@@ -68,10 +68,10 @@ def constraints_on(
 
 
 def whole_outputs(program: Program, constraints: Collection[str], *, gather: bool) -> list[str]:
-    """Return the names of the outputs that every rank gets whole.
+    """Return the names of the outputs that every rank gets whole. Outputs with a constraint are left out.
 
-    With `gather`, these are all outputs. Otherwise these are the outputs that the call stores in attributes of modules
-    ("router.aux_loss"). Outputs with a constraint are left out in both cases.
+    With `gather`, all other outputs are whole. Otherwise only outputs that the call stores in attributes of modules,
+    such as "router.aux_loss", are whole.
     """
     kept = {f"output:{index}" for index in program.kept}
     names = [slot.name for slot in program.outputs_of(OutputKind.OUTPUT) if gather or slot.name in kept]
@@ -79,14 +79,17 @@ def whole_outputs(program: Program, constraints: Collection[str], *, gather: boo
 
 
 def split_outputs(program: Program, constraints: Collection[str], *, gather: bool) -> frozenset[str]:
-    """Return the names of the outputs that may stay split: outputs with a dim that are not in `whole_outputs`."""
+    """Return the names of the outputs that need not be whole on every rank.
+
+    They are the outputs with at least one dim that are not in `whole_outputs`.
+    """
     nodes = program.nodes_by_name()
     names = {slot.name for slot in program.outputs_of(OutputKind.OUTPUT) if nodes[slot.node].meta["val"].dim()}
     return frozenset(names.difference(whole_outputs(program, constraints, gather=gather)))
 
 
 def constrainable(space: SearchSpace) -> dict[str, str]:
-    """Return a dict from the name of each value that a constraint may name to the value's site.
+    """Return the name of the site of each value that a constraint may name, by the value's name.
 
     A tied parameter has all its names. If equal blocks are planned once, the values of the other blocks have the sites
     of the planned block.
@@ -102,7 +105,7 @@ def constrainable(space: SearchSpace) -> dict[str, str]:
 
 
 def _mask(planning: PlanningProblem, name: str, site_name: str, spec: PartitionSpec) -> np.ndarray:
-    """Return a mask of the options of site `site_name` under which its value has the spec `spec`.
+    """Return a boolean mask of the options under which the value `name` of site `site_name` has the spec.
 
     Raises:
         InvalidSpecError: no option has the spec.
@@ -124,9 +127,9 @@ def _mask(planning: PlanningProblem, name: str, site_name: str, spec: PartitionS
 
 
 def own_specs(site: Site) -> list[PartitionSpec]:
-    """Return the spec of a site's value under each of its strategies.
+    """Return the spec of a site's first result under each of its strategies.
 
-    The value is the first result of the site. If the site is an output of the program, the value is the output.
+    For an output of the program, return the spec of its operand instead.
     """
     return [strategy.outputs[0] if strategy.outputs else strategy.inputs[0] for strategy in site.strategies]
 

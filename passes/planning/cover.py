@@ -12,11 +12,9 @@ from passes.strategies.operator_names import operator_name
 
 
 def cover(planning: PlanningProblem, choice: Sequence[int]) -> tuple[OperatorCoverage, ...]:
-    """Return a summary of the calls of each operator and source line, the most expensive first.
+    """Return a summary of a plan's calls for each operator and source line, the summary with the most seconds first.
 
-    Args:
-        planning: the planning problem.
-        choice: the option of each variable.
+    Calls that the plan splits and calls that run whole on every rank have separate summaries.
     """
     reshards = _reshard_times(planning, choice)
     runs = planning.site_runs()
@@ -36,7 +34,7 @@ def cover(planning: PlanningProblem, choice: Sequence[int]) -> tuple[OperatorCov
 
 
 def _reshard_times(planning: PlanningProblem, choice: Sequence[int]) -> dict[str, float]:
-    """Return a dict from each site to the seconds of the reshards of its operands in a step."""
+    """Return the seconds per step of the reshards of a site's operands, by the site's name."""
     space, times = planning.space, dict[str, float]()
     runs = planning.link_runs()
     for index, link in enumerate(space.links):

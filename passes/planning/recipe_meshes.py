@@ -1,4 +1,4 @@
-"""Find the meshes that a recipe fits, and refuse recipes that fit no mesh."""
+"""Find the meshes that a recipe fits, and raise `RecipeError` for a recipe that fits no mesh."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ FIELDS: Mapping[str, Sequence[str]] = {
     CONTEXT: ("context",),
     MODEL: ("tensor", "sequence_parallel", "expert_tensor"),
 }
-"""For each axis, the fields of `Recipe` that decide its use. If all of them are None, the search decides."""
+"""The fields of `Recipe` that decide each axis's use. If all of them are None, the search decides."""
 
 
 def restricts(recipe: Recipe, axis: str) -> bool:
-    """Whether a recipe decides the use of an axis, because it gives one of the axis' fields."""
+    """Whether a recipe sets a field that decides the use of a mesh axis, such as `tensor` for the axis "model"."""
     return any(getattr(recipe, name) is not None for name in FIELDS.get(axis, ()))
 
 
 def names_axes_of(recipe: Recipe | None, meshes: Iterable[Mesh]) -> bool:
-    """Whether a recipe decides the use of some axis of some of `meshes`; False without a recipe."""
+    """Whether a recipe sets a field that decides the use of an axis of one of `meshes`. Without a recipe: False."""
     return recipe is not None and any(restricts(recipe, axis) for mesh in meshes for axis in mesh.axis_names)
 
 
@@ -43,14 +43,12 @@ def pipeline_ranks(mesh: Mesh) -> int:
 
 
 def meshes_of_recipe(recipe: Recipe, devices: int, per_node: int) -> list[Mesh]:
-    """Return the meshes that a recipe fits.
+    """Return the meshes that a recipe fits, one for each combination of sizes that the recipe leaves open.
 
-    There is a mesh for each combination of sizes that the recipe leaves open. If the recipe leaves `context` open, a
-    mesh has the axis "context" only if no mesh is possible without it. Other open axes may split the sequence too.
-    Axes "pipeline" and "expert" exist only if the recipe gives their sizes.
+    If the recipe leaves `context` open, a mesh has the axis "context" only if no mesh is possible without it. Other
+    open axes may split the sequence too. Axes "pipeline" and "expert" exist only if the recipe gives their sizes.
 
     Args:
-        recipe: the recipe.
         devices: number of devices of each mesh.
         per_node: number of devices in a node. Open sizes of `tensor` and `context` divide this number.
 
@@ -79,7 +77,6 @@ def meshes_of_recipe(recipe: Recipe, devices: int, per_node: int) -> list[Mesh]:
 
 
 def _meshes_of_sizes(recipe: Recipe, devices: int, tensors: Sequence[int], contexts: Sequence[int]) -> list[Mesh]:
-    """Return the meshes that a recipe fits, with the sizes in `tensors` for tensor and in `contexts` for context."""
     found = []
     for tensor, context in product(tensors, contexts):
         data, rest = divmod(devices, (recipe.pipeline or 1) * tensor * context)
@@ -89,7 +86,7 @@ def _meshes_of_sizes(recipe: Recipe, devices: int, tensors: Sequence[int], conte
 
 
 def _mesh(recipe: Recipe, data: int, context: int, tensor: int) -> Mesh:
-    """Return the mesh of a recipe with the given sizes, without axes of one rank.
+    """Return the mesh with these sizes, without axes of one rank.
 
     Raises:
         RecipeError: the size of ZeRO groups does not divide `data`.
@@ -110,7 +107,6 @@ def _mesh(recipe: Recipe, data: int, context: int, tensor: int) -> Mesh:
 
 
 def _refuse_without_program(recipe: Recipe) -> None:
-    """Raise `NotAvailableError` if a recipe has a field for which no program exists yet."""
     if said := recipe.without_program:
         raise NotAvailableError(
             f"{said} has no program yet that compile runs. Leave the field out, or price the recipe as another "
@@ -119,9 +115,9 @@ def _refuse_without_program(recipe: Recipe) -> None:
 
 
 def _check_stages(recipe: Recipe, ranks: int, way_out: str) -> None:
-    """Raise `RecipeError` if a recipe's fields for stages do not fit a pipeline of `ranks` ranks.
+    """Raise `RecipeError` if a recipe's fields do not fit a pipeline of `ranks` ranks.
 
-    `way_out` is the end of the message, with the user's options.
+    `way_out` is the last sentence of the message, which says how to avoid the error.
     """
     try:
         replace(recipe, pipeline=ranks)
@@ -130,10 +126,13 @@ def _check_stages(recipe: Recipe, ranks: int, way_out: str) -> None:
 
 
 def check_mesh(recipe: Recipe, mesh: Mesh) -> None:
-    """Check that a recipe fits a mesh. The search decides the use of axes whose names are not in `AXES`.
+    """Check that a recipe fits a mesh.
+
+    The mesh may have axes whose names are not in `AXES`. The search decides their use.
 
     Raises:
-        RecipeError: the mesh has other sizes than the recipe, or the recipe leaves no use for an axis of another name.
+        RecipeError: an axis has another size than the recipe says, or the recipe leaves no use for an axis of another
+            name.
         NotAvailableError: the recipe has a field for which no program exists yet.
     """
     _refuse_without_program(recipe)

@@ -50,9 +50,7 @@ Roles = Mapping[str, "Role"]
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The role of a mesh axis. Each field for a kind of value says whether such values are split over the axis.
-
-    True: they are split. False: they are whole. None: the search decides.
+    """The role of a mesh axis: whether each kind of value is split over the axis (True), whole (False), or free (None).
 
     Args:
         parameters: parameters at rest.
@@ -60,7 +58,7 @@ class Role:
         uses: matrices where the forward uses them.
         state: optimizer state.
         gradients: gradients of matrices as soon as they are made.
-        inputs: inputs of the program, along dim `dim`. If False, they are not split along any dim.
+        inputs: inputs of the program, along dim `dim`. If False, inputs are not split along any dim.
         results: values that the forward computes from inputs.
         between: results of forward calls that read vectors but no matrix, such as norms, along the sequence. The
             sequence is their last dim but one.
@@ -94,7 +92,7 @@ class Experts(StrEnum):
 
     @property
     def is_split(self) -> bool | None:
-        """Whether the axis splits the matrices of experts; None: the search decides."""
+        """Whether the axis splits the matrices of experts; None if the search decides."""
         return None if self is Experts.FREE else self is not Experts.WHOLE
 
 
@@ -115,9 +113,7 @@ MEGATRON = Role(matrices=True, uses=True, inputs=False, results=None)
 
 
 def roles_of(recipe: Recipe, mesh: Mesh) -> Roles:
-    """Return the role of each mesh axis that a recipe restricts, by axis.
-
-    Axes of size one are absent, and so are axes for which the recipe gives no field (`recipe_meshes.FIELDS`).
+    """Return the role of each mesh axis larger than one for which the recipe gives a field (`recipe_meshes.FIELDS`).
 
     Raises:
         RecipeError: the mesh does not fit the recipe.
@@ -141,8 +137,8 @@ def restricted(planning: PlanningProblem, recipe: Recipe) -> Masks:
     """Return masks of the options that a recipe allows, by variable. Variables without a restriction are absent.
 
     Raises:
-        RecipeError: the mesh does not fit the recipe, or the program has no value that the recipe can split over some
-            axis. A pipeline stage may lack values of a kind.
+        RecipeError: the mesh does not fit the recipe, or no value of some kind can be split over an axis as the recipe
+            says. In a pipeline stage, values of a kind may be missing without an error.
         NotAvailableError: the recipe has a field for which no program exists yet.
     """
     roles = roles_of(recipe, planning.space.mesh)
@@ -163,7 +159,7 @@ def restricted(planning: PlanningProblem, recipe: Recipe) -> Masks:
 
 
 def is_stage(program: Program) -> bool:
-    """Whether a program is the program of a pipeline stage, with values that cross stages."""
+    """Whether a program is one stage of a pipeline. Such a program takes or returns values of other stages."""
     return any(crosses_stages(slot.name) for slot in (*program.inputs, *program.outputs))
 
 
@@ -172,7 +168,8 @@ def restrict_all(
 ) -> Masks | None:
     """Return masks of the options under which each axis of `roles` has its role, by variable.
 
-    The result is None if some axis can split no value as its role demands. The other arguments are those of `restrict`.
+    The result is None if the role of some axis demands splits that no value of the program allows, as for `restrict`.
+    `within` and `of_stage` are also the arguments of `restrict`.
     """
     masks: Masks | None = dict(within or {})
     for axis, role in roles.items():
@@ -193,9 +190,6 @@ def restrict(
     The result is None if the role demands a split of a kind of value, and no value of this kind can be split.
 
     Args:
-        planning: the planning problem.
-        role: the role.
-        axis: the mesh axis.
         within: masks of the options that the roles of other axes allow.
         of_stage: whether the program may lack values of a kind that is to be split, as a pipeline stage may.
     """
@@ -223,7 +217,7 @@ def restrict(
 
 
 _Splits = Iterator[tuple[str, list[bool]]]
-"""Pairs of a site's name and a list that says for each of the site's strategies whether an axis splits the value."""
+"""Sites by name, each with a flag for each of its strategies: whether an axis splits the value."""
 
 
 def _at_rest(planning: PlanningProblem, kind: InputKind, axis: str, without: Collection[str]) -> _Splits:
@@ -256,7 +250,10 @@ def _gradients(planning: PlanningProblem, axis: str, without: Collection[str]) -
 
 
 def _inputs(planning: PlanningProblem, axis: str, dim: int | None) -> _Splits:
-    """Yield for each input whether its strategies split it along `dim`; along any dim if `dim` is None."""
+    """Yield the site of each input, with a flag for each strategy: whether it splits the input over `axis` along `dim`.
+
+    If `dim` is None, a split along any dim counts.
+    """
     for slot in _batch_inputs(planning):
         specs = [strategy.outputs[0] for strategy in planning.space.sites[slot.node].strategies]
         if dim is None:
@@ -266,10 +263,11 @@ def _inputs(planning: PlanningProblem, axis: str, dim: int | None) -> _Splits:
 
 
 def _experts(planning: PlanningProblem, axis: str, experts: Experts | None, names: Collection[str]) -> _Splits:
-    """Yield for each call that uses matrices of experts whether its strategies split the matrices as `experts` says.
+    """Yield sites that use matrices of experts, with a flag for each strategy.
 
-    For WHOLE, the flags say whether a strategy splits the matrices in any way. For SHARED_OUT, the parameters are
-    yielded too, because experts that are shared out among ranks are shared out at rest.
+    The flag says whether the strategy splits the matrices over `axis` as `experts` says. For WHOLE, it says whether the
+    strategy splits them in any way. For SHARED_OUT, the parameters are yielded too, because experts that are shared out
+    among ranks are shared out at rest.
     """
     for slot in planning.space.program.inputs_of(InputKind.PARAMETER):
         if experts is None or slot.name not in names:
@@ -286,7 +284,7 @@ def _experts(planning: PlanningProblem, axis: str, experts: Experts | None, name
 
 
 def matrices_of_experts(planning: PlanningProblem) -> frozenset[str]:
-    """Return the names of the parameters that are matrices of experts."""
+    """Return the names of the parameters that a call of `autoshard.kernels` for experts reads as matrices."""
     return frozenset(
         slot.name
         for slot in planning.space.program.inputs_of(InputKind.PARAMETER)
@@ -301,15 +299,18 @@ def _is_of_experts(planning: PlanningProblem, link: Link) -> bool:
 
 
 def _batch_inputs(planning: PlanningProblem) -> list[InputSlot]:
-    """Return the inputs of the program, including values of earlier pipeline stages that are computed from inputs."""
+    """Return the program's inputs that depend on the batch.
+
+    Values of other pipeline stages that are computed from parameters alone are left out.
+    """
     return [slot for slot in planning.space.program.inputs_of(InputKind.INPUT) if not is_of_weights(slot.name)]
 
 
 def _results(planning: PlanningProblem, axis: str, dim: int) -> _Splits:
-    """Yield for each result of the forward that depends on inputs whether its strategies use the axis.
+    """Yield each call of the forward that depends on inputs, with a flag for each strategy.
 
-    The axis is used if the result is split or partial over it. An axis that splits sequences (`dim` 1) must not split
-    a result with three or more dims along the batch.
+    The flag says whether the call's result is split over `axis`, or partial. An axis that splits sequences (`dim` 1)
+    must not split a result with three or more dims along the batch.
     """
     for name in _from_inputs(planning):
         specs = [strategy.outputs[0] for strategy in planning.space.sites[name].strategies]
@@ -331,9 +332,9 @@ def _from_inputs(planning: PlanningProblem) -> list[str]:
 
 
 def _between(planning: PlanningProblem, axis: str) -> _Splits:
-    """Yield for each forward call that reads a vector and no matrix whether its strategies split the sequence.
+    """Yield each call of the forward on a vector and no matrix, with a flag for each strategy.
 
-    The sequence is the last dim but one of the call's result.
+    The flag says whether the strategy splits the result along the sequence, the last dim but one, over `axis`.
     """
     vectors = [slot for slot in planning.space.program.inputs_of(InputKind.PARAMETER) if _ndim(planning, slot) == 1]
     with_matrices = set(users(planning))
@@ -345,23 +346,17 @@ def _between(planning: PlanningProblem, axis: str) -> _Splits:
 
 
 def users(planning: PlanningProblem) -> list[str]:
-    """Return the names of the calls of the forward that use matrices, and have results."""
+    """Return the names of the calls of the forward that use a matrix and have results."""
     links = (link for slot in matrices(planning) for link in uses_of(planning, slot.node))
     heads = dict.fromkeys(link.head for link in links)
     return [head for head in heads if planning.space.sites[head].results]
 
 
 def _keep(planning: PlanningProblem, masks: Masks, site: str, options: Sequence[bool], split: bool) -> bool:
-    """Restrict a site to the strategies that split its value; without `split`, to the strategies that do not split it.
+    """Restrict a site to the strategies whose flag in `options` equals `split`, and return True.
 
-    Return False, and restrict nothing, if no allowed strategy is left.
-
-    Args:
-        planning: the planning problem.
-        masks: the masks of allowed options, by variable, which are changed.
-        site: name of the site.
-        options: for each strategy of the site, whether it splits the value.
-        split: whether the value is to be split.
+    A flag says that the strategy splits the value. If no allowed strategy is left, `masks` stays unchanged, and False
+    is returned.
     """
     mask = np.array(options) == split
     variable = planning.classes[site]

@@ -1,8 +1,8 @@
 """Search the cheapest choice of strategies that fits in memory.
 
 A small problem is first solved exactly, without its memory limit. If the found choice does not fit, or if the problem
-is large, a search by Lagrangian duality follows (`passes.solver.dual_search`). It finds a good choice, and proves how
-far its cost is from the optimum at most.
+is large, a search by Lagrangian duality follows (`passes.solver.dual_search`). It also proves a lower bound of the
+optimal cost.
 
 A stopped search (`SearchControl`) returns the cheapest choice so far, with the bound that is proven by then. If no
 choice fits yet, it looks for a choice that needs little memory.
@@ -34,28 +34,25 @@ EXACT_PAIRS = 20_000
 """A problem is small if the pairs of options of all its edges together are at most this many."""
 
 _EXACTLY = Effort(1e-9, 1e6)
-"""Limits of the exact search: 50 nodes of the search tree for the largest small problem (`EXACT_PAIRS`).
-
-If the limits do not suffice, the search by duality takes over.
-"""
+"""Limits of the exact search before duality takes over: 50 nodes of the tree at `EXACT_PAIRS` pairs."""
 
 
 class Searchable(Protocol):
-    """The interface of problems that can be searched: `PlanningProblem` and `RecomputeProblem`."""
+    """A problem that `Search` can search: `PlanningProblem` or `RecomputeProblem`."""
 
     @property
     def space(self) -> SearchSpace:
-        """The sites and links."""
+        """The program's sites, each with its options, and the links between sites."""
         ...
 
     @property
     def liveness(self) -> Liveness:
-        """The lifetimes of values."""
+        """The lifetimes of the program's values in memory."""
         ...
 
     @property
     def assignment(self) -> Assignment:
-        """The assignment problem, without memory rows."""
+        """The costs of options and of pairs of options in seconds, without memory rows."""
         ...
 
     def usage(self, choice: Sequence[int], /) -> np.ndarray:
@@ -63,7 +60,7 @@ class Searchable(Protocol):
         ...
 
     def memory_row(self, point: int) -> MemoryRow:
-        """Return the bytes in use at one program point, as a function of the choice."""
+        """Return the bytes in use on each rank at one program point, as a function of the choice."""
         ...
 
 
@@ -76,10 +73,10 @@ class Search:
         tolerance: relative gap between cost and proven bound at which the search of a large problem ends.
         max_rounds: greatest number of rounds of message passing (`DualSearch`).
         is_thorough: continue the search of a large problem after a choice fits (`DualSearch.raises_multipliers`).
-        fineness: a thorough search continues while the relative gap exceeds this fraction of `tolerance`, at most 1.
-            If memory is scarce, the search then also combines the choices that it has seen.
+        fineness: a thorough search continues while the relative gap exceeds this fraction of `tolerance`, at most 1. If
+            memory is scarce, the search then also combines the choices that it has seen.
         says_smallest: name a sufficient memory limit in the error, even if it is proven that no choice fits.
-        control: is told the progress, and may stop the search.
+        control: receives the progress, and may stop the search.
     """
 
     memory_limit_bytes: float | None = None
@@ -96,11 +93,10 @@ class Search:
         allowed: Mapping[int, np.ndarray] | None = None,
         start: Sequence[Solution] = (),
     ) -> Solution:
-        """Return the cheapest choice found that fits, with its cost and a lower bound of all costs.
+        """Return the cheapest choice found that fits in memory, with its cost and a lower bound of all costs.
 
         Args:
-            planning: the problem.
-            allowed: mask of the allowed options, by variable. All options of other variables are allowed.
+            allowed: variable → a boolean mask of its allowed options. All options of other variables are allowed.
             start: solutions that fit and are allowed. The result is no worse.
 
         Raises:
@@ -114,8 +110,6 @@ class Search:
         return self._at_once(planning, problem, choices)
 
     def _by_duals(self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:
-        """Search a large problem by Lagrangian duality, and return a good choice that fits, with a proven bound."""
-
         @cache
         def find_small_peak() -> Sequence[int]:
             # A few rounds, even if the search is stopped, because the search has to return a choice.
@@ -137,7 +131,10 @@ class Search:
         return solution
 
     def _at_once(self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:
-        """Return the optimum without the memory limit if it is found soon and fits; otherwise search by duality."""
+        """Return the optimum without a memory limit, if it is found soon and fits in memory.
+
+        Otherwise return the result of the search by duality.
+        """
         with suppress(TimeoutError):
             solution = solve_milp(problem, control=self.control, effort=_EXACTLY)
             if solution is None:
@@ -149,9 +146,7 @@ class Search:
     def does_not_fit(self, planning: Searchable, least: float | None = None) -> DoesNotFitError:
         """Return the error to raise if the search found no choice within its memory limit.
 
-        Args:
-            planning: the problem.
-            least: a sufficient limit of each rank's memory, in bytes; None if no such limit is known.
+        `least` is a sufficient limit of each rank's memory, in bytes; None if no sufficient limit is known.
         """
         limit = self.memory_limit_bytes or 0
         if least is None:
@@ -167,13 +162,13 @@ class Search:
 
 
 _PASSES = 16
-"""Number of rounds of message passing in `first_bound`."""
+"""Rounds of message passing in `first_bound`."""
 
 
 def first_bound(planning: Searchable, allowed: Mapping[int, np.ndarray]) -> float:
-    """Return a lower bound, in seconds, of the cost of every choice of allowed options, whatever memory it needs.
+    """Return a lower bound, in seconds, of the cost of every choice of allowed options, proven by message passing.
 
-    Message passing proves the bound (`passes.solver.messages`).
+    The memory limit does not count.
     """
     return Messages(restrict(planning.assignment, allowed)).iterate(_PASSES)[0]
 
@@ -183,9 +178,9 @@ def _pairs(problem: Assignment) -> int:
 
 
 def restrict(problem: Assignment, allowed: Mapping[int, np.ndarray]) -> Assignment:
-    """Return the problem with infinite costs for the options that are not allowed.
+    """Return the problem with infinite costs for the options that `allowed` excludes.
 
-    `allowed` has a mask of the options of each restricted variable. Other variables stay as they are.
+    `allowed` has boolean masks by variable. Absent variables keep their costs.
     """
     costs = list(problem.costs)
     for variable, mask in allowed.items():
@@ -204,7 +199,10 @@ def _largest(planning: Searchable) -> str:
 
 
 def _title(site: Site, slots: Mapping[str, str]) -> str:
-    """Return a tensor's name for the user: a parameter's or input's name, or the line of the model that makes it."""
+    """Return the words for a site's value in messages.
+
+    They are the name of a parameter or input. For a call's result, they are the operator and the source line.
+    """
     if site.node is None or site.name in slots:
         return slots.get(site.name, site.name)
     source = site.node.meta.get("source")

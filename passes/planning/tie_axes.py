@@ -27,12 +27,12 @@ _LOGGER = logging.getLogger(__name__)
 _STRATEGY_S, _PAIR_S = 2.5e-4, 1e-6
 """Seconds to build and search the problem, for each strategy of each site and for each pair of strategies of each link.
 
-Both are twice the figures of an idle core. A transformer of two layers took 3 s on 2x2, 6 s on 2x2x2, 16 s on 4x2x2,
-and over 150 s on 2x2x2x2.
+Twice the figures of an idle core. A transformer of two layers took 3 s on 2x2, 6 s on 2x2x2, 16 s on 4x2x2, and over
+150 s on 2x2x2x2.
 """
 
 _GROUPS = 2
-"""Least number of groups of axes."""
+"""The fewest groups into which axes are tied."""
 
 Group = tuple[str, ...]
 Groups = tuple[Group, ...]
@@ -41,11 +41,10 @@ Groups = tuple[Group, ...]
 def space_in_time(
     enumerate_strategies: EnumerateStrategies, program: Program, levels: Sequence[Groups], time_budget_s: float
 ) -> SearchSpace:
-    """Return the search space of a program in which as few axes are tied as the time allows.
+    """Return the search space of a program, with as few tied axes as the time allows. Tied axes make the same choice.
 
     Args:
         enumerate_strategies: the pass that builds the search space of single axes.
-        program: the prepared program.
         levels: the possible groups of axes, from single axes to the fewest groups (`tied_levels`).
         time_budget_s: seconds for all of planning.
     """
@@ -76,13 +75,13 @@ def tied_levels(
 ) -> list[Groups]:
     """Return the possible ways to group the axes of a mesh, from single axes to the fewest groups.
 
-    Each grouping joins two neighbouring groups of the grouping before it: the outermost two that may be joined.
+    Each grouping joins two neighbouring groups of the grouping before: the two outermost groups that may be joined. On
+    a mesh of one or two axes, the only grouping is single axes.
 
     Args:
-        mesh: the mesh. With one or two axes, the only grouping is single axes.
         constraints: specs of the user. Axes that a spec uses differently are not joined.
         before: a plan whose specs are treated as constraints.
-        recipe: a recipe. If it decides the use of some axis, no axes are joined.
+        recipe: no axes are joined if the recipe decides the use of some axis.
     """
     groups: Groups = tuple((axis,) for axis in mesh.axis_names)
     levels: list[Groups] = [groups]
@@ -97,7 +96,7 @@ def tied_levels(
 
 
 def estimated_s(space: SearchSpace, power: float) -> float:
-    """Return the estimated seconds of planning, if there were `power` times as many groups of axes as in `space`."""
+    """Return the estimated seconds of planning if the mesh had `power` times as many groups of axes as in `space`."""
     counts = {name: len(site.strategies) ** power for name, site in space.sites.items()}
     pairs = sum(counts[link.tail] * counts[link.head] for link in space.links)
     return _STRATEGY_S * sum(counts.values()) + _PAIR_S * pairs
@@ -110,7 +109,7 @@ def _specs_of(plan: Plan) -> Iterator[PartitionSpec]:
 
 
 def _are_alike(group: Group, specs: Sequence[PartitionSpec]) -> bool:
-    """Whether each spec uses all axes of a group in the same way, and in the order of the group."""
+    """Whether each spec uses all axes of a group in the same way, and lists them in the order of the group."""
     for spec in specs:
         uses = {(spec.dim_of(axis), spec.reduction_over(axis)) for axis in group}
         if len(uses) > 1:

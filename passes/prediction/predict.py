@@ -1,9 +1,8 @@
 """Predict the step time and the peak memory of a plan without pipeline stages, each with its parts.
 
-`walk_program` reads the step off the lowered program. `cost_models.streams` simulates this step for one rank, because
-all ranks run in lockstep. The program may have fused kernels, and may contain only some of many equal blocks.
-Computation overlaps with collectives that the program starts early and waits for late, if the cluster allows overlap
-(`overlap_of`).
+`cost_models.streams` simulates the step that `walk_program` read off the lowered program. One rank is simulated,
+because all ranks run in lockstep. Computation overlaps with collectives that the program starts early and waits for
+late, if the cluster allows overlap (`overlap_of`).
 """
 
 from __future__ import annotations
@@ -42,10 +41,8 @@ def predict(
     """Return the predicted step time and peak memory of a rank, with their parts.
 
     Args:
-        planning: the planning problem.
-        choice: one option for each variable.
-        walked: the step as read off the lowered program of the choice.
-        memory: the peak memory of the choice, in the program without fused kernels.
+        walked: the step as read off the lowered program of `choice`.
+        memory: the peak memory of `choice`, in the program without fused kernels.
         kernels: the fused kernels in the step.
         dispatch: how the host issues operators ("eager", "graph"; `cost_models.device.Device.dispatch`).
     """
@@ -75,10 +72,9 @@ def predict(
 
 
 def _breakdown(planning: PlanningProblem, times: StreamTimes) -> dict[str, float]:
-    """Return the parts of the step by name, in seconds.
+    """Return the predicted step in seconds by part.
 
-    The parts are computation by phase, copies of reshards, communication over each axis that computation waits for, and
-    waiting for the host.
+    The parts are computation of each phase, copies of reshards, exposed communication over each axis, and the host.
     """
     phases = {name: seconds for name, seconds in times.compute_s.items() if name != COPIES}
     parts = {phase if phase in (PHASE, LABEL) else f"{phase} compute": seconds for phase, seconds in phases.items()}
@@ -90,13 +86,13 @@ def _breakdown(planning: PlanningProblem, times: StreamTimes) -> dict[str, float
 
 
 def trace_of(line: Timeline) -> Trace:
-    """Convert a simulated timeline to the trace that a plan contains."""
+    """Convert a simulated timeline to the form that a plan stores, with one span for each simulated operation."""
     spans = ((span.process, span.stream, span.name, span.start_s, span.end_s) for span in line.spans)
     return Trace.of(line.processes, spans)
 
 
 def _tokens(planning: PlanningProblem) -> int:
-    """Return the number of elements of the first integer input; 0 if there is none."""
+    """Return the number of elements of the first integer input of one micro-batch; 0 without such an input."""
     for slot in planning.space.program.inputs_of(InputKind.INPUT):
         (value,) = planning.space.sites[slot.node].results
         if not value.dtype.is_floating_point and value.shape:

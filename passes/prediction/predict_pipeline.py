@@ -1,9 +1,8 @@
 """Predict the step time and memory of a pipeline, from its stages' lowered programs and its schedule.
 
-The time of each phase of a stage is read off its lowered program (`walk_program`). Each value that crosses ranks takes
-the time of its bytes over a link between two ranks. The schedule is simulated with these times
-(`cost_models.order_times`). Each rank's memory follows from the same schedule (`passes.memory.pipeline_memory`). The
-parts of the step time are means over ranks. The predicted memory is that of the fullest rank.
+The schedule is simulated (`cost_models.order_times`) with the time of each phase of a stage (`walk_program`), and with
+the time of each value that crosses ranks. Parts of the step time are means over ranks. The predicted memory is that of
+the fullest rank.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ class PipelinePrediction:
 
     Args:
         whole: prediction of the whole step.
-        stages: prediction of each stage's plan. The step time is the busy time of the stage, and the memory is the
-            memory of the stage's rank.
-        memory: memory of each rank.
+        stages: each stage's prediction. Its step time is the time in which the stage is busy, and its memory is that of
+            its rank.
+        memory: peak memory of each pipeline rank.
     """
 
     whole: Prediction
@@ -62,12 +61,12 @@ class PipelinePrediction:
 
 @dataclass(frozen=True, slots=True)
 class _Walked:
-    """The times of one stage.
+    """The simulated times of one stage's phases.
 
     Args:
-        phases: a dict from the name of a phase to its simulated times.
-        runs: a dict from the name of a phase to its number of runs in a step; absent phases run once.
-        sent_bytes: a dict from a mesh axis to the bytes that a rank sends over it in a step.
+        phases: name of a phase → its simulated times in one run.
+        runs: name of a phase → its runs in a step; 1 if absent.
+        sent_bytes: mesh axis → the bytes that a rank sends over this axis in a step.
         launches: number of kernel launches in a step.
     """
 
@@ -86,7 +85,6 @@ def predict_pipeline(staged: StagedProgram, mesh: Mesh, cluster: Cluster, *, cli
     Args:
         staged: the lowered stages, and the order of each rank's tasks.
         mesh: the whole mesh, with the pipeline's axis.
-        cluster: the hardware.
         clips_norm: whether gradients are clipped to a norm over all stages.
     """
     order = staged.order
@@ -138,9 +136,9 @@ def predict_pipeline(staged: StagedProgram, mesh: Mesh, cluster: Cluster, *, cli
 
 
 def order_rows(order: PipelineOrder) -> list[Rows]:
-    """Return the actions of each rank as arrays for `cost_models.schedule_orders`, without transfers.
+    """Return the tasks of each rank as rows of `cost_models.order_times`: (stage, kind, micro-batch, 0).
 
-    A row is (stage, kind of action, micro-batch, 0).
+    Sends and receives are left out.
     """
     return [
         np.array(
@@ -174,15 +172,14 @@ def _walk(stage: StageProgram, cluster: Cluster, order: PipelineOrder, number: i
 
 
 def _with_adding(backward: Segment, seconds: float) -> Segment:
-    """Return a backward followed by the addition of gradients to their sums.
+    """Return a backward that also adds its gradients to sums over micro-batches, in `seconds`.
 
-    The addition takes `seconds`, the mean over micro-batches: the first micro-batch adds nothing.
+    The first micro-batch adds nothing, so `seconds` is the mean over all micro-batches.
     """
     return replace(backward, ops=(*backward.ops, Op("add gradients", ACCUMULATION, seconds))) if seconds else backward
 
 
 def _runs(order: PipelineOrder, stage: int) -> dict[str, int]:
-    """Return a dict from the name of a phase of a stage to its number of runs in a step; absent phases run once."""
     tasks = Counter(task.work for slots in order.ranks for slot in slots for task in slot if task.stage == stage)
     return {name: tasks[work] for name, work in _WORKS.items()}
 
@@ -192,9 +189,10 @@ def _busy_s(walked: _Walked) -> float:
 
 
 def _transfers(staged: StagedProgram, mesh: Mesh, cluster: Cluster) -> dict[Transfer, float]:
-    """Return the seconds that each exchanged value takes between two ranks.
+    """Return the seconds that each value takes between two stages.
 
-    If the two ranks of any of the parallel pipelines are in different nodes, the value crosses the network.
+    A value crosses the network if, in one of the parallel pipelines, the ranks of the two stages are in different
+    nodes.
     """
     found: dict[Transfer, float] = {}
     is_near = cache(lambda *places: _share_a_node(mesh, places, cluster))
@@ -208,7 +206,10 @@ def _transfers(staged: StagedProgram, mesh: Mesh, cluster: Cluster) -> dict[Tran
 
 
 def _share_a_node(mesh: Mesh, places: tuple[int, int], cluster: Cluster) -> bool:
-    """Whether the ranks of two pipeline positions are in the same node, in each of the parallel pipelines."""
+    """Whether two pipeline ranks are in the same node, in each of the parallel pipelines.
+
+    `places` has the two indices along the axis "pipeline".
+    """
     axes = mesh.axis_names
     stride = math.prod(mesh.shape[axes.index(PIPELINE_AXIS) + 1 :])
     span = stride * mesh.axis_size(PIPELINE_AXIS)
@@ -220,7 +221,10 @@ def _share_a_node(mesh: Mesh, places: tuple[int, int], cluster: Cluster) -> bool
 
 
 def _parts(walked: Sequence[_Walked]) -> dict[str, float]:
-    """Return the parts of the stages' busy time by name, in seconds, summed over stages."""
+    """Return the busy seconds of a step by part, summed over stages.
+
+    The parts are those of `predict._breakdown`.
+    """
     found = defaultdict[str, float](float)
     for stage in walked:
         for name, times in stage.phases.items():
@@ -235,7 +239,7 @@ def _parts(walked: Sequence[_Walked]) -> dict[str, float]:
 
 
 def _breakdown(walked: Sequence[_Walked], ranks: Sequence[RankTimes]) -> dict[str, float]:
-    """Return the parts of the step by name, in seconds, averaged over ranks. Their sum is the step time."""
+    """Return the seconds of a step by part, averaged over pipeline ranks. The parts add up to the step time."""
     parts = {name: seconds / len(ranks) for name, seconds in _parts(walked).items()}
     parts[f"communication over {PIPELINE_AXIS}"] = sum(rank.exposed_send_s for rank in ranks) / len(ranks)
     parts[BUBBLE] = sum(rank.bubble_s for rank in ranks) / len(ranks)
@@ -250,7 +254,7 @@ def _by_rank(staged: StagedProgram, values: Sequence[int]) -> list[int]:
 
 
 def _sent_bytes(staged: StagedProgram, walked: Sequence[_Walked]) -> dict[str, float]:
-    """Return, for each mesh axis, the bytes that the busiest sender over this axis sends in a step."""
+    """Return for each mesh axis the bytes that a rank sends over it in a step, of the rank that sends most."""
     order = staged.order
     found = defaultdict[str, list[float]](lambda: [0.0] * (max(order.stage_ranks) + 1))
     for rank, item in zip(order.stage_ranks, walked, strict=True):
@@ -265,7 +269,10 @@ def _sent_bytes(staged: StagedProgram, walked: Sequence[_Walked]) -> dict[str, f
 
 
 def _tokens_per_s(staged: StagedProgram, total_s: float) -> float | None:
-    """Return the number of elements of a step's first integer input, divided by the step time; None without one."""
+    """Return the tokens of a step per second of step time; None without an integer input.
+
+    Tokens are the elements of the first integer input in all micro-batches.
+    """
     crossing = {item.name for item in staged.crossings}
     slots = (slot for stage in staged.stages for slot in stage.phased.lowered.inputs)
     for slot in slots:
@@ -276,9 +283,10 @@ def _tokens_per_s(staged: StagedProgram, total_s: float) -> float | None:
 
 
 def _share(shares: Sequence[float | None], staged: StagedProgram, total_s: float, ranks: int) -> float | None:
-    """Return the utilisation (MFU or HFU) of all ranks in a step of `total_s` seconds; None if no stage has any.
+    """Return the utilisation (MFU or HFU) of all ranks in a step of `total_s` seconds.
 
-    `shares` has the utilisation of each stage in its own plan's step; None for a stage without matrix products.
+    `shares` has the utilisation of each stage during the step of its own plan; None for a stage without matrix
+    products. The result is None if all stages have None.
     """
     if total_s <= 0 or all(share is None for share in shares):
         return None

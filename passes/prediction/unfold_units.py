@@ -3,8 +3,8 @@
 A lowered program may contain only four of many equal units of blocks. One of these, unit b, stands for the left-out
 units too (`passes.strategies.repeated`). An event is a call, the start of a collective, or a wait. Calls of the four
 units run one unit after the other. These calls are *anchors*, and cut a phase into regions. Each region ends with the
-last anchor of its unit. Passes have moved other events: a gather of unit b may start in the region of the unit before
-b. In the whole program, the gather of the second copy of b then starts in the region of the first copy. So
+last anchor of its unit. Passes may have moved all other events: a gather of unit b may start in the region of the unit
+before b. In the whole program, the gather of the second copy of b then starts in the region of the first copy. So
 
 1. Each event of b has a shift: the number of regions from b's own region to the event.
 2. Copy i of the event has the same shift from the region of copy i of b, behind the same share of anchors there.
@@ -29,7 +29,7 @@ _FARTHEST = 2
 
 
 class Event(Protocol):
-    """An event in a phase: a call, the start of a collective, or a wait."""
+    """A call of a phase, the start of a collective, or a wait."""
 
     @property
     def spot(self) -> UnitSpot | None:
@@ -38,7 +38,10 @@ class Event(Protocol):
 
     @property
     def is_anchor(self) -> bool:
-        """Whether the event is a call that passes do not move out of its unit's region."""
+        """Whether the event is a call of the traced program, and no reshard and no recomputation.
+
+        Passes never move such a call into the region of another unit.
+        """
         ...
 
 
@@ -51,7 +54,7 @@ def unfolded(events: Sequence[_Event], left_out: Sequence[int]) -> list[_Copy[_E
     """Return the events of a phase of the whole program, in order, each with the number of its copy.
 
     Args:
-        events: events of the phase in the lowered program, without left-out units, in order.
+        events: the phase's events in the lowered program, which has no left-out units.
         left_out: number of left-out units of each repeat.
     """
     found = [(event, 0) for event in events]
@@ -61,7 +64,7 @@ def unfolded(events: Sequence[_Event], left_out: Sequence[int]) -> list[_Copy[_E
 
 
 _Key = tuple[int, int, int]
-"""The sort key of an event: (region, number of the copy of b, number of the region's anchors before the event).
+"""A sort key: (region, number of the copy of b, number of the region's anchors before the event).
 
 Outside of b's own region, the number of the copy is 0.
 """
@@ -69,14 +72,10 @@ Outside of b's own region, the number of the copy is 0.
 
 @dataclass(slots=True)
 class _Unfolding(Generic[_Event]):
-    """Repeats the events of unit b of one repeat.
+    """Repeats the events of unit b of one repeat. Unit b stands for `copies` units, itself included.
 
-    Args:
-        repeat: number of the repeat.
-        copies: number of units that b stands for, itself included.
-        events: all events of the phase.
-        units: the unit of each region.
-        anchors: indices in `events` of the anchors of each region.
+    Regions are numbered in order. `units` has the unit of each region. `anchors` has, for each region, the indices of
+    its anchors in `events`.
     """
 
     repeat: int
@@ -96,7 +95,6 @@ class _Unfolding(Generic[_Event]):
         return event.spot.unit if event.spot is not None and event.spot.repeat == self.repeat else None
 
     def run(self) -> list[_Copy[_Event]]:
-        """Return the events in order, with all copies of b's events."""
         lasts = [run[-1] for run in self.anchors]
         keyed: list[tuple[_Key, int, int, _Copy[_Event]]] = []
         for place, (event, copy) in enumerate(self.events):
@@ -112,21 +110,23 @@ class _Unfolding(Generic[_Event]):
         return [item for *_, item in keyed]
 
     def _once(self, region: int, passed: int, unit: int | None) -> _Key:
-        """Return the sort key of an event that is not of b, given its region, passed anchors and unit."""
+        """Return the sort key of an event that does not belong to unit b.
+
+        The event is in region `region`, behind `passed` of the region's anchors.
+        """
         if region >= len(self.units) or self.units[region] != AFTER_GAP:
             return region, 0, passed
         is_behind = region + 1 < len(self.units) and unit is not None and self._is_behind(region, unit)
         return region, self.copies if is_behind else 1, passed
 
     def _is_behind(self, region: int, unit: int) -> bool:
-        """Whether `unit` runs after b in this phase, where `region` is b's.
+        """Whether a phase runs `unit` after unit b, whose region is `region`.
 
-        Units run in the order of their numbers, or in reverse as in a backward.
+        A forward runs units in their order, and a backward in reverse.
         """
         return (unit > AFTER_GAP) == (self.units[region + 1] > AFTER_GAP)
 
     def _copies(self, region: int, passed: int) -> Iterator[_Key]:
-        """Yield the sort key of each copy of an event of b, given the event's region and passed anchors."""
         own = min(
             (number for number, unit in enumerate(self.units) if unit == AFTER_GAP),
             key=lambda number: abs(number - region),

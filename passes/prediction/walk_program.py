@@ -47,7 +47,7 @@ class WalkedStep:
 
     Args:
         segments: the phases in the order in which they run; forward and backward occur once for each micro-batch.
-        sent_bytes: a dict from a mesh axis to the bytes that a rank sends over it in a step.
+        sent_bytes: the bytes that a rank sends in a step, by mesh axis.
         adding_s: seconds to add the gradients of one micro-batch to their sums.
     """
 
@@ -57,11 +57,10 @@ class WalkedStep:
 
 
 def walk_program(phased: PhasedProgram, prices: NodePrices, micro_batches: int = 1) -> WalkedStep:
-    """Walk through a lowered program; return its step.
+    """Return the step of a lowered program.
 
     Args:
         phased: the program of one micro-batch. Units that it leaves out run like the unit that stands for them.
-        prices: prices of the program's nodes.
         micro_batches: micro-batches of a step.
     """
     units = LocalUnits.of(phased.lowered)
@@ -74,7 +73,6 @@ def walk_program(phased: PhasedProgram, prices: NodePrices, micro_batches: int =
 
 
 def _sent_by_axis(phased: PhasedProgram, mesh: Mesh, units: LocalUnits, micro_batches: int) -> dict[str, float]:
-    """Return the bytes that a rank sends in a step, by mesh axis."""
     found = defaultdict[str, float](float)
     for name, phase in phased.phases.items():
         times = micro_batches if name in ("forward", "backward") else 1
@@ -86,9 +84,9 @@ def _sent_by_axis(phased: PhasedProgram, mesh: Mesh, units: LocalUnits, micro_ba
 
 
 def adding_up(adding_s: float, micro_batches: int) -> list[Segment]:
-    """Return one segment, which adds the gradients of all later micro-batches to the gradients of the first.
+    """Return the segment that adds the gradients of all micro-batches but the first to sums, in a list.
 
-    `adding_s` is the time for one micro-batch. The list is empty if there is only one micro-batch.
+    Each micro-batch takes `adding_s` seconds. With one micro-batch, or without gradients, the list is empty.
     """
     more = micro_batches - 1
     if not more or not adding_s:
@@ -97,7 +95,6 @@ def adding_up(adding_s: float, micro_batches: int) -> list[Segment]:
 
 
 def _seconds_of_adding(phased: PhasedProgram, device: Device, units: LocalUnits) -> float:
-    """Return the seconds to add the gradients of one backward to their sums."""
     sizes = zip(carried_nodes(phased), carried_bytes(phased), strict=True)
     return sum(units.count(node) * accumulation_time(size, device) for node, size in sizes)
 
@@ -111,15 +108,14 @@ def stream_of(axes: tuple[str, ...], cluster: Cluster, mesh_axes: Mapping[str, i
 
 
 class _Walked(NamedTuple):
-    """An event of a node: computation, the start of a collective, or a wait. A node may have several events.
+    """One event of a node: a computation, the start of a collective or exchange of rows, or a wait.
 
     Args:
-        node: the node.
         spot: the unit of repeated blocks that the node belongs to; None outside of all units.
-        seconds: seconds of computation.
-        begins: whether the event starts a collective, or an exchange of rows.
-        awaited: the collective that the event waits for.
-        is_anchor: whether the event is a call that stays in its unit's region (`passes.prediction.unfold_units`).
+        seconds: time of a computation.
+        begins: whether the event is the start of a collective or exchange.
+        awaited: the collective or exchange that a wait waits for.
+        is_anchor: whether passes leave the event in its unit (`passes.prediction.unfold_units`).
     """
 
     node: fx.Node
@@ -132,14 +128,9 @@ class _Walked(NamedTuple):
 
 @dataclass(slots=True)
 class _PhaseWalk:
-    """One phase under construction.
+    """One phase whose segment is being built.
 
-    Args:
-        name: name of the phase.
-        prices: prices of nodes.
-        units: the units of repeated blocks.
-        ops: the operations so far, in order.
-        begun: for the node of a collective, a dict from the number of a copy to the index in `ops` of its start.
+    `begun` has for each collective the copies that have started: number of the copy → index of its start in `ops`.
     """
 
     name: str
@@ -175,9 +166,9 @@ class _PhaseWalk:
             yield _Walked(node, spot, awaited=_collective_behind(node))
 
     def _whole_s(self, node: fx.Node, seconds: float) -> float:
-        """Return the seconds that a call takes in the whole program; `seconds` is its time in this program.
+        """Return the seconds that a call takes in the whole model. Its time in this program is `seconds`.
 
-        In the whole program, the bucket that the call packs or unpacks also has values of the left-out units.
+        If the call packs or unpacks a bucket, the bucket of the whole model also has values of the left-out units.
         """
         latency_s = min(seconds, self.prices.cluster.device.launch_latency_s)
         return latency_s + size_in_whole_program(node, seconds - latency_s)
@@ -189,9 +180,10 @@ class _PhaseWalk:
             self.ops.append(Op(node.name, _label(node), 0.0, needs=(begun.get(copy, last),), launches=0))
 
     def _is_waited_for(self, behind: fx.Node, copy: int) -> bool:
-        """Whether the whole program waits for copy `copy` of the collective `behind`.
+        """Whether the whole model waits for copy number `copy` of the collective `behind`.
 
-        A bucket of several units is waited for only once."""
+        If a bucket has the collectives of several units, there is one wait for all of them.
+        """
         share = 1 / size_in_whole_program(behind, 1.0)
         is_last = copy == self.units.count(behind)
         return copy == 0 or is_last or int(copy * share) > int((copy - 1) * share)
@@ -212,14 +204,13 @@ def _is_call(node: fx.Node) -> bool:
 
 
 def _label(node: fx.Node) -> str:
-    """Return the label under which a node's time is reported: copies of reshards, offload, or the node's phase."""
+    """Return the part of the step to which a node's time belongs: copies of reshards, offload, or the node's phase."""
     if IS_RESHARD in node.meta and KERNEL not in node.meta:
         return COPIES
     return LABEL if node.target in TRANSFERS else node.meta.get("phase", COMPUTE)
 
 
 def _collective_behind(wait: fx.Node) -> fx.Node:
-    """Return the collective that a node waits for."""
     node = wait.all_input_nodes[0]
     while not is_collective(node):
         node = node.all_input_nodes[0]

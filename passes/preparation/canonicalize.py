@@ -39,7 +39,6 @@ class Canonicalize:
     """Split addmm, repeat views in the backward, and remove unused nodes."""
 
     def __call__(self, program: Program) -> Program:
-        """Return the canonical form of `program`, over a graph of its own."""
         program = copy_program(program)
         program = _split_addmm(program)
         _repeat_views_in_backward(program)
@@ -83,9 +82,10 @@ def _has_one_result(node: fx.Node) -> bool:
 
 
 def _repeat(graph: fx.Graph, view: fx.Node, user: fx.Node, repeated: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Return the copy of a forward view for the backward; the copy is made before `user`, its first user there.
+    """Return the backward's copy of a view of the forward, and make it if it is not in `repeated`.
 
-    Views that this view reads are copied too. `repeated` has the copies so far.
+    Views that `view` reads are copied too. The copies stand before `user`, the first call of the backward that uses
+    them.
     """
     if view in repeated:
         return repeated[view]

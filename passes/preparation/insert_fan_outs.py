@@ -37,7 +37,6 @@ class InsertFanOuts:
     """Insert fan-outs after values with several users."""
 
     def __call__(self, program: Program) -> Program:
-        """Return the program with fan-outs, over a graph of its own."""
         program = copy_program(program)
         order = {node: index for index, node in enumerate(program.graph.nodes)}
         results = {slot.node for slot in program.outputs}
@@ -65,7 +64,10 @@ def _insert(graph: fx.Graph, node: fx.Node, order: Mapping[fx.Node, int], *, is_
 
 
 def _gradient_fan_out(graph: fx.Graph, node: fx.Node, users: list[fx.Node]) -> None:
-    """Insert a fan-out right after a gradient, `node`; its users in the update then read the fan-out."""
+    """Insert the fan-out of a gradient right after it. The `users` then read the fan-out.
+
+    So only the gradient after its reduction is kept for the update.
+    """
     with graph.inserting_after(node):
         inserted = insert_call(graph, fan_out, (node,), like=node)
     inserted.meta[_GRADIENT] = True
@@ -74,7 +76,7 @@ def _gradient_fan_out(graph: fx.Graph, node: fx.Node, users: list[fx.Node]) -> N
 
 
 def _fan_out(graph: fx.Graph, node: fx.Node, users: list[fx.Node]) -> fx.Node:
-    """Insert a fan-out of `node` before the first of `users`, which then all read the fan-out."""
+    """Insert a fan-out of `node` before the first of `users`, and return it. All `users` then read the fan-out."""
     with graph.inserting_before(users[0]):
         inserted = insert_call(graph, fan_out, (node,), like=users[0])
     inserted.meta["module"] = _common_module(users)
@@ -86,7 +88,7 @@ def _fan_out(graph: fx.Graph, node: fx.Node, users: list[fx.Node]) -> fx.Node:
 def _common_module(users: Sequence[fx.Node]) -> str:
     """Return the path of the innermost module that contains all users.
 
-    So a table that all layers read does not belong to the first layer.
+    A table that all layers use gets the model's path.
     """
     levels = zip(*(user.meta.get("module", "").split(".") for user in users), strict=False)
     return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))

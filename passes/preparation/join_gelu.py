@@ -37,7 +37,10 @@ class JoinGelu:
     """Replace written-out tanh gelus and their gradients by operators."""
 
     def __call__(self, program: Program) -> Program:
-        """Return the program with joined gelus, over a graph of its own, or the program itself if it has none."""
+        """Return a copy of the program without written-out gelus.
+
+        If the program has no written-out gelu, the program itself is returned.
+        """
         if not any(map(_is_cube, program.graph.nodes)):
             return program
         joining = _Joining(copy_program(program))
@@ -55,9 +58,10 @@ class JoinGelu:
 
 
 def number_written_out(node: fx.Node, numbering: Numbering) -> bool:
-    """Give a tanh gelu, or its gradient, the number that the result of its written-out calls has or would have.
+    """Number a tanh gelu or its gradient like its written-out calls, for the proof of this pass.
 
-    Return whether `node` is such a call. Other calls get no number.
+    Return whether it is one. `node` gets the value number that the result of its written-out calls has or would have.
+    Other calls get no number.
     """
     if node.target not in (_aten.gelu.default, _aten.gelu_backward.default) or node.kwargs != _TANH:
         return False
@@ -71,11 +75,9 @@ def number_written_out(node: fx.Node, numbering: Numbering) -> bool:
 
 @dataclass(slots=True)
 class _Joining:
-    """A program whose written-out gelus are being joined.
+    """A program in which written-out gelus are replaced one after the other.
 
-    Args:
-        program: the program.
-        numbering: the value numbers of its original nodes.
+    `numbering` has the value numbers of the program's original nodes.
     """
 
     program: Program
@@ -86,11 +88,10 @@ class _Joining:
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """The nodes of the graph as it is now, in order."""
         return list(self.program.graph.nodes)
 
     def join_gradients(self, number: int) -> None:
-        """Replace the written-out gradients of gelu(z) by `gelu_backward`; z is the value with this number."""
+        """Replace the written-out gradients of gelu(z) by `gelu_backward`; `number` is the value number of z."""
         found = self._find(_form(is_backward=False), (number,))
         readers = {user for inner in found for user in self.numbering.users[inner]}
         read = {operand for user in readers for operand in operands_of(self.numbering.key_of(user))}
@@ -99,9 +100,9 @@ class _Joining:
                 self._replace(made[-1], _aten.gelu_backward.default, (gradient, number))
 
     def join(self, number: int) -> None:
-        """Replace the written-out gelu(z) by `gelu`; z is the value with this number.
+        """Replace the written-out gelu(z) by `gelu`, unless other calls read its intermediate values.
 
-        If other calls read an intermediate value of the gelu, nothing is replaced.
+        `number` is the value number of z.
         """
         if found := self._find(_form(is_backward=False), (number,)):
             within = {node for node in self.nodes if self.numbering.numbers.get(node) in found[:-1]}
@@ -110,9 +111,9 @@ class _Joining:
                 self._replace(found[-1], _aten.gelu.default, (number,))
 
     def _find(self, form: fx.Graph, operands: tuple[int, ...]) -> list[int]:
-        """Return the value numbers of a form's calls on these operands, the result's number last.
+        """Return the value numbers of the calls of `form` in the program, in order; [] if the program lacks a call.
 
-        The list is empty if the program lacks one of the calls.
+        `operands` has the value numbers of the inputs of the form.
         """
         numbers: dict[fx.Node, int] = dict(zip(form.find_nodes(op="placeholder"), operands, strict=True))
         for call in _calls(form):
@@ -122,14 +123,9 @@ class _Joining:
         return [numbers[call] for call in _calls(form)]
 
     def _replace(self, result: int, operator: OpOverload, operands: tuple[int, ...]) -> None:
-        """Replace each node with the value number `result` by a call.
+        """Replace each node with the value number `result` by a call on the values with the numbers `operands`.
 
-        Nodes of types narrower than 32 bits stay. Nodes whose shape or type differs from an operand's stay too.
-
-        Args:
-            result: value number of the result.
-            operator: the operator to call.
-            operands: value numbers of the operator's operands.
+        Nodes of types narrower than 32 bits stay, and nodes whose shape or type differs from an operand's.
         """
         for node in [node for node in self.nodes if self.numbering.numbers.get(node) == result]:
             args = tuple(self._latest(operand, node) for operand in operands)
@@ -141,7 +137,6 @@ class _Joining:
             self.program = replace_slot_node(self.program, node.name, made.name)
 
     def _latest(self, number: int, reader: fx.Node) -> fx.Node:
-        """Return the last node before `reader` that has this value number."""
         return max(node for node in self.nodes if self.numbering.numbers.get(node) == number and node < reader)
 
 

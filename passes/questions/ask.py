@@ -1,8 +1,8 @@
 """Answer `explain`, `why_not` and `limits` about a plan: plan again with one thing changed, and compare the plans.
 
-`explain` forces each spec that a value may have. `why_not` gives each mesh axis the role in question, e.g. "tensor". A
-feature that no axis of the mesh can have is planned on another mesh of the same devices. `limits` plans for more
-memory, or for hardware with one part a tenth faster. So each figure in an answer is the predicted step of a plan.
+`explain` plans with each spec that a value may have. `why_not` plans with each mesh axis in the role of the feature,
+e.g. "tensor". If no axis can have the role, `why_not` plans on another mesh of the same devices. `limits` plans for
+more memory, or for hardware with one part a tenth faster. So each figure in an answer is the predicted step of a plan.
 """
 
 from __future__ import annotations
@@ -28,21 +28,17 @@ from passes.questions.roles import SpecOf, has_role
 
 MORE_MEMORY, TWICE, UNLIMITED = f"{SHARE} more memory", "twice the memory", "memory without limit"
 _MEMORY = {MORE_MEMORY: MORE, TWICE: 2.0, UNLIMITED: float("inf")}
-"""The memory limits that `limits` tries: a dict from the name of a change to the factor on the limit."""
+"""The memory limits that `limits` tries: change in words → factor on the plan's limit."""
 
 _SAVINGS = ("recompute", "offload")
 
 Way = Mapping[str, str]
-"""A way to have a feature: a dict from a mesh axis to the role that it must have, e.g. {"model": "tensor"}."""
+"""A way to have a feature: mesh axis → the role that the axis must have, e.g. {"model": "tensor"}."""
 
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """Answers questions about the plans of one call. Nothing is planned before the first question.
-
-    Args:
-        replan: plans the same call again with a change.
-    """
+    """Answers questions about the plans of one call. Nothing is planned before the first question."""
 
     replan: Replan
 
@@ -50,7 +46,6 @@ class Questions:
         """Answer `Plan.explain`: plan again with each other spec that a value may have.
 
         Args:
-            plan: the plan that the question is about.
             name: qualified name of a parameter, buffer, input or output, or name of a node.
 
         Raises:
@@ -84,7 +79,6 @@ class Questions:
         """Answer `Plan.why_not`: plan again with each way to have a feature, or without it if the plan uses it.
 
         Args:
-            plan: the plan that the question is about.
             feature: name or synonym of a feature, e.g. "fsdp" (`features.NAMES`).
 
         Raises:
@@ -123,15 +117,9 @@ class Questions:
     def _on_axes(
         self, plan: Plan, problems: Sequence[PlanningProblem], feature: str, ways: Sequence[Way]
     ) -> tuple[str, list[Variant | None]]:
-        """Return the ways that the plan already uses, in words, and the cost of the fastest plan with each other way.
+        """Return the ways in which the plan has a feature, in words, and the best plan with each other way.
 
-        The cost is None for a way that does not apply to the model.
-
-        Args:
-            plan: the plan that the question is about.
-            problems: the planning problem of each stage.
-            feature: name of the feature.
-            ways: all ways in which mesh axes may have the feature.
+        A way says which mesh axis has which role.
         """
         specs = [_specs_of(each) for each in plan.stages or (plan,)]
         pairs = list(zip(problems, specs, strict=True))
@@ -144,14 +132,9 @@ class Questions:
         return ", ".join(used), found
 
     def _tried(self, plan: Plan, ways: Sequence[tuple[str, Fields]]) -> tuple[list[Variant | None], str]:
-        """Return the costs of the fastest plans under restrictions of recipes, and an error message.
+        """Return the best plan under each entry of `ways`, and the message of the last `NotAvailableError`, or "".
 
-        The cost is None if the restriction does not apply to the model. A restriction whose planning raises
-        `NotAvailableError` has no cost. The message is that of the last such error, or "".
-
-        Args:
-            plan: the plan that the question is about.
-            ways: pairs of a name, and allowed values of recipe fields.
+        An entry has a name for the answer, and the allowed values of recipe fields.
         """
         found, missing = list[Variant | None](), ""
         for name, restricted in ways:
@@ -162,9 +145,9 @@ class Questions:
         return found, missing
 
     def _variant(self, plan: Plan, name: str, change: Change) -> Variant | None:
-        """Return the cost of the fastest plan with a change; None if the change does not apply to the model.
+        """Return the cost of the fastest plan with a change, under the name `name`.
 
-        `name` is the change in words, which the result contains.
+        The result is None if the change cannot apply to the model.
         """
         try:
             found = self._plan_again(plan, change)
@@ -174,7 +157,6 @@ class Questions:
         return Variant(words, **_figures(found))
 
     def _outcome(self, plan: Plan, stage: int, site_name: str, spec: PartitionSpec) -> Outcome:
-        """Return the cost of the fastest plan in which a site has a spec; `fits` is False for an excluded spec."""
         try:
             return self._plan_again(plan, Change(stage=stage, specs={site_name: spec}))
         except RecipeError:
@@ -188,7 +170,7 @@ class Questions:
 
 
 def outcome_of(plan: Plan) -> Outcome:
-    """Return the predicted cost of a plan as an `Outcome`."""
+    """Return the predicted cost of a plan, in the form in which answers show and compare costs."""
     return Outcome(
         fits=True,
         step_time_s=plan.predicted.step_time_s,
@@ -200,9 +182,10 @@ def outcome_of(plan: Plan) -> Outcome:
 
 
 def fastest_first(item: Outcome) -> tuple[bool, float]:
-    """Return a sort key of outcomes.
+    """Return a key to sort outcomes by.
 
-    Outcomes that fit come first, by step time. The other outcomes follow, by the memory that they need.
+    Outcomes that fit in memory come first, in the order of their step times. The others follow, in the order of the
+    memory that they need.
     """
     return not item.fits, item.step_time_s if item.step_time_s is not None else float(item.smallest_bytes or 0)
 
@@ -219,10 +202,7 @@ def _answer(
 
 
 def _use(plan: Plan, feature: str) -> str:
-    """Return in words how the pipeline stages or the recipe of a plan use a feature, e.g. "of 4 stages".
-
-    Return "" if neither uses the feature.
-    """
+    """Return in words where a plan uses a feature, such as "of 4 stages"; "" if it does not use the feature."""
     if feature == "pipeline" and plan.stages:
         return f"of {len(plan.stages)} stages"
     if plan.recipe is not None and FEATURES[feature].is_used(plan.recipe):
@@ -231,13 +211,16 @@ def _use(plan: Plan, feature: str) -> str:
 
 
 def _saved(plan: Plan, feature: str) -> int:
-    """Return the number of values that all stages recompute, or that they offload if `feature` is "offload"."""
+    """Return the number of values that all stages together recompute, or offload, as `feature` says."""
     found = (each.recomputed if feature == "recompute" else each.offloaded for each in plan.stages or (plan,))
     return sum(len(names) for each in found for names in each.values())
 
 
 def _ways(problems: Sequence[PlanningProblem], feature: str) -> Iterator[Way]:
-    """Yield each way in which mesh axes may have a feature. HSDP is FSDP over one axis, and copies over another."""
+    """Yield each way in which mesh axes may have a feature, as a dict from axis to role.
+
+    HSDP takes two axes: FSDP over one axis, and copies over the other.
+    """
     axes = [axis for axis, size in problems[0].space.mesh.axes if size > 1] if problems else []
     if feature == "hsdp":
         yield from ({first: "fsdp", second: "data"} for first, second in permutations(axes, 2))
@@ -246,7 +229,7 @@ def _ways(problems: Sequence[PlanningProblem], feature: str) -> Iterator[Way]:
 
 
 def _over(way: Way) -> str:
-    """Return the mesh axes of a `Way` in words: "over data", or for HSDP "over model, copied over data"."""
+    """Return a way in words: "over data", or for HSDP "over model, copied over data"."""
     first, *others = way
     return f"over {first}" + "".join(f", copied over {axis}" for axis in others)
 
@@ -264,7 +247,9 @@ def _specs_of(plan: Plan) -> SpecOf:
 
 
 def _site_named(problems: Sequence[PlanningProblem], name: str) -> tuple[int, str]:
-    """Return the stage and the site of a value, given its qualified name or the name of its node.
+    """Return the number of the stage and the name of the site of a value.
+
+    `name` is the qualified name of the value, or the name of its node.
 
     Raises:
         InvalidSpecError: no stage has a value of this name.
@@ -281,7 +266,7 @@ def _site_named(problems: Sequence[PlanningProblem], name: str) -> tuple[int, st
 
 
 def _is_between_stages(name: str) -> bool:
-    """Whether a name is internal, so that no user chose it: for example, the name of a value that stages exchange."""
+    """Whether a name was made up for the cut into stages, as for a value that one stage sends to another."""
     return crosses_stages(name) or is_of_weights(name) or name.startswith(InputKind.SQUARES)
 
 
@@ -299,9 +284,9 @@ def _shape(planning: PlanningProblem, site_name: str) -> tuple[int, ...]:
 
 
 def _names_of(planning: PlanningProblem, variable: int) -> Sequence[str]:
-    """Return the names of the values whose spec a variable decides.
+    """Return the names of all values whose sites share a variable, and so a spec.
 
-    A value without a qualified name has the name of its node.
+    A name is the qualified name, or else the name of the value's node.
     """
     names = {site: name for name, site in constrainable(planning.space).items()}
     return [names.get(site, site) for site in planning.members[variable]]

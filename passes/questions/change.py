@@ -14,7 +14,7 @@ from passes.planning.build_assignment import PlanningProblem
 from passes.planning.restrictions import Roles
 
 Fields = Mapping[str, Collection[object]]
-"""A dict from the name of a field of `autoshard.Recipe` to its allowed values."""
+"""Allowed values of recipes: name of a field of `autoshard.Recipe` → values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +23,10 @@ class Change:
 
     Args:
         stage: index of the pipeline stage with the sites in `specs`.
-        specs: a dict from the name of a site to the spec that its value must have.
-        roles: a dict from a mesh axis to the role that it must have, in all stages.
+        specs: name of a site → the spec that its value must have.
+        roles: mesh axis → the role that it must have, in all stages.
         without: "recompute" or "offload"; the plan must not use it.
-        fields: a dict from a recipe field to its allowed values. The new plan may be for another mesh.
+        fields: recipe field → its allowed values. The new plan may be for another mesh.
         memory: factor on the memory limit; infinite for no limit.
         faster: returns the cluster with one part faster, or None if the cluster lacks the part.
     """
@@ -44,10 +44,10 @@ NO_CHANGE = Change()
 
 
 class Replan(Protocol):
-    """A function that plans a call again with one thing changed.
+    """Plans a call again with one thing changed.
 
-    There are two implementations. One is for plans that `compile` can run, with or without pipeline stages. The other
-    is for prices of recipes: plans without specs, which predict a recipe's step under another framework's runtime.
+    There are two implementations. One is for plans that `compile` can run. The other is for prices of recipes: plans
+    without specs, which predict a recipe's step under another framework's runtime.
     """
 
     @property
@@ -68,7 +68,7 @@ class Replan(Protocol):
         ...
 
     def __call__(self, plan: Plan, change: Change) -> Plan:
-        """Return the fastest plan with a change.
+        """Return the fastest plan of the call with a change.
 
         Raises:
             DoesNotFitError: no plan fits in memory.

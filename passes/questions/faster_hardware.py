@@ -54,7 +54,4 @@ FASTER: Mapping[str, Callable[[Cluster], Cluster | None]] = {
     f"{SHARE} faster links in a node": _faster_fabric,
     f"{SHARE} faster network": _faster_network,
 }
-"""A dict from the name of a faster part to a function from a cluster to a copy with this part a tenth faster.
-
-The function returns None for a cluster without the part.
-"""
+"""Name of a part → function that returns a copy of a cluster with this part faster, or None without the part."""

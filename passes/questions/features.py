@@ -24,16 +24,13 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "recompute": ("recomputation", "checkpoint", "checkpointing", "activation-checkpointing", "remat"),
     "offload": ("offloading", "cpu-offload", "activation-offloading"),
 }
-"""A dict from each feature to its synonyms.
-
-Case, `_`, spaces, the word "parallel", and the dash of ZeRO's stages are ignored.
-"""
+"""Feature → its synonyms. Case, `_`, spaces, the word "parallel", and the dash of ZeRO's stages are ignored."""
 
 _OWN = {other: name for name, others in NAMES.items() for other in (name, *others)}
 
 
 def feature_named(text: object) -> str:
-    """Return the feature with a name or synonym.
+    """Return the feature that a text names, by the feature's own name or a synonym.
 
     Raises:
         InvalidSpecError: no feature has this name. The message lists the features.
@@ -55,20 +52,23 @@ class Feature:
     """The values of recipe fields with which a recipe has a feature.
 
     Args:
-        ways: a dict of the ways to have the feature. It maps a way's name to the allowed values of recipe fields.
-        without: the ways to lack the feature. Each way is a dict from recipe fields to their allowed values.
+        ways: name of a way to have the feature → the allowed values of recipe fields.
+        without: for each way to lack the feature, the allowed values of recipe fields.
     """
 
     ways: Mapping[str, Fields]
     without: tuple[Fields, ...]
 
     def is_used(self, recipe: Recipe) -> bool:
-        """Whether a recipe has the feature."""
+        """Whether a recipe satisfies one of the ways to have the feature."""
         return any(all(getattr(recipe, name) in values for name, values in way.items()) for way in self.ways.values())
 
 
 class _Several(Collection[object]):
-    """All sizes above one. A range would search linearly for a value that is no integer, e.g. None."""
+    """The collection of all integers above one, for allowed sizes of an axis.
+
+    A `range` would search its elements one by one for a value that is no integer, e.g. None.
+    """
 
     def __contains__(self, value: object) -> bool:
         return isinstance(value, int) and value in self._sizes
@@ -111,4 +111,4 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "offload": Feature({"offload of activations": {"offload": ("activations",)}}, ({"offload": ("none",)},)),
 }
-"""A dict from the name of a feature to the values of recipe fields that express it."""
+"""Name of a feature → the recipe fields that express it."""

@@ -25,7 +25,7 @@ from autoshard.errors import FormulaError, TraceError
 from cost_models.formulas import Point, Size, grid, interpolate, size_symbol, value_at
 
 InputDims = Mapping[str, int | Mapping[str, int]]
-"""A dict from the name of a symbol to the dim whose size it stands for, e.g. {"batch": 0} for dim 0 of every input.
+"""Symbol → the dim whose size it stands for, e.g. {"batch": 0} for dim 0 of every input.
 
 If inputs differ in this dim, the value is a dict from the input's name to its dim, e.g. {"batch": {"input:0": 0}}.
 """
@@ -42,8 +42,8 @@ class InputSize:
     """An input size that is a symbol in formulas, e.g. the batch.
 
     Args:
-        name: name of the symbol.
-        places: pairs (index of an input among the leaves of all arguments, dim); these dims have this size.
+        places: pairs (index of a tensor among the leaves of all arguments, dim of the tensor). These dims have this
+            size.
         value: the size in the example inputs.
         step: the model is observed at multiples of this size.
     """
@@ -55,10 +55,7 @@ class InputSize:
 
     @property
     def trials(self) -> tuple[int, ...]:
-        """Four sizes at which to observe the model; the first is the example's own size.
-
-        The other sizes are smaller if possible, because a longer sequence may exceed the model's number of positions.
-        """
+        """Four sizes at which to observe the model. The first size is the size in the example inputs."""
         value = self.value
         if value >= 8 * self.step and value % (4 * self.step) == 0:
             return (value, value // 2, 3 * value // 4, value // 4)
@@ -66,18 +63,15 @@ class InputSize:
 
     @property
     def odd(self) -> int:
-        """A multiple of the step that shares no other factor with the example's size."""
+        """A multiple of `step` that shares no other factor with the example's size."""
         return self.value - self.step if self.value >= 4 * self.step else 2 * self.value + self.step
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The model as traced at one point of the grid.
+    """The model as traced at one point of the grid: a label of each operator, and the numbers to fit.
 
-    Args:
-        labels: a label of each operator, in order.
-        numbers: the numbers to fit, e.g. the dims of all values.
-        owners: for messages, the operator or value to which each number belongs.
+    `owners` names, for messages, the operator or value to which each number belongs.
     """
 
     labels: tuple[str, ...]
@@ -86,7 +80,7 @@ class Observation:
 
 
 def input_sizes(args: Sequence[Any], kwargs: Mapping[str, Any], dims: InputDims | None) -> tuple[InputSize, ...]:
-    """Return the input sizes that are symbols.
+    """Return the input sizes that are symbols in formulas.
 
     Args:
         args, kwargs: the example inputs.
@@ -129,12 +123,9 @@ def _named(name: str, dim: int | Mapping[str, int], tensors: Mapping[int, torch.
 
 
 def resize(args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Sequence[InputSize], point: Point) -> tuple[Any, Any]:
-    """Return the example inputs (args, kwargs) with other sizes; their content is repeated or cut off.
+    """Return the example inputs (args, kwargs) with the input sizes of `point`, one number for each of `sizes`.
 
-    Args:
-        args, kwargs: the example inputs.
-        sizes: the input sizes to change.
-        point: the wanted value of each of these sizes.
+    Tensors are made longer by a repetition of their content, and shorter by a cut.
     """
     leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
     for size, wanted in zip(sizes, point, strict=True):
@@ -151,8 +142,7 @@ def fit_numbers(sizes: Sequence[InputSize], observe: Callable[[Point], Observati
     """Fit each number that `observe` returns as a polynomial in `sizes`; return the polynomials in the same order.
 
     Args:
-        sizes: the input sizes that are symbols.
-        observe: returns the observation of the model at a point, one value for each input size.
+        observe: returns the observation of the model at a point, one value for each of `sizes`.
 
     Raises:
         FormulaError: the model runs other operators at other sizes, or a number is no polynomial of degree two.
@@ -167,7 +157,10 @@ def fit_numbers(sizes: Sequence[InputSize], observe: Callable[[Point], Observati
         return seen[point]
 
     def checked(degree: int) -> list[Point]:
-        """Return a list of one point outside the grid: odd sizes if the model runs with these, else unused `trials`."""
+        """Return one point outside of the grid, to check polynomials of this degree.
+
+        It has odd sizes if the model runs with these, and otherwise `trials` that the grid does not use.
+        """
         odd = tuple(size.odd for size in sizes)
         try:
             look(odd)
@@ -221,7 +214,7 @@ def _check_same(sizes: Sequence[InputSize], base: Point, first: Observation, poi
 
 
 def cannot_resize(sizes: Sequence[InputSize], point: Point, error: TraceError) -> FormulaError:
-    """Return the error for a model that raised `error` at the input sizes of `point`."""
+    """Return the error to raise if the model raised `error` at the input sizes of `point`."""
     shown = ", ".join(f"{size.name}={now}" for size, now in zip(sizes, point, strict=True))
     names = tuple(size.name for size in sizes)
     return DoesNotRunError(

@@ -24,8 +24,8 @@ class FittedProgram:
 
     Args:
         program: the program for the example inputs.
-        shapes: a dict from the name of a node to the global shapes of its tensor results. The dims are expressions.
-        places: a dict from the name of a node to its block; nodes outside of blocks are absent.
+        shapes: name of a node → the global shapes of its tensor results. The dims are expressions.
+        places: name of a node → its block; nodes outside of blocks are absent.
         sizes: the input sizes that are symbols.
         samples: the programs traced so far, by the values of `sizes`.
         trace: traces the program at other values of `sizes`.
@@ -39,7 +39,7 @@ class FittedProgram:
     trace: Callable[[Point], Program] = field(repr=False)
 
     def at(self, point: Point) -> Program:
-        """Return the program at other input sizes.
+        """Return the program for other input sizes. Each program is traced once.
 
         Raises:
             DoesNotRunError: the model does not run with these sizes.
@@ -52,11 +52,10 @@ class FittedProgram:
 def fit_program(
     sizes: tuple[InputSize, ...], trace: Callable[[Point], Program], lists: Sequence[BlockList]
 ) -> FittedProgram:
-    """Trace a program at several input sizes and fit the shapes of its values. Raises the errors of `fit_numbers`.
+    """Trace a program at several input sizes, and fit the shapes of its values. Raises the errors of `fit_numbers`.
 
     Args:
-        sizes: the input sizes that are symbols.
-        trace: traces the program at given values of `sizes`.
+        trace: takes one number for each of `sizes`; returns the program for these sizes.
         lists: the model's lists of blocks.
     """
     samples: dict[Point, Program] = {}
@@ -81,7 +80,7 @@ def fit_program(
 
 
 def _places(program: Program, lists: Sequence[BlockList]) -> dict[str, BlockPlace]:
-    """Return the block of each node that is in a block, found by the node's module or by its parameter's name.
+    """Return the block of each node inside a block, found by the node's module or by its parameter's name.
 
     Backward nodes without a module, such as sums of gradients, are in the block of their last operand.
     """
@@ -99,7 +98,6 @@ def _places(program: Program, lists: Sequence[BlockList]) -> dict[str, BlockPlac
 
 
 def _place_of(path: str, lists: Sequence[BlockList], program: Program) -> BlockPlace | None:
-    """Return the block that contains the module or parameter with this path; None outside of blocks."""
     for item in lists:
         head, _, rest = path.partition(f"{item.path}.")
         position = rest.partition(".")[0]
@@ -110,7 +108,7 @@ def _place_of(path: str, lists: Sequence[BlockList], program: Program) -> BlockP
 
 
 def tensors_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
-    """Return the tensor results of a node, in order."""
+    """Return the tensor results of a node, in order, without the results that are not tensors."""
     return tuple(value for value in tensor_values(node) if value is not None)
 
 

@@ -48,38 +48,34 @@ _OF_STEP = ("step_flops", "rank_flops", "tokens")
 
 
 class Counts(Protocol):
-    """The interface of counters: they count the FLOPs, bytes or elements of a plan as expressions in symbols."""
+    """Counts the FLOPs, bytes or elements of a plan, as expressions in symbols."""
 
     def sizes(self, dims: InputDims | None) -> tuple[InputSize, ...]:
-        """Return the input sizes that may be symbols.
-
-        `dims` maps a symbol to the dim whose size it stands for. None means the usual symbols, see `input_sizes`.
-        """
+        """Return the input sizes that may be symbols; without `dims`, "batch" and "sequence" (`input_sizes`)."""
         ...
 
     def lists(self) -> Sequence[BlockList]:
-        """Return the model's lists of blocks."""
+        """Return the model's lists of blocks, in which equal blocks are of one kind."""
         ...
 
     def axes(self, plan: Plan) -> Mapping[str, int]:
-        """Return the mesh axes that have symbols in formulas, with their sizes in the plan."""
+        """Return the mesh axes that have symbols in formulas: name → size in the plan."""
         ...
 
     def of(self, plan: Plan, name: str, sizes: tuple[InputSize, ...], axes: Mapping[str, Size]) -> Iterable[Counted]:
-        """Yield the counts of a quantity.
+        """Yield the counts of a quantity, one for each operation or value, with the block in which it lies.
 
         Args:
-            plan: the plan.
             name: the quantity, one of `QUANTITIES`, or "communication_bytes_data" for one axis.
             sizes: the input sizes that are symbols; the other sizes are those of the example inputs.
-            axes: a dict from a mesh axis to its size, a symbol or a number.
+            axes: mesh axis → its size, a symbol or a number.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PlanFormulas:
-    """The formulas of a plan. The formulas need the plan's model, so a pickled plan has no formulas."""
+    """Finds the formulas of a plan. They need the plan's model, so a pickled plan has no formulas."""
 
     counts: Counts
 
@@ -92,7 +88,6 @@ class PlanFormulas:
         """Return the formula of a quantity of a plan, for `Plan.formula`.
 
         Args:
-            plan: the plan.
             name: the quantity, one of `QUANTITIES`, or "communication_bytes_data" for one axis.
             dims: for each symbol, the dim of the inputs whose size it stands for; None for "batch" and "sequence".
             fixed: names of symbols to replace by the plan's own sizes.
@@ -119,7 +114,7 @@ class PlanFormulas:
 
 
 def _no_formulas() -> None:
-    """Return None, which stands for the formulas of a plan that was pickled."""
+    """Return None: a pickled plan gets this in place of its formulas."""
 
 
 def _check_name(name: str, axes: Iterable[str]) -> None:
@@ -143,12 +138,11 @@ class CountsOfPlan:
     """The `Counts` of plans from `autoshard.plan`.
 
     Args:
-        trace: traces the program of a request.
         request: the model and example inputs of the plan, for one micro-batch.
         cluster_for: returns the hardware of a mesh.
-        state_bytes_per_parameter_byte: bytes of optimizer state for each byte of a parameter. It is used if the
-            program does not contain the state.
-        cut: cuts a traced program into the stages of a plan.
+        state_bytes_per_parameter_byte: bytes of optimizer state for each byte of a parameter, for programs without the
+            state.
+        cut: cuts a traced program into the stages of a plan; None if plans have no stages.
     """
 
     trace: Callable[[Request], Program]
@@ -178,7 +172,7 @@ class CountsOfPlan:
     def _of_stages(
         self, plan: Plan, name: str, sizes: tuple[InputSize, ...], axes: Mapping[str, Size]
     ) -> Iterator[Counted]:
-        """Yield the counts of all stages for one micro-batch; a plan without stages has one stage."""
+        """Yield the counts of all stages for one micro-batch. A plan without stages counts as one stage."""
         for number, stage in enumerate(plan.stages or (plan,)):
             counts = self._counts_of(plan, number, sizes, {ONLY_AXIS: 1, **axes})
             found = list(self._of_stage(stage, counts, name))
@@ -202,10 +196,10 @@ class CountsOfPlan:
         return counts.local(reader_of(name))
 
     def _counts_of(self, plan: Plan, number: int, sizes: tuple[InputSize, ...], axes: Mapping[str, Size]) -> PlanCounts:
-        """Return the counts of stage `number`. Its fitted program and its counts are cached.
+        """Return the counts of stage `number`.
 
         Raises:
-            FormulaError: the model's program is no longer that of the plan.
+            FormulaError: the model has changed since it was planned.
         """
         stage = (plan.stages or (plan,))[number]
         key = (number, sizes, stage.recompute.nodes, stage.offload.nodes)
@@ -227,7 +221,7 @@ class CountsOfPlan:
         return known
 
     def _sends(self, plan: Plan, number: int) -> Mapping[str, int]:
-        """Return a dict from the name of a value to how often a stage sends it to other ranks in one micro-batch."""
+        """Return how often stage `number` sends a value to other ranks in one micro-batch, by the value's name."""
         assert plan.order is not None, "a plan with stages has an order"
         ranks, found = plan.order.stage_ranks, Counter[str]()
         for crossing in self._cut(plan, self.request, (plan.cuts,)).crossings:
@@ -236,7 +230,6 @@ class CountsOfPlan:
         return found
 
     def _program(self, plan: Plan, number: int, sizes: Sequence[InputSize], point: Point) -> Program:
-        """Return the prepared program of stage `number`, at the input sizes of `point`."""
         args, kwargs = resize(self.request.args, self.request.kwargs, sizes, point)
         request = replace(self.request, args=args, kwargs=kwargs)
         try:
@@ -250,7 +243,6 @@ class CountsOfPlan:
             raise cannot_resize(sizes, point, error) from error
 
     def _cut(self, plan: Plan, request: Request, key: object) -> CutProgram:
-        """Return the program of a request cut into the plan's stages; cached under `key`."""
         assert self.cut is not None, "plans with stages are cut"
         if key not in self._cuts:
             self._cuts[key] = self.cut(self.trace(replace(request, update=None)), plan)

@@ -55,20 +55,23 @@ Parts = Iterator[tuple[str, CountedPart]]
 """Pairs of the name of a traced node and a part that its lowered form contributes."""
 
 Read = Callable[[PhasedProgram, Mapping[str, Size]], Parts]
-"""A function that takes a lowered program and the size of each mesh axis, and yields the parts of a quantity."""
+"""Yields the parts of a quantity in a lowered program, given the size of each mesh axis."""
 
 
 def reader_of(name: str) -> Read:
-    """Return the function that reads a quantity of a rank.
+    """Return the function that yields the parts of a quantity of one rank from a lowered program.
 
-    The quantity "communication_bytes_data" is the bytes that the rank sends over the axis "data".
+    `name` is the quantity's name. "communication_bytes_data" counts only communication over the axis "data".
     """
     _, _, axis = name.partition("communication_bytes")
     return _READERS.get(name) or partial(_sent, axis=axis.removeprefix("_"))
 
 
 def sent_at_cuts(phased: PhasedProgram, sends: Mapping[str, int]) -> Parts:
-    """Yield the bytes of each result in `sends`, which maps its name to the number of times that it is sent."""
+    """Yield the bytes that a stage sends to other stages, one part for each of its results.
+
+    `sends` has the number of times that a result is sent, by the result's name.
+    """
     for item in phased.lowered.outputs:
         if item.slot.name in sends:
             yield _slot(phased, item, times=sends[item.slot.name])
@@ -78,7 +81,7 @@ def _contractions(phased: PhasedProgram, axes: Mapping[str, Size]) -> Parts:
     """Yield the FLOPs of matrix products and attention.
 
     Raises:
-        FormulaError: a call exchanges tensors inside (ring attention), so its FLOPs differ between ranks.
+        FormulaError: the program has ring attention, whose FLOPs differ between ranks.
     """
     for site, node in _calls(phased):
         if is_collective(node) or is_wait(node) or not contracts(node):
@@ -94,7 +97,7 @@ def _contractions(phased: PhasedProgram, axes: Mapping[str, Size]) -> Parts:
 
 
 def contracts(node: fx.Node) -> bool:
-    """Whether a call is a matrix product or attention."""
+    """Whether a call is a matrix product or attention, the only calls whose FLOPs formulas count."""
     if not isinstance(node.target, torch._ops.OpOverload) or not operands_of(node):
         return False
     done = work(operator_name(node), *tensor_infos(node), _literals(node))
@@ -102,9 +105,9 @@ def contracts(node: fx.Node) -> bool:
 
 
 def flops_of(node: fx.Node, dims: Sequence[Size]) -> Size:
-    """Return the FLOPs of a call from its dims.
+    """Return the FLOPs of a call from its dims, which may be expressions.
 
-    `dims` has the dims of all operands, followed by the dims of all results, as one flat sequence.
+    `dims` has the dims of all operands and then of all results, as one flat sequence.
 
     Raises:
         FormulaError: the FLOPs depend on which of two sizes is larger.
@@ -153,13 +156,12 @@ def _saved(phased: PhasedProgram, axes: Mapping[str, Size]) -> Parts:
 
 
 def _gradients(phased: PhasedProgram, axes: Mapping[str, Size]) -> Parts:
-    """Yield the bytes of gradients that leave the program, or that the backward passes to the update."""
+    """Yield the bytes of the gradients that the program returns, or that the backward passes to the update."""
     yield from _owned(phased, phased.carried)
     yield from (_slot(phased, item) for item in phased.lowered.outputs if item.slot.kind is OutputKind.GRADIENT)
 
 
 def _held(phased: PhasedProgram, axes: Mapping[str, Size], kind: InputKind) -> Parts:
-    """Yield the bytes of the program's inputs of one kind, e.g. of its parameters."""
     return (_slot(phased, item) for item in phased.lowered.inputs if item.slot.kind is kind)
 
 
@@ -178,7 +180,7 @@ def _slot(phased: PhasedProgram, item: LocalSlot, times: int = 1) -> tuple[str, 
 
 
 def _owned(phased: PhasedProgram, names: Sequence[str]) -> Parts:
-    """Yield the bytes of the values with these names, if calls make them. Views of one value count once."""
+    """Yield the bytes of the values with these names, if calls make them. Views of one value count once together."""
     nodes = {node.name: node for node in phased.lowered.graph_module.graph.nodes}
     owners: dict[fx.Node, None] = {}
     for name in names:
@@ -197,12 +199,10 @@ def _owned(phased: PhasedProgram, names: Sequence[str]) -> Parts:
 
 
 def _bytes(label: str, shape: Sequence[int], each: Size) -> CountedPart:
-    """Return a part of `each` bytes for every element of a tensor of this shape."""
     return CountedPart(label, tuple(shape), lambda dims: math.prod(dims) * each)
 
 
 def _is_alias(node: fx.Node) -> bool:
-    """Whether a node's result shares the memory of its operand."""
     if node.target is operator.getitem:
         return _is_alias(node.all_input_nodes[0])
     return node.op == "call_function" and (is_view(node) or is_wait(node))

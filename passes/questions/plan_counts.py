@@ -45,13 +45,13 @@ _At = Mapping[sympy.Symbol, int]
 
 @dataclass
 class PlanCounts:
-    """The counts of one plan without stages, or of one stage. Each method yields pairs of a block and a count.
+    """The counts of one plan without stages, or of one stage. The methods yield pairs (block or None, count).
 
     Args:
         fitted: the prepared program that the plan is for, with fitted shapes.
-        plan: the plan.
-        axes: a dict from a mesh axis to its size, a symbol or a number.
-        step_cost: returns the price of one step of a reshard on the plan's own mesh.
+        axes: mesh axis → its size, a symbol or a number.
+        step_cost: function from a reshard step to its price on the plan's own mesh, by which the steps of reshards are
+            chosen.
     """
 
     fitted: FittedProgram
@@ -67,14 +67,17 @@ class PlanCounts:
     _evaluated: dict[Size, Sequence[int]] = field(default_factory=dict)
 
     def step_flops(self) -> Iterator[Counted]:
-        """Yield the FLOPs of matrix products and attention on global shapes; a recomputed call counts once."""
+        """Yield the FLOPs of each matrix product and attention call, on global shapes.
+
+        Recomputed calls are not counted again.
+        """
         for node in self.fitted.program.graph.nodes:
             if node.op == "call_function" and original_of(node) is None and contracts(node):
                 dims = [dim for shape in self._shapes(node.name) for dim in shape]
                 yield self.fitted.places.get(node.name), flops_of(node, dims)
 
     def parameters(self) -> Iterator[Counted]:
-        """Yield the numbers of elements of the whole model's parameters."""
+        """Yield the number of elements of each parameter on global shapes."""
         for slot in self.fitted.program.inputs_of(InputKind.PARAMETER):
             yield self.fitted.places.get(slot.node), math.prod(self.fitted.shapes[slot.node][0])
 
@@ -88,15 +91,15 @@ class PlanCounts:
                 return
 
     def crossing_bytes(self, sends: Mapping[str, int]) -> Iterator[Counted]:
-        """Yield the bytes that a stage sends to other stages.
+        """Yield the bytes that the stage sends to other stages, one count for each value.
 
-        `sends` maps the name of a value to the number of times that the stage sends it.
+        `sends` has the number of times that a value is sent, by the value's name.
         """
         for _, size in self.local(lambda phased, axes: sent_at_cuts(phased, sends)):
             yield None, size  # at a cut, however many blocks there are
 
     def local(self, read: Read) -> Iterator[Counted]:
-        """Yield the counts of a rank's quantity, from the parts that `read` finds in the lowered programs.
+        """Yield the counts of a quantity of one rank, from the parts that `read` finds in the lowered programs.
 
         Raises:
             FormulaError: a part exists at some sizes only, or one of its dims is no global dim divided by mesh axes.
@@ -122,8 +125,8 @@ class PlanCounts:
     def _lowered_at_all_sizes(self) -> list[tuple[_At, PhasedProgram]]:
         """Return the lowered programs of step 2 of the module's docstring, each with the values of all symbols.
 
-        The first program has the plan's own sizes, except that a symbolic axis of size one is larger. An axis of size
-        one would have no collectives, so it is larger in all programs (if the plan can be lowered so).
+        The first program has the plan's own sizes. But axes of size one are larger in all programs, because one rank
+        has no collectives.
         """
         if not self._programs:
             sizes, mesh = self.fitted.sizes, self.plan.mesh
@@ -155,7 +158,6 @@ class PlanCounts:
         return self._programs
 
     def _first(self, tried: Iterator[tuple[Point, Mesh]]) -> tuple[Point, Mesh] | None:
-        """Return the first pair of input sizes and mesh that the plan can be lowered for; None if there is none."""
         for point, mesh in tried:
             try:
                 self._lower(point, mesh)
@@ -176,13 +178,8 @@ class PlanCounts:
     def _dims_of(self, site: str, seen: Mapping[int, tuple[int, ...]], label: str) -> Sequence[Size]:
         """Return an expression for each dim of a part.
 
-        The expressions are the local shape of one of the site's values, if it agrees with `seen`. Otherwise each dim is
-        matched alone (`_dim`).
-
-        Args:
-            site: the traced node that the part belongs to.
-            seen: a dict from the index of a lowered program to the dims of the part in this program.
-            label: the part's label.
+        `seen` has the dims of the part in lowered programs, by the index of the program. If the local shape of one of
+        the site's values agrees with `seen`, the result is this shape. Otherwise each dim is matched alone (`_dim`).
         """
         shapes = sorted(self._local_shapes(site), key=lambda pair: not label.endswith(f"over {pair[0]}"))
         for _, shape in shapes:
@@ -192,10 +189,9 @@ class PlanCounts:
         return [self._dim(site, dict(zip(seen, column, strict=True)), label) for column in columns]
 
     def _local_shapes(self, site: str) -> list[tuple[str, Shape]]:
-        """Return the shapes on a rank that a part of this node may have, each with a mesh axis or "".
+        """Return the shapes on a rank that parts of site `site` may have, as pairs with a mesh axis or "".
 
-        The axis is that of a reshard's step, for shapes in the step. Shapes with "" are those of the node's operands
-        and results, and the concatenation of all of these.
+        A shape that occurs in a reshard step has the mesh axis of this step.
         """
         if site not in self._shapes_of:
             node, found = self.fitted.program.nodes_by_name()[site], list[tuple[str, Shape]]()
@@ -215,21 +211,23 @@ class PlanCounts:
 
     @cached_property
     def _steps_at(self) -> Mapping[tuple[object, ...], Sequence[ReshardStep]]:
-        """A dict from (reader, maker, index of the maker's result) to the steps of the reshard between the two."""
+        """The steps of each reshard, by (reader, maker, index of the maker's result)."""
         found = defaultdict[tuple[object, ...], list[ReshardStep]](list)
         for place, steps in self._steps.items():
             found[place[:3]] += steps
         return found
 
     def _sent(self, shape: Shape, step: ReshardStep) -> list[Shape]:
-        """Return the local shapes of a value before and after a step, and of the pieces that the step exchanges."""
+        """Return the local shapes of a value with the global shape `shape` that occur in a reshard step.
+
+        They are the shapes before and after the step, and of the pieces that ranks exchange.
+        """
         before, after, ranks = self._local(shape, step.source), self._local(shape, step.target), self.axes[step.axis]
         if step.to_dim is None:
             return [before, (ranks, *before), after]
         return [(ranks, *before[: step.to_dim], after[step.to_dim], *before[step.to_dim + 1 :]), before, after]
 
     def _local(self, shape: Shape, spec: PartitionSpec) -> Shape:
-        """Return the shape on each rank, including padding, of a value with this global shape and spec."""
         return tuple(self._share(dim, [self.axes[axis] for axis in spec.axes_of(n)]) for n, dim in enumerate(shape))
 
     def _share(self, dim: Size, axes: Sequence[Size]) -> Size:
@@ -237,21 +235,15 @@ class PlanCounts:
         return dim if pieces == 1 else ceil_div(dim, pieces)
 
     def _values(self, size: Size) -> Sequence[int]:
-        """Return the value of an expression in each lowered program."""
         if size not in self._evaluated:
             self._evaluated[size] = [int(value_at(size, at)) for at, _ in self._programs]
         return self._evaluated[size]
 
     def _dim(self, site: str, sizes: Mapping[int, int], label: str) -> Size:
-        """Return an expression for one dim of a part: if possible one of the site's own dims, divided by mesh axes.
+        """Return an expression for one dim of a part.
 
-        Args:
-            site: the traced node that the part belongs to.
-            sizes: a dict from the index of a lowered program to the dim in this program.
-            label: the part's label, for the message.
-
-        Raises:
-            FormulaError: no expression fits.
+        It is a global dim, divided by sizes of mesh axes: if possible a dim of the site's own values. `sizes` has the
+        dim in lowered programs, by the index of the program.
         """
         own = tuple(dict.fromkeys(dim for shape in self._shapes(site) for dim in shape))
         key = (own, tuple(sizes.items()))
@@ -271,7 +263,7 @@ class PlanCounts:
         return found
 
     def _shares_of(self, dims: tuple[Size, ...]) -> list[Size]:
-        """Return each dim divided by the sizes of each subset of mesh axes, and the sizes of the axes themselves."""
+        """Return each dim divided by the sizes of each subset of mesh axes, and then the sizes of the axes."""
         if dims not in self._shares:
             axes = list(self.axes.values())
             subsets = [each for count in range(len(axes) + 1) for each in combinations(axes, count)]
@@ -297,7 +289,7 @@ def _by_site(parts: Iterator[tuple[str, CountedPart]]) -> dict[str, list[Counted
 
 
 def _resized(mesh: Mesh, axes: Sequence[str]) -> Iterator[Mesh]:
-    """Yield the mesh with these axes twice, three times, four times and half as large, if the sizes are integers."""
+    """Yield the mesh with the sizes of `axes` times 2, 3, 4 and 1/2, if the sizes are then integers."""
     for factor in (Fraction(2), Fraction(3), Fraction(4), Fraction(1, 2)):
         sizes = {axis: size * (factor if axis in axes else 1) for axis, size in mesh.axes}
         if all(size.denominator == 1 and (axis not in axes or size > 1) for axis, size in sizes.items()):

@@ -12,7 +12,7 @@ from passes.planning.parameter_uses import gradient_of, uses_of
 from passes.planning.restrictions import matrices, users
 
 SpecOf = Callable[[str], tuple[Sequence[PartitionSpec], Sequence[PartitionSpec]]]
-"""A function that takes a site's name and returns the specs of its operands and of its results, in a plan."""
+"""Takes a site's name and returns the specs of its operands and of its results, in a plan."""
 
 
 Stages = Sequence[tuple[PlanningProblem, SpecOf]]
@@ -24,10 +24,6 @@ def role_of(stages: Stages, axis: str) -> str:
 
     An axis may have different roles for different matrices. The role with the most elements of matrices counts. Roles
     other than "tensor" also require that the axis splits activations.
-
-    Args:
-        stages: stages of the plan.
-        axis: an axis of the stages' meshes.
     """
     sizes = {"tensor": 0, "fsdp": 0, "zero-2": 0, "zero-1": 0, "data": 0}
     for planning, specs in stages:
@@ -38,13 +34,16 @@ def role_of(stages: Stages, axis: str) -> str:
 
 
 def has_role(stages: Stages, axis: str, feature: str) -> bool:
-    """Whether a mesh axis has the role `feature` in a plan. ZeRO-2 includes ZeRO-1."""
+    """Whether a mesh axis has the role `feature` in a plan. An axis with the role ZeRO-2 also has the role ZeRO-1."""
     role = role_of(stages, axis)
     return role == feature or (feature, role) == ("zero-1", "zero-2")
 
 
 def _roles_of_matrices(planning: PlanningProblem, specs: SpecOf, axis: str) -> Iterator[tuple[str, int]]:
-    """Yield, for each matrix of a stage, the role of an axis and the matrix's number of elements."""
+    """Yield for each matrix of a stage its role over a mesh axis, and its number of elements.
+
+    For example, the role is "fsdp" if the axis splits the matrix, and the forward gathers it.
+    """
     owners = {slot.name: slot for slot in planning.space.program.inputs_of(InputKind.STATE)}
     nodes = planning.space.program.nodes_by_name()
     for slot in matrices(planning):

@@ -19,18 +19,16 @@ from passes.solver.assignment import Solution
 from passes.solver.search_control import SearchControl
 
 PeakOf = Callable[[PlanningProblem, Sequence[int]], float]
-"""A function from a problem and a choice to the most bytes in use on each rank, counted on the lowered program."""
+"""The most bytes in use on each rank under a choice, counted on the lowered program."""
 
 
 @dataclass(frozen=True, slots=True)
 class JointSolution:
-    """A choice of strategies, with the values that it recomputes and offloads. Its cost includes recomputation and
-    copies.
+    """A choice of strategies, with the values that are recomputed or offloaded. Its cost in seconds includes both.
 
     Args:
         planning: the problem of the program that restores values. Its variables are those of the program that keeps all
             values.
-        solution: one option for each variable.
         restored: the recomputed and offloaded nodes.
         recomputable, offloadable: number of nodes that could have been recomputed or offloaded.
         host_bytes: bytes of host memory for each rank.
@@ -57,9 +55,10 @@ def fitting(
     control: SearchControl,
     peak_of: PeakOf,
 ) -> tuple[JointSolution | None, float | None]:
-    """Return (choice, None) with a choice that fits in memory. If none is found, return (None, sufficient limit).
+    """Search with smaller and smaller limits until a choice fits in memory, and return (choice, None).
 
-    A search within the sufficient limit finds a choice that fits. The limit is in bytes, and None if it is unknown.
+    If no choice is found, the result is (None, bytes). A limit of so many bytes on each rank suffices. The second
+    element is None if no such limit is known.
 
     Args:
         attempt: returns the cheapest choice within a limit by the search's tables, or raises `DoesNotFitError`.
@@ -89,10 +88,13 @@ def fitting(
 
 
 _ATTEMPTS = 6
-"""The largest number of searches."""
+"""The most searches until one fits."""
 
 
 def bounded(found: JointSolution, bound: float) -> JointSolution:
-    """Return a solution with the lower bound `bound`, or with its cost as the lower bound if the cost is less."""
+    """Return a solution with the lower bound of all costs `bound`, in seconds.
+
+    If the solution costs less than `bound`, its cost is the lower bound.
+    """
     bound = min(found.solution.cost, bound)
     return dataclasses.replace(found, solution=dataclasses.replace(found.solution, lower_bound=bound))

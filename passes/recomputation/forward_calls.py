@@ -16,10 +16,11 @@ from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leav
 
 @dataclass
 class ForwardCalls:
-    """The calls of the forward of a search space.
+    """The calls of the forward in a search space.
 
-    A link joins a result of a site (a node) to a site that reads it. `readers` is a dict from the name of a site to
-    the links from it. `operands` is a dict from the name of a site to the links to it.
+    Args:
+        readers: name of a site → the links from the site to its readers.
+        operands: name of a site → the links from its operands to the site.
     """
 
     space: SearchSpace
@@ -33,12 +34,12 @@ class ForwardCalls:
 
     @cached_property
     def forward(self) -> tuple[str, ...]:
-        """Names of the sites of forward calls, in order."""
+        """Names of the sites of forward calls, in program order."""
         return tuple(filter(self.is_forward, self.space.sites))
 
     @cached_property
     def order(self) -> dict[str, int]:
-        """Index of each site in the program, by name."""
+        """Index of each site of the search space in program order, by name."""
         return {name: index for index, name in enumerate(self.space.sites)}
 
     def is_forward(self, name: str) -> bool:
@@ -47,15 +48,21 @@ class ForwardCalls:
         return site.node is not None and site.phase == "forward" and site.node.op == "call_function"
 
     def late_readers(self, name: str) -> list[str]:
-        """Return the sites that read a value after the forward."""
+        """Return the names of the calls that read a value after the forward."""
         return [link.head for link in self.readers[name] if is_late(self.space, link)]
 
     def may_be_remade(self, name: str) -> bool:
-        """Whether a value may be recomputed: its call is pure, and every reader may read the recomputed value."""
+        """Whether a value may be recomputed.
+
+        Its call must be pure, and no reader may be the update or carry the value out of the program.
+        """
         return _is_pure(self.space.sites[name]) and all(map(self._leaves_open, self.readers[name]))
 
     def may_move(self, name: str) -> bool:
-        """Whether a value may be offloaded: it owns its memory, and all later readers may read a copy from the host."""
+        """Whether a value may be offloaded.
+
+        The value must own its memory, and no reader may be the update or carry the value out of the program.
+        """
         site = self.space.sites[name]
         assert site.node is not None, "calls have nodes"
         is_of_input = any(self.space.sites[link.tail].is_input for link in self.operands[name] if link.operand == 0)
@@ -63,13 +70,19 @@ class ForwardCalls:
         return not is_alias and all(map(self._leaves_open, self.readers[name]))
 
     def _leaves_open(self, link: Link) -> bool:
-        """Whether a reader may read a restored value. Outputs of the program and the optimizer's update may not."""
+        """Whether the reader of a link may read a recomputed or offloaded value.
+
+        This is False for the update, and for a link that carries the value out of the program.
+        """
         head = self.space.sites[link.head]
         return not leaves_program(head, link) and head.phase != UPDATE
 
 
 def is_late(space: SearchSpace, link: Link) -> bool:
-    """Whether a link's value is read after the forward by a call. Results that leave the program do not count."""
+    """Whether the head of a link is a call that runs after the forward.
+
+    A link that carries its value out of the program does not count.
+    """
     head = space.sites[link.head]
     return head.phase != "forward" and not leaves_program(head, link)
 

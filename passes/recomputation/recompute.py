@@ -1,18 +1,16 @@
 """Recompute values of the forward in the backward, or fetch them from the host, instead of keeping them.
 
 Before → after: for each node `y = f(x)` to recompute, a clone `y_again = f(x)` is inserted in the backward, just before
-the node that the plan names. All readers of `y` outside the forward then read `y_again`. If an operand of the clone is
-recomputed too, the clone reads the operand's clone. Otherwise it reads the value that the forward keeps. The forward
-keeps `y` no longer, because phases are cut by the readers of values. Clones have the phase "recompute", which runs
-within the backward.
+the node that the plan names. All readers of `y` outside the forward then read `y_again`. A clone reads its operands'
+clones where there are any, and otherwise the values that the forward keeps. The forward then no longer saves `y`,
+because no call of the backward reads `y`. Clones have the phase "recompute", which runs within the backward.
 
 For each node `y` to offload, `y_host = to_host(y)` is inserted after it in the forward. `y_back = from_host(y_host)` is
 inserted just before the node that the plan names. All readers of `y` outside the forward, clones among them, then read
 `y_back`. The forward keeps `y_host`, which takes no memory of the device.
 
-A clone equals its original, because nodes are pure and random operators are indexed by a counter. A copy from the host
-equals its original, too. The verifier (`verify_preparation`) gives a node and its clone or copy the same number, or
-refuses the program.
+A clone equals its original, because nodes are pure and random operators are indexed by a counter. The verifier
+(`verify_preparation`) checks that a node and its clone or copy have the same value number.
 """
 
 from __future__ import annotations
@@ -49,8 +47,7 @@ def moved_by(node: fx.Node) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class InsertRecompute:
-    """Insert clones that recompute values, and copies to and from the host. The module's docstring shows before →
-    after.
+    """Insert clones that recompute values, and copies to and from the host (before → after in the module's docstring).
 
     Args:
         nodes: the nodes to recompute, each with the node before which its clone is inserted.
@@ -61,10 +58,10 @@ class InsertRecompute:
     offloaded: tuple[OffloadedNode, ...] = ()
 
     def __call__(self, program: Program) -> Program:
-        """Return the program with clones and copies, over a graph of its own.
+        """Return the program with clones, and with copies to and from the host.
 
         Raises:
-            PlanMismatchError: the program lacks a named node, or reads a value before it is restored.
+            PlanMismatchError: the program lacks a node, or a restored value is read before it is restored.
         """
         if not self.nodes and not self.offloaded:
             return program
@@ -92,12 +89,10 @@ class _RecomputeInsertion:
     """The insertion of clones and copies into a graph.
 
     Args:
-        graph: the graph to change.
         by_anchor: for each node before which values are restored, the nodes of these values.
-        offloaded: the nodes to offload.
         order: index of each node in the graph before the change.
         waiting: nodes that are not restored yet.
-        restored: for each restored node, its clone or the copy that is fetched.
+        restored: for each restored node, its clone or its copy from the host.
         copies: the copies on the host.
     """
 
@@ -140,9 +135,9 @@ class _RecomputeInsertion:
         self._is_there(original, clone)
 
     def _fetch(self, original: fx.Node, anchor: fx.Node) -> None:
-        """Copy a value to the host where it is made, and back before `anchor`. A node of several results is skipped.
+        """Insert a copy of a value to the host right after it is made, and a copy back before `anchor`.
 
-        The nodes that select its results are copied instead.
+        A tuple is not copied, because its items are copied one by one.
         """
         if not isinstance(original.meta.get("val"), torch.Tensor):
             self.waiting.remove(original)
@@ -161,10 +156,10 @@ class _RecomputeInsertion:
         self.waiting.remove(original)
 
     def _read_restored(self, original: fx.Node, anchor: fx.Node) -> None:
-        """Make all readers of a value outside the forward read the restored value.
+        """Make the readers of `original` outside the forward read the restored value.
 
         Raises:
-            PlanMismatchError: a reader is before `anchor`.
+            PlanMismatchError: a reader comes before `anchor`, the node before which the value is restored.
         """
         if original not in self.restored:
             return
@@ -180,5 +175,4 @@ class _RecomputeInsertion:
 
 
 def _values_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return a node, and the nodes that select one of its results."""
     return node, *(user for user in node.users if user.target is operator.getitem)

@@ -2,8 +2,8 @@
 
 A value of the forward has two lives. In its *first life* the forward reads it, and in its *second life* the rest of the
 step does. `recompute_split` makes a program with a further site (node) for each second life and for each possible
-recomputation. The items of memory are those of that program. First lives depend on no policies. A second life begins
-where the first life ends if the value is held, or else at its recomputation or its fetch from the host. Operands of a
+recomputation. Memory is counted on that program. First lives depend on no policies. A second life begins where the
+first life ends if the value is held, or else at its recomputation or its fetch from the host. Operands of a
 recomputation are in memory if the recomputation happens.
 
 An item (`UsedBytes`) is memory in use: an interval of program points, and a table of bytes. The table has an axis for
@@ -40,9 +40,8 @@ class RecomputeMemory:
 
     Args:
         planning: the problem without recomputation.
-        options: the policies that each value may have.
-        spread: a cache of tables of bytes; alike values share a table.
-        wholes: a cache of the results of `_whole_bytes`, by the name of a view.
+        spread: a cache of tables of bytes, in which equal values share a table.
+        wholes: a cache for `_whole_bytes`, by the name of a view.
     """
 
     planning: PlanningProblem
@@ -67,19 +66,20 @@ class RecomputeMemory:
 
     @cached_property
     def repeated(self) -> RepeatedUnits:
-        """The repeated units of the program with second lives."""
+        """The repeated units of the program in which each value has two lives."""
         paths = module_paths(self.planning.space.program)
         paths |= {copy: paths[name] for copy, (name, _) in self.split.sources.items()}
         restored = set(self.split.restored.values())
         return find_repeated(self.split.space, paths_where_run(self.split.space, paths, restored))
 
     def items(self) -> Iterator[tuple[str, UsedBytes]]:
-        """Return pairs of a site's name and an item of memory. The name is "" for an item that is not a value.
+        """Yield pairs of a site's name and an item of memory, whose table has all options and policies.
 
-        The tables of the items have all options and policies.
+        The name is "" for an item that is not a value.
 
         Raises:
-            NotAlikeError: the program leaves out blocks, and the blocks beside them do not hold alike values alike.
+            NotAlikeError: the program leaves out blocks, and the blocks beside them do not keep equal values in memory
+                for equal times.
         """
         for name, point in self.liveness.calls.items():
             if name not in self.split.late.values() and self.split.origin(name)[1] not in OFFLOADED:
@@ -95,7 +95,10 @@ class RecomputeMemory:
             yield _site(key), dataclasses.replace(held[key], interval=there[0], number=there[1])
 
     def _held(self) -> Iterator[tuple[Key, UsedBytes]]:
-        """Return the items that stay in memory after their call, each with the value or link that keeps the memory."""
+        """Yield the items that stay in memory after their call, each with a key.
+
+        The key names the value or the link that keeps the memory.
+        """
         for (name, result), interval in self.liveness.values.items():
             if name in self.planning.classes:
                 table = self.memory.of_value(name, result, self._copies(name))
@@ -114,7 +117,7 @@ class RecomputeMemory:
         return 1 + ratio if name in self.liveness.parameters else 1.0
 
     def _is_of_restored_view(self, kept: OnLink) -> bool:
-        """Whether a link keeps the memory of a recomputed view. The view's second life counts this memory."""
+        """Whether a link's memory is that of a recomputed view. The view's second life counts this memory already."""
         link = self.split.space.links[kept.link]
         is_view = link.operand == 0 and self.split.space.sites[link.head].is_alias
         return is_view and link.head in self.split.sources and kept.held in (Held.EITHER, Held.COPY)
@@ -127,11 +130,10 @@ class RecomputeMemory:
         return self._item(kept.interval, table, (link.head,) if table.ndim == 1 else (link.tail, link.head))
 
     def _value_behind(self, kept: OnLink, link: Link, *, is_held: bool) -> UsedBytes:
-        """Return the item of a forward value whose memory a link needs after the value's last use in the forward.
+        """Return the item for the memory of a forward value on a link, after the value's last use in the forward.
 
-        `kept` has the interval of the item, and `link` joins the value to its reader. The item exists under the
-        policies that hold the value if `is_held`, and otherwise under all other policies. While the second life of a
-        held value lasts, the second life counts the bytes.
+        `kept` has the interval, and `link` joins the value to its reader. With `is_held`, the item exists under the
+        policies that hold the value in memory, and otherwise under all other policies.
         """
         is_there = tuple(self.options.holds(link.tail, policy) is is_held for policy in self.policies_of(link.tail))
         origin, want = self.split.origin(link.head)
@@ -140,7 +142,10 @@ class RecomputeMemory:
         return self._item_under(kept.interval, self.memory.on_link(kept), variables, (is_there, there))
 
     def _result_behind(self, kept: OnLink) -> Iterator[UsedBytes]:
-        """Return the item of a result of the program, from the end of its second life to the end of the program."""
+        """Yield the item of a value that leaves the program, from the end of its second life to the last point.
+
+        Nothing is yielded if the link `kept` does not carry such a value.
+        """
         link = self.split.space.links[kept.link]
         is_result = kept.held is Held.VALUE and leaves_program(self.split.space.sites[link.head], link)
         if is_result and link.tail in self.split.late:
@@ -151,15 +156,14 @@ class RecomputeMemory:
                 yield self._value_behind(dataclasses.replace(kept, interval=interval), link, is_held=True)
 
     def _late_items(self, name: str, policy: ValuePolicy) -> Iterator[UsedBytes]:
-        """Return the items of a value's second life under a policy."""
         if policy in RESTORED or self.options.holds(name, policy):
             is_owner = name not in self.viewed or policy in OFFLOADED
             yield from self._owned(name, policy) if is_owner else self._seen(name, policy)
 
     def _owned(self, name: str, policy: ValuePolicy) -> Iterator[UsedBytes]:
-        """Return the items of the second life of a value that owns its memory.
+        """Yield the items of the second life of a value that owns its memory, under one policy.
 
-        A recomputed call makes unread results, too.
+        A recomputed call makes all its results, also the results that no later call reads.
         """
         there = tuple(kept is policy for kept in self.policies_of(name))
         start = self._start(name, policy)
@@ -171,9 +175,9 @@ class RecomputeMemory:
                 yield self._item_under(interval, table, (self.planning.classes[name],), (there,))
 
     def _seen(self, name: str, policy: ValuePolicy) -> Iterator[UsedBytes]:
-        """Return the items of the second life of a view.
+        """Yield the items of a view's second life, under one policy.
 
-        A view takes no memory while the viewed value is in memory anyway. After that, the view keeps the memory.
+        While the viewed value is in memory anyway, the view takes no bytes. After that, the view keeps this memory.
         """
         start, end = self._start(name, policy), self.ends[name, 0]
         covered = min(end, self._end_of_viewed(self.viewed[name]))
@@ -184,7 +188,7 @@ class RecomputeMemory:
 
     @cached_property
     def viewed(self) -> dict[str, Link]:
-        """For each view, the link from the value that it views."""
+        """Name of a view → the link from the viewed value to the view."""
         sites = self.planning.space.sites
         return {
             link.head: link for link in self.planning.space.links if link.operand == 0 and sites[link.head].is_alias
@@ -192,7 +196,7 @@ class RecomputeMemory:
 
     @cached_property
     def deaths(self) -> dict[tuple[str, int], int]:
-        """For each value of the split space, the program point of its last use, including uses through views.
+        """The last use, also through views, of each value of the split space, as a program point.
 
         A key is a site's name and the index of a result.
         """
@@ -215,15 +219,15 @@ class RecomputeMemory:
         return self.liveness.calls[link.head]
 
     def _end(self, name: str, result: int) -> int:
-        """Return the last point at which the second life of result `result` of site `name` is counted."""
+        """Return the last program point at which the second life of result number `result` of site `name` counts."""
         late = self.split.late[name], result
         return self.deaths[late] if name in self.viewed else self.liveness.values[late].death
 
     @cached_property
     def ends(self) -> dict[tuple[str, int], int]:
-        """For each memory (`_memory_of`), the last point at which a second life counts its bytes.
+        """The last program point at which a value's memory is counted for its second life.
 
-        After this point, the last view of the memory counts the bytes.
+        Keys are those of `_memory_of`. The last view of the value may live longer. Its own items then count the memory.
         """
         found: dict[tuple[str, int], int] = {}
         for place, reach in self.reaches.items():
@@ -235,9 +239,9 @@ class RecomputeMemory:
 
     @cached_property
     def reaches(self) -> dict[tuple[str, int], int]:
-        """For each memory, the last point at which the memory or its views may be in use after the forward.
+        """The last program point at which a value or a view of it is used after the forward.
 
-        The keys are in program order.
+        Keys are those of `_memory_of`.
         """
         found: dict[tuple[str, int], int] = {}
         for name, site in reversed(list(self.planning.space.sites.items())):
@@ -248,7 +252,7 @@ class RecomputeMemory:
 
     @cached_property
     def views(self) -> dict[tuple[str, int], list[str]]:
-        """For each memory, the names of its views that have second lives."""
+        """The names of the views of a value that have second lives. Keys are those of `_memory_of`."""
         found: dict[tuple[str, int], list[str]] = defaultdict(list)
         for name, link in self.viewed.items():
             if name in self.split.late:
@@ -256,9 +260,9 @@ class RecomputeMemory:
         return found
 
     def _memory_of(self, link: Link) -> tuple[str, int]:
-        """Return the key of a link's value in `reaches`: the name of the site that makes it, and the result's index.
+        """Return the key of the memory behind a link's value: (name of the site that makes it, index of the result).
 
-        If that site is a view, the index is always 0, because all its results lie in one memory.
+        All results of a view share memory, so their index is 0.
         """
         return link.tail, 0 if self.planning.space.sites[link.tail].is_alias else link.result
 
@@ -268,29 +272,32 @@ class RecomputeMemory:
         return max(self._end(name, each) for each in results)
 
     def _start(self, name: str, policy: ValuePolicy) -> int:
-        """Return the first point at which a second life under a policy is counted."""
         if policy in RESTORED:
             return self.liveness.calls[self.split.restored[name, policy]]
         return max(self.reshard_points[name], default=self.liveness.calls[name]) + 1
 
     @cached_property
     def reshard_points(self) -> dict[str, list[int]]:
-        """For each site, the points at which its values are resharded for their readers."""
+        """The program points of the reshards on the links from each site, by the site's name."""
         found: dict[str, list[int]] = defaultdict(list)
         for index, point in self.liveness.reshards.items():
             found[self.split.space.links[index].tail].append(point)
         return found
 
     def _end_of_viewed(self, link: Link) -> int:
-        """Return the last point at which the memory of a viewed value is in use if the value is held or recomputed."""
+        """Return the last point at which the memory of the value on a link counts, if the value is held or recomputed.
+
+        The result is -1 if the value has no second life.
+        """
         if self.planning.space.sites[link.tail].is_input:
             return self.liveness.points
         return self.ends.get(self._memory_of(link), -1)
 
     def _view_item(self, interval: Interval, name: str, policy: ValuePolicy, *, is_covered: bool) -> UsedBytes:
-        """Return the memory that a view keeps under a policy: the resharded copy of its operand, or its whole operand.
+        """Return the item of a view's memory under a policy.
 
-        `is_covered` says whether the memory of the viewed value is counted already.
+        The memory is the resharded copy of the view's operand, or without a reshard the operand itself. `is_covered`
+        says whether the operand's memory is counted already.
         """
         link = self.viewed[name]
         tail, head = self.planning.space.sites[link.tail], self.planning.space.sites[name]
@@ -310,7 +317,7 @@ class RecomputeMemory:
         return UsedBytes(interval, self.spread[key], (self.planning.classes[link.tail], self.planning.classes[name]))
 
     def _copy_bytes(self, name: str) -> Floats:
-        """Return the bytes of the resharded copy that a view needs of its operand, by the view's option."""
+        """Return the bytes of the resharded operand of a view, [the view's options]."""
         link, head = self.viewed[name], self.planning.space.sites[name]
         value = self.planning.space.sites[link.tail].results[link.result]
         key = ("copy", value, id(head.strategies), link.operand)
@@ -319,14 +326,13 @@ class RecomputeMemory:
         return self.spread[key]
 
     def _own_bytes(self, link: Link) -> Floats:
-        """Return the bytes of a link's value, by the option of the site that makes it."""
         return self.planning.memory.of_value(link.tail, link.result)
 
     def _whole_bytes(self, link: Link) -> Floats:
-        """Return the bytes of the memory that a link's value lies in, by the option of the site that makes it.
+        """Return the bytes of the memory that contains a link's value, for each option of the value's site.
 
-        For a value that is a part of another value, these are the bytes of the whole. If a reshard decides whether the
-        value is still a part, the value counts as a part.
+        If the value is a view of a part, the memory of the whole counts. Some reshards copy the part out of the whole.
+        If this depends on options, the larger memory counts.
         """
         above = self.viewed.get(link.tail)
         if above is None:
@@ -339,9 +345,9 @@ class RecomputeMemory:
         return self.wholes[link.tail]
 
     def _item(self, interval: Interval, table: Floats, names: tuple[str, ...]) -> UsedBytes:
-        """Return the item with an interval and a table of bytes. The axes of the table belong to the sites `names`.
+        """Return an item whose table has an axis for the options and policies of each site in `names`.
 
-        The item of a recomputation exists only if the recomputation happens.
+        If a site is a recomputation, the item exists only under the policy of this recomputation.
         """
         origins = [self.split.origin(name) for name in names]
         there = tuple(tuple(kept is want or want is None for kept in self.policies_of(name)) for name, want in origins)
@@ -352,7 +358,7 @@ class RecomputeMemory:
     ) -> UsedBytes:
         """Return an item that exists only under some policies of its variables.
 
-        `there` has, for each variable, a flag for each of its policies.
+        `there` has a flag for each policy of each variable.
         """
         key = (id(table), there)
         if key not in self.spread:
@@ -361,14 +367,14 @@ class RecomputeMemory:
 
 
 def _site(key: Key) -> str:
-    """Return the name of a value's site; "" for the memory of a link."""
+    """Return the name of the site that a key of `RecomputeMemory._held` names; "" for the memory of a link."""
     return key[0] if isinstance(key[0], str) else ""
 
 
 def _spread(table: Floats, there: tuple[tuple[bool, ...], ...]) -> Floats:
-    """Return a table repeated for each combination of policies, with zeros for combinations without the item.
+    """Return a table of bytes with each axis repeated for each policy of its variable.
 
-    `there` has, for each axis of the table, a flag for each policy of the axis' variable.
+    The bytes are zero under a policy whose flag in `there` is False.
     """
     if there == ((True,),) * len(there):
         return table

@@ -10,14 +10,13 @@ A *policy* says what happens to a value after its last use in the forward:
 * HOST_EARLY, HOST_LATE: the value goes to the host and is freed after the forward. LATE fetches it just before the
   backward first reads it. EARLY fetches it before any recomputation might read it.
 
-A segment is a repeated block, or a run of sites between blocks. So values are recomputed from values that enter their
-segment, and no recomputation reaches through several segments.
+A segment is a repeated block, or a run of sites between blocks. Values are recomputed from values that enter their
+segment, so no recomputation reaches through several segments.
 
 A value may be recomputed if its call is pure and draws no random number from a generator. The value must not leave the
 program, and no optimizer update may read it. Values that the backward reads get policies unless they are negligibly
-small. Operands of these values get policies too, because a recomputation needs its operands. Large values that the
-backward reads may be offloaded, and so may operands that a recomputation needs kept. Views and aliases of inputs are
-never offloaded.
+small, and so do their operands, which a recomputation needs. Large values that the backward reads may be offloaded, and
+so may operands that a recomputation needs kept. Views and aliases of inputs are never offloaded.
 """
 
 from __future__ import annotations
@@ -35,15 +34,11 @@ from passes.recomputation.recompute_segments import segments
 from passes.strategies.enumerate_strategies import Link, Site
 
 LEAST_SHARE = 1e-3
-"""A variable's values may be recomputed or offloaded if they are at least this share of the bytes that the backward
-reads from the forward. Operands that a recomputation needs may be smaller.
-"""
+"""Least share of the bytes that the backward reads, for a variable's values to be recomputed or offloaded by choice."""
 
 
 class ValuePolicy(Enum):
-    """A choice for a value after the forward: keep it, free and recompute it, or offload it (see the module's
-    docstring).
-    """
+    """A choice for a value after the forward: keep, recompute or offload it (see the module's docstring)."""
 
     AS_READ = "as read"
     KEPT = "kept"
@@ -66,7 +61,7 @@ class RecomputeOptions:
     """The possible policies of values. A variable is one decision for all sites (nodes) that are alike.
 
     Args:
-        policies: for each variable, the possible policies of its sites' values. An absent variable has AS_READ alone.
+        policies: the possible policies of each variable that has other policies than AS_READ.
         anchors: for each site and policy, the site before which the value is restored; in program order.
         late: names of forward sites whose values the backward reads, directly or through views that the backward makes.
     """
@@ -80,13 +75,13 @@ class RecomputeOptions:
         return self.policies.get(variable, _AS_READ)
 
     def holds(self, name: str, policy: ValuePolicy) -> bool:
-        """Whether a site's value stays in memory from the forward to the backward."""
+        """Whether a site's value stays in memory from the forward to the backward under a policy."""
         return policy is ValuePolicy.KEPT or (policy is ValuePolicy.AS_READ and name in self.late)
 
     def candidates(self, policies: Collection[ValuePolicy], counts: Mapping[str, int]) -> int:
-        """Return the number of sites of the whole program that may have any of the given policies.
+        """Return the number of sites of the whole model that may have one of `policies`.
 
-        `counts` says how many sites each site stands for, see `PlanningProblem.counts`.
+        `counts` has the number of sites for which a site stands, as from `PlanningProblem.counts`.
         """
         may = (name for name, found in self.anchors.items() if not found.keys().isdisjoint(policies))
         return sum(counts.get(name, 1) for name in may)
@@ -95,13 +90,12 @@ class RecomputeOptions:
 def find_options(
     planning: PlanningProblem, least_share: float = LEAST_SHARE, *, offload: bool = False
 ) -> RecomputeOptions:
-    """Return the possible policies of each variable (see the module's docstring).
-
-    All sites of a variable have the same policies.
+    """Return the possible policies of each variable.
 
     Args:
         planning: the problem without recomputation.
-        least_share: see `LEAST_SHARE`.
+        least_share: the least share of all values that the backward reads, by bytes, for which a variable gets
+            policies.
         offload: whether values may go to the host.
     """
     return _OptionSearch(planning.space, planning.classes, planning.counts(), least_share, offload).run()
@@ -120,13 +114,15 @@ class _OptionSearch(ForwardCalls):
 
     @cached_property
     def first_read(self) -> dict[str, int]:
-        """For each site whose value the backward reads, the index of the first reader in the program."""
+        """The index in program order of the first call after the forward that reads a site's value, by the site's name.
+
+        Sites whose values no such call reads are absent.
+        """
         reads = {name: [self.order[head] for head in self.late_readers(name)] for name in self.forward}
         return {name: min(points) for name, points in reads.items() if points}
 
     @cached_property
     def pure(self) -> frozenset[str]:
-        """Names of sites that may be recomputed, see the module's docstring."""
         return frozenset(filter(self.may_be_remade, self.forward))
 
     def run(self) -> RecomputeOptions:
@@ -146,11 +142,10 @@ class _OptionSearch(ForwardCalls):
         )
 
     def _needed(self, members: Mapping[int, Sequence[str]], pure: set[int]) -> tuple[set[int], set[int]]:
-        """Return the variables to recompute, and the variables that recomputations may need kept.
+        """Return the variables that may be recomputed, and the variables that may have to be kept for recomputations.
 
-        The variables to recompute are those of `_worthwhile`, and those of operands in the same segment.
-
-        `members` has the forward sites of each variable, and `pure` the variables whose sites may all be recomputed.
+        The first are the variables of `_worthwhile`, and the variables of their operands in the same segment. `members`
+        has the forward sites of each variable, and `pure` the variables whose sites may all be recomputed.
         """
         remade, held = set(self._worthwhile(members, pure)), set[int]()
         waiting = [name for number in remade for name in members[number]]
@@ -168,16 +163,15 @@ class _OptionSearch(ForwardCalls):
         return remade, held
 
     def _is_within(self, link: Link) -> bool:
-        """Whether a link joins sites of one segment."""
         return link.head in self.segment and self.segment[link.tail] == self.segment[link.head]
 
     def _is_unread(self, name: str) -> bool:
         return name not in self.first_read
 
     def _moved(self, members: Mapping[int, Sequence[str]], held: set[int]) -> set[int]:
-        """Return the variables whose values may be offloaded.
+        """Return the variables that may be offloaded.
 
-        The values are large and read by the backward, or their variable is in `held`. All of them pass `may_move`.
+        Their values are large values that the backward reads, or operands in `held` that recomputations need kept.
         """
         movable = {number for number, names in members.items() if all(map(self.may_move, names))}
         return set(self._worthwhile(members, movable)) | (held & movable)
@@ -193,9 +187,9 @@ class _OptionSearch(ForwardCalls):
         return (number for number in sorted(pure) if sizes[number] > 0 and sizes[number] >= least)
 
     def _anchors(self, remade: Iterable[str]) -> dict[str, dict[ValuePolicy, str]]:
-        """Return, for each site and policy of recomputation, the site before which it is recomputed.
+        """Return the sites before which each site in `remade` is recomputed, by policy (EARLY, LATE).
 
-        The sites are in program order, as in all dicts of anchors.
+        The dict is in program order.
         """
         names = list(self.space.sites)
         late = self._late_points(set(remade))
@@ -211,7 +205,10 @@ class _OptionSearch(ForwardCalls):
     def _with_host_anchors(
         self, moved: Collection[str], anchors: Mapping[str, Mapping[ValuePolicy, str]]
     ) -> dict[str, dict[ValuePolicy, str]]:
-        """Return `anchors` with the sites before which offloaded values are fetched; in program order."""
+        """Return `anchors` with the sites before which the values of `moved` are fetched from the host.
+
+        The dict is in program order.
+        """
         moved = set(moved)
         found: dict[str, dict[ValuePolicy, str]] = {}
         for name in self.forward:
@@ -223,10 +220,10 @@ class _OptionSearch(ForwardCalls):
         return found
 
     def _host_anchors(self, name: str, anchors: Mapping[str, Mapping[ValuePolicy, str]]) -> dict[ValuePolicy, str]:
-        """Return the sites before which an offloaded value is fetched, by policy.
+        """Return the sites before which an offloaded value is fetched, by policy (HOST_EARLY, HOST_LATE).
 
-        The value is fetched before its first reader in the backward, or before a recomputation that reads it.
-        `anchors` has the sites before which values are recomputed.
+        The site is the first reader in the backward. If only recomputations read the value, it is the site in `anchors`
+        before which the first of them runs.
         """
         direct = self.late_readers(name)
         clones = [anchors[link.head] for link in self.readers[name] if ValuePolicy.EARLY in anchors.get(link.head, {})]
@@ -240,11 +237,9 @@ class _OptionSearch(ForwardCalls):
         }
 
     def _late_points(self, remade: Collection[str]) -> dict[str, int]:
-        """Return, for each site to recompute, the index of the site before which LATE recomputes it.
+        """Return for each site in `remade` the index of the first site after the forward that needs its value.
 
-        The keys are in reverse program order.
-
-        The backward reads the value there, or recomputes a reader of the value.
+        If only recomputed sites read the value, their index is taken. The dict is in reverse program order.
         """
         found: dict[str, int] = {}
         for name in reversed(self.forward):
@@ -258,7 +253,6 @@ class _OptionSearch(ForwardCalls):
     def _policies(
         self, names: Sequence[str], anchors: Mapping[str, Mapping[ValuePolicy, str]]
     ) -> tuple[ValuePolicy, ...]:
-        """Return the policies that the values of all sites in `names` may have."""
         found = [ValuePolicy.AS_READ]
         if any(self._is_unread(name) for name in names):
             found.append(ValuePolicy.KEPT)

@@ -43,10 +43,9 @@ class RecomputeProblem:
     """The planning problem with recomputation and offload.
 
     Args:
-        planning: the problem without recomputation. Here each of its options is repeated for each policy.
-        options: the possible policies.
+        planning: the problem without recomputation. This problem has each of its options once for each policy.
         assignment: the costs of options and pairs of options, without rows for memory.
-        usage: a function from a choice to the bytes in use at each program point.
+        usage: the bytes in use on each rank at each program point under a choice.
     """
 
     planning: PlanningProblem
@@ -56,7 +55,7 @@ class RecomputeProblem:
 
     @property
     def space(self) -> SearchSpace:
-        """The search space without recomputation."""
+        """The sites and links of the program without recomputation."""
         return self.planning.space
 
     @property
@@ -65,13 +64,13 @@ class RecomputeProblem:
         return self.planning.liveness
 
     def memory_row(self, point: int) -> MemoryRow:
-        """Return the bytes in use at one program point, as a function of the choice."""
+        """Return the bytes in use on each rank at one program point, as a function of the choice."""
         return row_at(self.usage, point, self.planning.edge_between)
 
     def widen(self, allowed: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """Return masks of this problem's options, from masks of options without recomputation.
+        """Return masks of this problem's options from the masks `allowed` of options without recomputation.
 
-        Any policy is allowed.
+        All policies of an allowed option are allowed.
         """
         return {variable: np.tile(mask, len(self.options.of(variable))) for variable, mask in allowed.items()}
 
@@ -83,7 +82,7 @@ class RecomputeProblem:
     def restored(self, choice: Sequence[int]) -> Restored:
         """Return the nodes that a choice recomputes and offloads, in program order.
 
-        Values that no call reads are left out.
+        A node is left out if no call reads its restored value.
         """
         made = self.policies_of_restored(choice)
         readers: dict[str, list[Link]] = defaultdict(list)
@@ -103,9 +102,10 @@ class RecomputeProblem:
         return Restored(tuple(reversed(recomputed.values())), tuple(reversed(offloaded)))
 
     def policies_of_restored(self, choice: Sequence[int]) -> dict[str, ValuePolicy]:
-        """Return the policy of each value that a choice recomputes or offloads, by site.
+        """Return the policy of each value that a choice recomputes or offloads, by the name of the value's site.
 
-        Views of held values are absent if they need no reshard, because the held value keeps their memory.
+        A recomputed view of a held value is absent if it needs no reshard. The held value keeps its memory, so nothing
+        runs again.
         """
         viewed = {link.head: link for link in self.space.links if link.operand == 0}
         found: dict[str, ValuePolicy] = {}
@@ -122,7 +122,6 @@ class RecomputeProblem:
         return found
 
     def _is_moved(self, link: Link, choice: Sequence[int]) -> bool:
-        """Whether a choice reshards the value of a link for its reader."""
         base = self.without_policies(choice)
         source = self.planning.strategy(link.tail, base).outputs[link.result]
         return source != self.planning.strategy(link.head, base).inputs[link.operand]
@@ -149,7 +148,6 @@ class Restored:
 
 
 NOTHING_RESTORED = Restored()
-"""Nothing is restored: all values that the backward reads are kept."""
 
 
 def build_recompute_problem(
@@ -159,13 +157,11 @@ def build_recompute_problem(
     with_memory: bool = True,
     control: SearchControl | None = None,
 ) -> RecomputeProblem:
-    """Return the problem with recomputation over the strategies of `planning`.
+    """Return the problem with recomputation over the strategies of `planning`, which has no recomputation.
 
     Args:
-        planning: the problem without recomputation.
-        options: the possible policies.
-        with_memory: whether to count memory. A choice that is not searched needs no memory.
-        control: ends building when time is up; None: building goes on to the end.
+        with_memory: whether to count memory. Only a search needs the memory.
+        control: stops the building when time is up; None: building is never stopped.
 
     Raises:
         SearchStopped: `control` was over before the problem was built.
@@ -182,10 +178,10 @@ _Part = TypeVar("_Part")
 
 
 def _in_time(control: SearchControl | None, parts: Iterator[_Part]) -> Iterator[_Part]:
-    """Yield the items of an iterator until `control` is over.
+    """Yield the elements of `parts`.
 
     Raises:
-        SearchStopped: `control` is over.
+        SearchStopped: `control` is over before all elements are yielded.
     """
     for part in parts:
         if control is not None and control.is_over():
@@ -213,7 +209,7 @@ class _Building:
             yield np.concatenate([np.where(fit, run, np.inf) for run, fit in zip(runs, fits, strict=True)])
 
     def _copy_times(self, variable: int) -> Floats:
-        """Return the seconds of copying all values of a variable to the host and back, [options]."""
+        """Return the seconds of copying all values of a variable to the host and back in a step, [options]."""
         total = np.zeros(len(self.planning.assignment.costs[variable]))
         for name in self.planning.members[variable]:
             site = self.planning.space.sites[name]
@@ -228,7 +224,7 @@ class _Building:
 
     @cached_property
     def read_back(self) -> dict[str, set[int]]:
-        """For each site, the indices of its results that the backward or a possible recomputation reads."""
+        """The indices of a site's results that the backward or a possible recomputation reads, by the site's name."""
         found: dict[str, set[int]] = defaultdict(set)
         for link in self.planning.space.links:
             is_recomputed = any(policy in RECOMPUTED for policy in self.memory.policies_of(link.head))
@@ -241,10 +237,10 @@ class _Building:
             yield Edge(edge.tail, edge.head, self._edge_table(edge, self.allowed[edge.tail, edge.head]))
 
     def _edge_table(self, edge: Edge, allowed: np.ndarray) -> Floats:
-        """Return the costs of an edge, [options of the tail, options of the head].
+        """Return the seconds of an edge, [options of the tail, options of the head].
 
-        `allowed` has the allowed pairs of policies, [tail policies, head policies]. Other pairs cost infinity.
-        Edges that share a cost table share the result.
+        Pairs of policies outside `allowed`, [tail policies, head policies], cost infinity. Edges with equal cost tables
+        share the result.
         """
         heads = self.options.of(edge.head)
         key = (id(edge.cost), heads, allowed.tobytes(), allowed.shape)
@@ -258,7 +254,10 @@ class _Building:
 
     @cached_property
     def allowed(self) -> dict[tuple[int, int], np.ndarray]:
-        """For each two linked variables (tail, head), the allowed pairs of policies, [tail policies, head policies]."""
+        """The allowed pairs of policies of two linked variables, [tail policies, head policies].
+
+        A key has both variables (tail, head).
+        """
         found: dict[tuple[int, int], np.ndarray] = {}
         for link in self.planning.space.links:
             tails, heads = self.memory.policies_of(link.tail), self.memory.policies_of(link.head)
@@ -277,5 +276,5 @@ class _Building:
 
 
 def _runs(policy: ValuePolicy) -> int:
-    """Return how often a call runs in a step: 2 under a policy that recomputes its value, otherwise 1."""
+    """Return the runs of a call in a step of one micro-batch: 2 if its value is recomputed, else 1."""
     return 2 if policy in RECOMPUTED else 1

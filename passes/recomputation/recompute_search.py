@@ -50,7 +50,7 @@ def solve_jointly(
     Args:
         planning: the problem without recomputation.
         search: the search, with the memory limit.
-        allowed: for a variable, a mask of its options. Absent variables are free.
+        allowed: variable → a boolean mask of its allowed options. All options of absent variables are allowed.
         start: solutions without recomputation. The result costs no more than any of these solutions that fits.
         peak_of: counts the memory of a choice on its lowered program.
         recompute: whether values may be recomputed. Without recomputation nothing is offloaded.
@@ -85,7 +85,7 @@ def _solve_jointly(
     recompute: bool,
     offload: bool,
 ) -> JointSolution:
-    """Return the result that `solve_jointly` has if `before` is None."""
+    """Return the result of `solve_jointly` without a known solution."""
     if not recompute:
         return _alone(planning, search, allowed, start, peak_of)
     unlimited = dataclasses.replace(search, memory_limit_bytes=None, fineness=_FINENESS)
@@ -118,10 +118,10 @@ def solve_with_room(
     recompute: bool,
     offload: bool,
 ) -> JointSolution | None:
-    """Return the cheapest choice found in a memory limit that is smaller by `ROOM`.
+    """Return the cheapest choice found within a memory limit that is smaller by the fraction `ROOM`.
 
-    `found` is the result of `solve_jointly`, and the other arguments are those of `solve_jointly`. Return None if
-    `found` fits in the smaller limit, if no choice fits in it, if time is up, or without a memory limit.
+    `found` is the result of `solve_jointly`, with the same other arguments. The result is None if `found` fits in the
+    smaller limit, or if no choice does. It is also None if time is up, or without a memory limit.
     """
     if search.memory_limit_bytes is None or search.control.is_over():
         return None
@@ -147,7 +147,7 @@ def _where_memory_binds(
     *,
     offload: bool,
 ) -> JointSolution:
-    """Return the result of `solve_jointly` in the case that the cheapest choice without recomputation does not fit."""
+    """Return the result of `solve_jointly` if the cheapest choice without recomputation does not fit."""
     if search.control.is_stopped or (start and search.control.is_over()):
         # the bound of the search without recomputation does not hold for other choices
         return bounded(_alone(planning, search, allowed, start, peak_of), 0.0)
@@ -175,14 +175,15 @@ def _where_memory_binds(
 
 
 def _most_host_bytes(planning: PlanningProblem) -> int:
-    """Return an upper bound of the bytes that any plan may offload: all values of the forward, unsplit."""
+    """Return an upper bound of the bytes that any plan may offload on a rank: all values of the forward, unsplit."""
     results = (item for site in planning.space.sites.values() if site.phase == "forward" for item in site.results)
     return sum(math.prod(item.shape) * item.itemsize for item in results)
 
 
 _FAR = 0.05
-"""Relative gap to the lower bound up to which the search is not repeated without offload. At gaps of 2 to 5 %,
-repeating it gained nothing; at 11 %, less than 0.1 %.
+"""Relative gap to the lower bound up to which the search is not repeated without offload.
+
+At gaps of 2 to 5 %, repeating it gained nothing; at 11 %, less than 0.1 %.
 """
 
 
@@ -195,7 +196,7 @@ def _solve(
     *,
     offload: bool,
 ) -> JointSolution:
-    """Return the result of `solve_jointly` in the case that memory binds, with unlimited memory on the host."""
+    """Return the result of `solve_jointly` if memory binds. The memory of the host is taken to be unlimited."""
     assert search.memory_limit_bytes is not None, "without a limit nothing is recomputed"
 
     options = find_options(planning, offload=offload)
@@ -209,7 +210,6 @@ def _solve(
     wide = problem.widen(allowed)
 
     def attempt(limit: float) -> JointSolution:
-        """Return the cheapest choice that fits in a limit by the problem's tables."""
         return _joint(problem, _within(limit, search)(problem, wide, start))
 
     frugal = partial(_frugal, problem, search, wide, partial(_joint, problem), peak_of)
@@ -225,16 +225,10 @@ def _solve(
 def _problem(
     planning: PlanningProblem, search: Search, options: RecomputeOptions, *, may_stop: bool, offload: bool
 ) -> RecomputeProblem:
-    """Return the problem with recomputation, which is built once for all memory limits.
+    """Return the problem with recomputation. It is built at the first call, and then serves all memory limits.
 
-    Args:
-        planning: the problem without recomputation.
-        search: its control ends building when time is up, if `may_stop`.
-        options: the possible policies.
-        offload: whether `options` has offload.
-
-    Raises:
-        SearchStopped: time was up before the problem was built.
+    With `may_stop`, `SearchStopped` is raised if time is up before it is built. `offload` says whether `options` has
+    offload.
     """
     known: dict[bool, RecomputeProblem] = planning.derived.setdefault(_PROBLEMS, {})
     if offload not in known:
@@ -244,7 +238,7 @@ def _problem(
 
 
 _PROBLEMS = "problems with recomputation"
-"""The key of `PlanningProblem.derived` for problems with recomputation, by whether they have offload."""
+"""Key of `PlanningProblem.derived` for problems with recomputation, by whether they have offload."""
 
 
 def forget_problems(planning: PlanningProblem) -> None:
@@ -253,7 +247,6 @@ def forget_problems(planning: PlanningProblem) -> None:
 
 
 def _joint(problem: RecomputeProblem, found: Solution) -> JointSolution:
-    """Return `found`, a solution of `problem`, as a choice of strategies with restored values."""
     restored, choice = problem.restored(found.choice), problem.without_policies(found.choice)
     running, counts = with_restored(problem.planning, restored), problem.planning.counts()
     return JointSolution(
@@ -268,7 +261,6 @@ def _joint(problem: RecomputeProblem, found: Solution) -> JointSolution:
 
 
 def _cheaper(found: JointSolution | None, other: JointSolution) -> JointSolution:
-    """Return the cheaper of two solutions. The first may be None."""
     return other if found is None or other.solution.cost < found.solution.cost else found
 
 
@@ -279,10 +271,10 @@ def _alone(
     start: Sequence[Solution],
     peak_of: PeakOf,
 ) -> JointSolution:
-    """Return the cheapest choice that fits without recomputation.
+    """Return the cheapest choice without recomputation that fits in memory.
 
     Raises:
-        DoesNotFitError: no choice fits.
+        DoesNotFitError: no such choice fits.
     """
     if search.memory_limit_bytes is None:
         return JointSolution(planning, search(planning, allowed, start))
@@ -304,10 +296,10 @@ def _frugal(
     joint: Callable[[Solution], JointSolution],
     peak_of: PeakOf,
 ) -> list[JointSolution]:
-    """Return choices of small memory.
+    """Return one or two choices that need little memory.
 
-    The first has nearly the smallest peak by the problem's tables. The second, if there is one, is a cheap choice with
-    at most this peak.
+    The first choice has nearly the smallest peak by the problem's tables. The second choice is cheap, and has at most
+    this peak.
     """
     free = restrict(problem.assignment, allowed)
     found = choice_of_smallest_peak(free, problem.usage, problem.memory_row)
@@ -327,7 +319,6 @@ _NEAR = 1.1
 
 
 def _within(limit: float, search: Search) -> Search:
-    """Return the search with another memory limit, in bytes."""
     return dataclasses.replace(search, memory_limit_bytes=limit, says_smallest=False)
 
 

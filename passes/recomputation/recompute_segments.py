@@ -1,6 +1,6 @@
 """Cut the forward into segments.
 
-A value may be recomputed from values of its segment and values that enter the segment.
+A value is recomputed from values of its own segment, and from values that enter it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def segments(sites: Sequence[Site]) -> Mapping[str, int]:
 
 
 def block_segments(sites: Sequence[Site]) -> Mapping[str, int]:
-    """Return the same numbers as `segments`, but only for sites in repeated blocks."""
+    """Return the numbers that `segments` gives to sites in repeated blocks, without sites outside of blocks."""
     blocks, found = numbered_blocks(sites), segments(sites)
     return {site.name: found[site.name] for site in sites if _block(site, blocks)}
 

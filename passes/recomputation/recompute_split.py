@@ -1,9 +1,9 @@
 """A search space in which values of the forward have two lives: one in the forward, and one after it.
 
-For each site (node) with several policies, a second site after the forward has the same value, and all later readers
-read it (`late`). For each policy that restores the value, one more site stands where the value is restored
-(`restored`). A recomputation reads operands; a fetch from the host reads no operands. Lifetimes in this space cover
-both lives of a value, and the operands of recomputations.
+Each site (node) with several policies has a second site after the forward with the same value, for all later readers
+(`late`). For each policy that restores the value, one more site stands where the value is restored (`restored`). A
+recomputation reads operands; a fetch from the host reads none. So lifetimes in this space cover both lives of a value,
+and the operands of recomputations.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ class SplitSpace:
 
     Args:
         space: the sites and links. The first links are those of the original space, in order.
-        late: for a site, the site of its value after the forward.
-        restored: for a site and a policy, the site that restores the value.
-        sources: for each site of `late` and `restored`, its original site and its policy (None: any policy).
+        late: name of a site → the site that has the same value after the forward.
+        restored: (name of a site, policy) → the site that restores the value under this policy.
+        sources: name of a site in `late` or `restored` → its original site, and the policy under which it exists (None:
+            any policy).
     """
 
     space: SearchSpace
@@ -39,17 +40,17 @@ class SplitSpace:
     sources: Mapping[str, tuple[str, ValuePolicy | None]]
 
     def origin(self, name: str) -> tuple[str, ValuePolicy | None]:
-        """Return the original of a site, and the policy under which the site exists.
+        """Return the original of a site, and the policy under which the site exists; None: under any policy.
 
-        A policy of None means any policy.
+        A site of the original space is its own original.
         """
         return self.sources.get(name, (name, None))
 
 
 def split_space(space: SearchSpace, options: RecomputeOptions, classes: Mapping[str, int]) -> SplitSpace:
-    """Return the space with two lives of the values that have several policies.
+    """Return the search space in which values with several policies have two lives.
 
-    `classes` maps a site to its variable.
+    `classes` has the variable of each site.
     """
     kept = [name for name in space.sites if classes[name] in options.policies]
     late = {name: f"{name}, late" for name in kept}
@@ -82,9 +83,10 @@ def _sites(
     late: Mapping[str, str],
     restored: Mapping[tuple[str, ValuePolicy], str],
 ) -> Iterator[tuple[str, Site]]:
-    """Yield pairs of a site's name and the site, in program order.
+    """Yield the sites of the split space by name, in program order.
 
-    Second lives follow the forward, and recomputations stand where they happen.
+    The sites of second lives stand right after the forward, and restoring sites stand where their policies restore
+    values.
     """
     before: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for (name, policy), copy in restored.items():
@@ -101,7 +103,10 @@ def _sites(
 
 
 def _second_life(site: Site, name: str) -> Site:
-    """Return a site `name` that copies the value of another site after the forward. A view stays a view."""
+    """Return a site `name` after the forward with the value of a forward site.
+
+    The site of a view is a view of the same value. Every other site is a copy.
+    """
     assert site.node is not None, "calls have nodes"
     node = site.node
     if not site.is_alias:

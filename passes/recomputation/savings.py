@@ -13,18 +13,15 @@ from passes.recomputation.with_restored import with_restored
 
 
 def savings_of(planning: PlanningProblem, found: JointSolution, peak_of: PeakOf) -> tuple[Recompute, Offload]:
-    """Return the recomputation and the offload of a solution, with the bytes they save and the seconds they cost.
+    """Return the recomputation and the offload of a solution, with the bytes saved and the seconds added.
 
-    The recomputation is compared with a program that only offloads, and the offload with a program that only
-    recomputes.
+    The savings of recomputation are against a program that only offloads. The savings of offload are against a program
+    that only recomputes.
     """
     choice, restored = found.solution.choice, found.restored
 
     def without(left: Restored) -> tuple[int, float]:
-        """Return the bytes that the solution saves at the peak, and the seconds that it adds to a step.
-
-        The comparison is with a program that restores only the nodes of `left`.
-        """
+        """Return the bytes saved at the peak and the seconds added, against a program that restores only `left`."""
         other = with_restored(planning, left)
         peaks = [int(peak_of(item, choice)) for item in (other, found.planning)]
         costs = [item.assignment.cost_of(choice) for item in (other, found.planning)]

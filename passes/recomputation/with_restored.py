@@ -34,14 +34,14 @@ from passes.strategies.repeated import NotAlikeError, find_repeated, paths_where
 
 
 def with_restored(planning: PlanningProblem, restored: Restored) -> PlanningProblem:
-    """Return the planning problem of the program that restores values. Its variables and options are those of
-    `planning`.
+    """Return the planning problem of the program that restores values, with the variables and options of `planning`.
 
     Clones, and copies to and from the host, have the variables of their originals. So a choice of `planning` is a
     choice of the result.
 
     Raises:
-        NotAlikeError: the program leaves out blocks, and the blocks beside them do not restore alike values alike.
+        NotAlikeError: the program leaves out blocks, and the blocks beside them do not restore equal values at equal
+            places.
     """
     if not restored:
         return planning
@@ -56,7 +56,7 @@ def with_restored(planning: PlanningProblem, restored: Restored) -> PlanningProb
 
 
 def host_bytes(planning: PlanningProblem, choice: Sequence[int]) -> float:
-    """Return the bytes of offloaded values in the host's memory for each rank, at the end of the forward."""
+    """Return the bytes of offloaded values in the host's memory for each rank, at the end of a forward."""
     space = planning.space
     copies = [site for site in space.sites.values() if site.node is not None and site.node.target is to_host]
     specs, counts = ((site, planning.strategy(site.name, choice).outputs[0]) for site in copies), planning.counts()
@@ -65,9 +65,9 @@ def host_bytes(planning: PlanningProblem, choice: Sequence[int]) -> float:
 
 
 def space_with(space: SearchSpace, restored: Restored) -> tuple[SearchSpace, dict[str, str]]:
-    """Return the search space with clones and copies, and a dict from each site to its original.
+    """Return the search space of the program that restores values, and the original of each of its sites, by name.
 
-    Clones and copies have the specs of their originals.
+    Clones, and copies to and from the host, have the specs of their originals.
     """
     program = InsertRecompute(restored.recomputed, restored.offloaded)(space.program)
     incoming: dict[str, list[Link]] = defaultdict(list)
@@ -102,9 +102,9 @@ def space_with(space: SearchSpace, restored: Restored) -> tuple[SearchSpace, dic
 
 @dataclass(slots=True)
 class _Transfers:
-    """Make sites of copies to and from the host.
+    """Makes the sites of copies to and from the host.
 
-    Each option of a copy keeps the spec of one option of the copied value.
+    Each option of such a site keeps the spec that the copied value has under one of its options.
     """
 
     space: SearchSpace
@@ -124,6 +124,9 @@ class _Transfers:
 
 
 def _choices(spec: PartitionSpec, mesh: Mesh) -> tuple[Choice, ...]:
-    """Return, for each mesh axis, the dim of a spec that the axis splits (see `autoshard.rules.offload`)."""
+    """Return the choice of each mesh axis in the rule of a copy, as `autoshard.rules.offload` defines it.
+
+    An axis chooses the dim that the spec splits over the axis, or None.
+    """
     dims = (spec.dim_of(axis) for axis in mesh.axis_names)
     return tuple(None if dim is None else Split(f"d{dim}") for dim in dims)

@@ -1,7 +1,6 @@
 """The stages of a recipe's pipeline: the blocks of each stage, the rank of each stage, and the time of the schedule.
 
-A model is a list of equal or different blocks between two end parts. `BEFORE` is the layer class in front of the blocks
-(the embedding), and `AFTER` the layer class behind them (the head). `BEFORE` is on the first stage, `AFTER` on the
+The layer class `BEFORE` (the embedding) is on the first stage, in front of the blocks; `AFTER` (the head) is on the
 last.
 """
 
@@ -29,16 +28,18 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One pipeline stage: pairs of a layer class's name and the number of its layers on the stage."""
+    """One pipeline stage.
+
+    `layers` has pairs of a layer class's name and the number of its layers on the stage.
+    """
 
     layers: tuple[tuple[str, int], ...]
 
 
 def cut_into_stages(blocks: Sequence[str], recipe: Execution) -> tuple[Stage, ...]:
-    """Return the stages of a model in order, each with its part of the blocks.
+    """Return the stages of a model in order; `blocks` has the layer class of each block.
 
-    `blocks` has the layer class of each block, in order. The first stage also has the layer class `BEFORE`, and the
-    last stage has `AFTER`.
+    The first stage also has the layer class `BEFORE`, and the last stage has `AFTER`.
 
     Raises:
         RecipeError: there are more stages than blocks, or `stage_layers` has another number of blocks than the model.
@@ -91,10 +92,7 @@ def even_blocks(blocks: int, stages: int, *, split_ends: bool = False) -> tuple[
 
 
 def rank_counts(names: Sequence[str], stages: Sequence[Stage], recipe: Execution) -> Floats:
-    """Return the number of layers of each class on each pipeline rank, [ranks, classes].
-
-    The classes are in the order of `names`. The recipe's schedule decides which rank has which stages.
-    """
+    """Return the number of layers of each class in `names` on each pipeline rank of a recipe, [ranks, classes]."""
     counts = np.zeros((recipe.pipeline, len(names)))
     owners = stage_ranks(recipe.chosen_schedule, recipe.pipeline, recipe.virtual_stages)
     for stage, owner in zip(stages, owners, strict=True):
@@ -103,16 +101,15 @@ def rank_counts(names: Sequence[str], stages: Sequence[Stage], recipe: Execution
 
 
 def layer_counts(names: Sequence[str], stage: Stage) -> Floats:
-    """Return the number of layers of each class in a stage, [classes], in the order of `names`."""
+    """Return the number of layers of each class in `names` in a stage, [classes]."""
     counts = dict(stage.layers)
     return np.array([counts.get(name, 0) for name in names], dtype=float)
 
 
 def in_flight(recipe: Execution) -> tuple[float, ...]:
-    """Return, for each pipeline rank, the most micro-batches whose activations the rank holds at once, per stage.
+    """Return for each pipeline rank the most micro-batches in flight, as a mean over the rank's stages.
 
-    A rank with several virtual stages counts a micro-batch once for each stage, divided by the number of its stages.
-    The result depends on the schedule's order alone, and not on times.
+    A micro-batch is in flight on a stage while the stage keeps its activations. The schedule's order alone decides.
     """
     if recipe.pipeline == 1:
         return (1.0,)
@@ -121,16 +118,14 @@ def in_flight(recipe: Execution) -> tuple[float, ...]:
 
 
 def cuts_backward(recipe: Execution) -> bool:
-    """Whether the schedule runs gradients of inputs and gradients of weights as two separate tasks (zero bubble)."""
+    """Whether a recipe's schedule runs gradients of inputs and of weights as separate tasks (zero bubble)."""
     return recipe.pipeline > 1 and schedule_orders.cuts_backward(recipe.chosen_schedule)
 
 
 def stages_time(stages: Sequence[StageTimes], recipe: Execution) -> float:
-    """Seconds in which the pipeline runs the forward and backward of all micro-batches of a step.
+    """Return the seconds in which the pipeline runs the forward and backward of all micro-batches of a step.
 
-    Args:
-        stages: the times of each stage for one micro-batch, in order.
-        recipe: the recipe, with its schedule and number of micro-batches.
+    `stages` are the times of each stage for one micro-batch, in order.
 
     Raises:
         RecipeError: the schedule does not allow the number of micro-batches or virtual stages.

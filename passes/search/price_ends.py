@@ -1,7 +1,4 @@
-"""Times at the end of a step on a pipeline rank, once for all micro-batches.
-
-Gradients are reduced, parameters are updated, and ZeRO-1 and -2 gather the updated parameters.
-"""
+"""Seconds at the end of a step on a pipeline rank: gradients are reduced, parameters updated and gathered."""
 
 from __future__ import annotations
 
@@ -19,11 +16,11 @@ WEIGHT_BYTES = {"bf16": 2, "f16": 2, "f8": 2, "f32": 4}
 
 
 class RankLoad(NamedTuple):
-    """The parameters of a pipeline rank, and its computation for one micro-batch.
+    """The load of a pipeline rank.
 
     Args:
-        dense, expert: number of the rank's parameters outside of experts, and number of its experts' parameters.
-        forward_s, backward_s: seconds of the rank's forward and backward for one micro-batch.
+        dense, expert: numbers of parameters outside of experts, and in experts.
+        forward_s, backward_s: seconds of the rank's layers for one micro-batch.
     """
 
     dense: float
@@ -52,8 +49,8 @@ def end_times(load: RankLoad, recipe: Execution, groups: Groups, cluster: Cluste
 def exchange_times(dense: float, expert: float, recipe: Execution, groups: Groups) -> tuple[float, float]:
     """Return the seconds of reducing gradients, and the seconds of gathering updated parameters, once per step.
 
-    `dense` and `expert` are numbers of parameters on the rank, outside of experts and in them. Collectives that run for
-    each micro-batch are not counted here; `price_recipe.sharded_time` has them.
+    `dense` and `expert` are the rank's numbers of parameters outside of experts and in experts.
+    `price_recipe.sharded_time` has the collectives that run once per micro-batch.
     """
     gradient = GRADIENT_BYTES[recipe.runtime.gradient_dtype]
     reduce_s = gather_s = 0.0
@@ -78,10 +75,10 @@ _STATE_PASSES = {"sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}
 
 
 def update_bytes(recipe: Execution) -> float:
-    """Bytes of device memory that the optimizer's update moves for each parameter.
+    """Return the bytes of device memory that the optimizer's update moves for each parameter.
 
-    The optimizer state and the master weight are read and written. The gradient is read twice, once for clipping. The
-    parameter is written.
+    State and master weight are read and written. The gradient is read twice, once for clipping. The parameter is
+    written.
     """
     state = 8 * _STATE_PASSES[recipe.optimizer]
     master = 8 if recipe.runtime.master_weights else 2

@@ -34,13 +34,13 @@ from passes.search.recipe_groups import Groups
 
 @dataclass(frozen=True, slots=True)
 class MemoryPrice:
-    """Peak memory of the rank that needs most. `parts` maps the name of a part ("activations") to its bytes."""
+    """Peak memory of the rank that needs most, in bytes by part ("activations")."""
 
     parts: Mapping[str, int]
 
     @property
     def total(self) -> int:
-        """Bytes of all parts together."""
+        """Bytes at the peak of the rank that needs most, over all parts."""
         return sum(self.parts.values())
 
 
@@ -69,7 +69,7 @@ class HeldBytes(NamedTuple):
 
 
 def held_bytes(sizes: Mapping[str, LayerPrice], recipe: Execution, groups: Groups) -> HeldBytes:
-    """Return the bytes of each layer class under a recipe, in the order of `sizes`."""
+    """Return the bytes on one rank of one layer of each class under a recipe, in the order of `sizes`."""
     rows = []
     widens = recipe.runtime.master_weights and recipe.runtime.gradient_dtype != "f32"
     for name, size in sizes.items():
@@ -90,7 +90,7 @@ def held_bytes(sizes: Mapping[str, LayerPrice], recipe: Execution, groups: Group
 
 
 def memory_parts(held: HeldBytes, counts: Floats, in_flight: Floats) -> dict[str, Floats]:
-    """Return the peak memory of each pipeline rank: a dict from the name of a part to its bytes, [..., ranks].
+    """Return the bytes at the peak of each pipeline rank by part, [..., ranks].
 
     Args:
         held: the bytes of one layer of each class.
@@ -131,10 +131,6 @@ def memory_price(
     """Return the peak memory of the pipeline rank that needs most.
 
     Args:
-        sizes: the price of each layer class.
-        stages: the number of layers of each class in each stage.
-        recipe: the recipe.
-        groups: the recipe's process groups.
         in_flight: for each pipeline rank, the number of micro-batches that each of its stages holds at the peak.
     """
     counts = rank_counts(tuple(sizes), stages, recipe)
@@ -146,7 +142,10 @@ def memory_price(
 def host_bytes(
     sizes: Mapping[str, LayerPrice], stages: Sequence[Stage], recipe: Execution, in_flight: Sequence[float]
 ) -> int:
-    """Bytes of offloaded activations in the host's memory for the rank that offloads most, see `memory_price`."""
+    """Return the bytes of offloaded activations in the host's memory, for the rank that offloads most.
+
+    `in_flight` is the number of micro-batches that each stage of a rank holds at the peak, by pipeline rank.
+    """
     if recipe.offload != "activations":
         return 0
     blocks = [name for name in sizes if name not in (BEFORE, AFTER)]
@@ -155,14 +154,15 @@ def host_bytes(
 
 
 def state_bytes(elements: Any, shards: Any, recipe: Execution) -> dict[str, Any]:
-    """Return the bytes of "parameters", "gradients" and "optimizer state" on one rank, as a dict.
+    """Return the bytes of "parameters", "gradients" and "optimizer state" on one rank.
 
-    `elements` is the number of parameters before ZeRO. ZeRO shards them over `shards` ranks. Both may be numbers,
-    arrays or symbols.
+    `elements` is the number of parameters before ZeRO shards them over `shards` ranks. Both may be numbers, arrays or
+    symbols.
 
-    Under a runtime without `narrow_copies`, parameters count as if copied unless there is a pipeline. The search over
-    specs may shard single parameters further than the recipe says. With micro-batches of a pipeline that is dear, as
-    they would be gathered for each micro-batch.
+    With float32 master weights and a stage below ZeRO-3, a narrow copy of each parameter counts too, in two cases. The
+    runtime has `narrow_copies`, or there is no pipeline. In the second case, the search over specs may shard a
+    parameter further than the recipe says, and gather a narrow copy. In a pipeline it would be gathered for each
+    micro-batch.
     """
     weight, gradient = WEIGHT_BYTES[recipe.precision], GRADIENT_BYTES[recipe.runtime.gradient_dtype]
     has_masters = recipe.runtime.master_weights
@@ -180,7 +180,7 @@ def state_bytes(elements: Any, shards: Any, recipe: Execution) -> dict[str, Any]
 
 
 def kept_bytes(price: LayerPrice, recipe: Execution, *, is_block: bool) -> int:
-    """Bytes of activations that one layer keeps for the backward of one micro-batch, on the device or on the host."""
+    """Return the bytes of activations that one layer keeps for the backward of one micro-batch, on device or host."""
     if recipe.recompute == "none" or not is_block:
         return price.saved_bytes
     return price.entering_bytes if recipe.recompute == "full" else price.saved_bytes - price.core_bytes

@@ -84,12 +84,9 @@ def phase_time(
     *,
     done: Busy = _IDLE,
 ) -> PhaseTime:
-    """Return the times of a phase for one micro-batch.
+    """Return the times of a phase of one layer for one micro-batch.
 
-    Args:
-        phase: the kernels and collectives of one layer in the phase.
-        recipe, groups, cluster: the recipe, its process groups, the hardware.
-        done: kernels of the phase to leave out, such as the end of a recomputed forward that stops early.
+    `done` has kernels of the phase that do not run, because recomputation stops before them.
     """
     kernels = phase.busy.kernels - done.kernels
     compute_s = max(0.0, phase.busy.total_s - done.total_s)

@@ -38,15 +38,16 @@ HOST = "the host"
 
 
 class LayerTimes(NamedTuple):
-    """Times of one layer of each class for one micro-batch, as arrays [classes]. Hidden communication does not count.
+    """Times of one layer of each class for one micro-batch, as arrays [classes].
+
+    They include only exposed communication.
 
     Args:
-        forward_s: seconds of the forward.
         backward_s: seconds of the backward, without recomputation.
         recompute_s: seconds of the recomputation in the backward.
         input_gradient_s, weight_gradient_s: seconds of the two parts of a cut backward, together at least `backward_s`.
-        dense, expert: numbers of parameters outside of experts, and of experts.
-        communication: for each layer class, a dict from axis to the seconds of exposed communication in both passes.
+        dense, expert: numbers of parameters outside of experts, and in experts.
+        communication: for each layer class, the seconds of exposed communication in both passes, by axis.
     """
 
     forward_s: Floats
@@ -60,7 +61,7 @@ class LayerTimes(NamedTuple):
 
 
 def layer_times(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Groups, cluster: Cluster) -> LayerTimes:
-    """Return the times of the layer classes under a recipe, in the order of `layers`."""
+    """Return the times of one layer of each class under a recipe, in the order of `layers`."""
     rows, communication = [], []
     for name, price in layers.items():
         row, exposed = _layer_time(price, recipe, groups, cluster, is_block=name not in (BEFORE, AFTER))
@@ -72,9 +73,9 @@ def layer_times(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Gro
 def _layer_time(
     price: LayerPrice, recipe: Execution, groups: Groups, cluster: Cluster, *, is_block: bool
 ) -> tuple[tuple[float, ...], Mapping[str, float]]:
-    """Return the times of one layer class, and its exposed communication.
+    """Return the times of one layer for one micro-batch, and its exposed communication in seconds by axis.
 
-    The times are the first five fields of `LayerTimes`, in order. The communication is a dict from axis to seconds.
+    The times are forward, backward, recomputation, and both parts of a cut backward, as in `LayerTimes`.
     """
     forward, backward = (phase_time(phase, recipe, groups, cluster) for phase in (price.forward, price.backward))
     gathers, copies = sharded_time(price, recipe, groups), copies_time(price, recipe, cluster, is_block=is_block)
@@ -95,7 +96,7 @@ def _layer_time(
 
 
 def _recomputed(price: LayerPrice, recipe: Execution, groups: Groups, cluster: Cluster, *, is_block: bool) -> PhaseTime:
-    """Return the time of the forward kernels that the backward of a layer runs again."""
+    """Return the time of the forward kernels of a layer that run again in its backward."""
     if not is_block or recipe.recompute == "none":
         return _NOTHING
     if recipe.recompute == "selective":
@@ -108,12 +109,12 @@ _NOTHING = PhaseTime(0.0, {}, 0.0, 0.0, 0.0, 0.0)
 
 
 class _PassTimes(NamedTuple):
-    """Seconds of a forward or backward with its ZeRO collectives and host copies.
+    """Seconds of one forward or backward.
 
     Args:
         total_s: the whole pass.
         first_s: the first part of a backward that is cut in two.
-        exposed: for "data" (ZeRO) and `HOST`, the seconds that their transfers add to the pass.
+        exposed: seconds of exposed transfers: "data" for ZeRO's collectives, `HOST` for copies.
     """
 
     total_s: float
@@ -124,12 +125,8 @@ class _PassTimes(NamedTuple):
 def _passing(busy_s: float, first_s: float, gather_s: float, copy_s: float, recipe: Execution) -> _PassTimes:
     """Return the times of a forward or backward that runs beside ZeRO's collectives and copies to or from the host.
 
-    Args:
-        busy_s: seconds of the pass alone.
-        first_s: seconds of the first part of a cut backward, alone. All transfers run beside this part.
-        gather_s: seconds of ZeRO's collectives.
-        copy_s: seconds of copies to or from the host.
-        recipe: the recipe; its runtime says which transfers overlap with computation.
+    `busy_s` is the time of the pass without transfers. `first_s` is the time of the first part of a cut backward,
+    beside which all transfers run. The recipe's runtime says which transfers overlap with computation.
     """
     overlaps = recipe.runtime.overlap_parameters if recipe.zero == 3 else recipe.runtime.overlap_gradients
     before_s, beside_s = (0.0, gather_s) if overlaps else (gather_s, 0.0)
@@ -144,7 +141,7 @@ def _passing(busy_s: float, first_s: float, gather_s: float, copy_s: float, reci
 def copies_time(price: LayerPrice, recipe: Execution, cluster: Cluster, *, is_block: bool) -> tuple[float, float]:
     """Return the seconds of copying a layer's kept values to the host, and the seconds of copying them back.
 
-    Both are 0 for the embedding and the head, whose values stay on the device.
+    Both are 0 for the embedding and the head.
     """
     if recipe.offload != "activations" or not is_block:
         return 0.0, 0.0
@@ -180,13 +177,7 @@ def sharded_time(price: LayerPrice, recipe: Execution, groups: Groups) -> tuple[
 
 @dataclass(frozen=True)
 class Step:
-    """A priced step under one recipe. Each property is computed when it is first read.
-
-    Args:
-        layers: the price of each layer class.
-        stages: the number of layers of each class in each stage.
-        recipe, groups, cluster: the recipe, its process groups, the hardware.
-    """
+    """A priced step under one recipe; each property is computed when it is first read."""
 
     layers: Mapping[str, LayerPrice]
     stages: Sequence[Stage]
@@ -196,12 +187,12 @@ class Step:
 
     @cached_property
     def time_s(self) -> float:
-        """Seconds of the step."""
+        """Seconds of the whole step, with all micro-batches, exposed communication, the bubble and the update."""
         return self._pipe_s + sum(self.end.values())
 
     @cached_property
     def breakdown(self) -> Mapping[str, float]:
-        """Seconds of the step by part, such as "compute" and "pipeline bubble". Their sum is `time_s`."""
+        """Seconds of the step by part, such as "compute" and "pipeline bubble", which sum to `time_s`."""
         recipe, found = self.recipe, dict[str, float]()
         is_late = recipe.pipeline > 1 and not recipe.runtime.overlap_pipeline
         sends_s = 2 * self.send_s * recipe.virtual_stages * recipe.micro_batches if is_late else 0.0
@@ -227,7 +218,7 @@ class Step:
 
     @cached_property
     def times(self) -> LayerTimes:
-        """Times of one layer of each class."""
+        """Times of one layer of each class for one micro-batch."""
         return layer_times(self.layers, self.recipe, self.groups, self.cluster)
 
     @cached_property
@@ -256,23 +247,23 @@ class Step:
 
     @cached_property
     def end(self) -> Mapping[str, float]:
-        """Seconds of each part of the step's end, by the names of `price_ends.end_times`.
-
-        The seconds are those of the pipeline rank where all parts together take longest.
-        """
+        """Seconds of each part of the step's end (`price_ends.end_times`) on the pipeline rank that takes longest."""
         kinds = dict.fromkeys(map(tuple, self.ranks.tolist()))
         ends = [end_times(load_of(kind, self.times), self.recipe, self.groups, self.cluster) for kind in kinds]
         return max(ends, key=lambda parts: sum(parts.values()))
 
 
 def load_of(counts: Sequence[float], times: LayerTimes) -> RankLoad:
-    """Return the parameters and the computation of a pipeline rank; `counts` is its number of layers of each class."""
+    """Return the load of a pipeline rank, given its number of layers of each class."""
     parts = (times.dense, times.expert, times.forward_s, times.backward_s + times.recompute_s)
     return RankLoad(*(float(np.dot(counts, part)) for part in parts))
 
 
 def send_time(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Groups) -> float:
-    """Seconds of sending a block's input to the next stage. Each tensor rank sends its part (Narayanan et al. 2021)."""
+    """Return the seconds to send a block's input for one micro-batch to the next stage.
+
+    Each tensor rank sends a part of the input (Narayanan et al. 2021).
+    """
     if recipe.pipeline == 1:
         return 0.0
     whole = max(price.entering_bytes for name, price in layers.items() if name not in (BEFORE, AFTER))
@@ -287,11 +278,10 @@ def send_time(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Group
 
 
 def accumulation_bytes(price: LayerPrice, recipe: Execution) -> float:
-    """Return the bytes of device memory that are moved after a micro-batch for one layer's 16-bit gradients.
+    """Return the bytes of device memory that move when a micro-batch's gradients of one layer are added to sums.
 
-    A local sum over micro-batches reads each gradient, and reads and writes the sum. If the gradients of each
-    micro-batch are reduced instead (`Execution.reduces_each`), FSDP copies them into a flat buffer. FSDP then casts
-    the buffer to the dtype of the reduction.
+    A local sum reads each gradient, and reads and writes the sum. If each micro-batch's gradients are reduced instead
+    (`Execution.reduces_each`), FSDP copies them into a flat buffer, and casts it to the dtype of the reduction.
     """
     gradient = GRADIENT_BYTES[recipe.runtime.gradient_dtype]
     elements = price.parameters + price.expert_parameters
@@ -301,10 +291,7 @@ def accumulation_bytes(price: LayerPrice, recipe: Execution) -> float:
 
 
 def model_flops(layers: Mapping[str, LayerPrice], blocks: Sequence[str], recipe: Execution) -> float:
-    """Return the FLOPs of products and attention in a step, without recomputation.
-
-    The result is for one rank, as a mean over the pipeline ranks.
-    """
+    """Return the FLOPs of products and attention in a step without recomputation, as a mean over pipeline ranks."""
     names = [BEFORE, *blocks, AFTER]
     counts = {name: names.count(name) for name in dict.fromkeys(names)}
     per_micro = math.fsum(

@@ -1,5 +1,4 @@
-"""Read a user's constraints on recipes: a dict from a recipe's field to its value, or to a collection of allowed
-values.
+"""Read a user's constraints on recipes: a recipe's fields with their values, or with collections of allowed values.
 
 For example `{"tensor": 8, "pipeline": (1, 2, 4)}`. Overlap and fusion are fields of a `Runtime`, not of recipes.
 """
@@ -27,14 +26,11 @@ _ELSEWHERE = {
         for name in _RUNTIME
     },
 }
-"""For each name that constraints cannot decide: the advice that the error message gives."""
+"""For each name that constraints cannot decide, the advice of the error message."""
 
 
 def pinned(constraints: Mapping[str, object]) -> Only:
     """Return the allowed values of each constrained field, as tuples.
-
-    Args:
-        constraints: a dict from a field of `Recipe` to its value, or to a collection of allowed values.
 
     Raises:
         RecipeError: a field or value is unknown. The message names it.
@@ -53,7 +49,6 @@ def pinned(constraints: Mapping[str, object]) -> Only:
 
 
 def _values(name: str, given: object) -> tuple[object, ...]:
-    """Return the allowed values of the field `name`, after checks of each value."""
     if isinstance(given, PartitionSpec):
         raise NotAvailableError(
             f"constraints[{name!r}]={given!r} gives a value its spec, but with global_batch= recipes are searched, "

@@ -22,7 +22,7 @@ from passes.search.layers.price_layers import EXPERT, AxisTraffic
 from passes.search.layers.propagate_axis import MoveKind
 
 Exchange = Callable[[float, GroupLinks], float]
-"""A function from bytes and a group to the seconds of a collective."""
+"""Takes bytes and a group, and returns the seconds of a collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Groups:
     neighbours: GroupLinks
 
     def of(self, axis: str) -> GroupLinks:
-        """Return the group of the axis "tensor", "context" or "expert"."""
+        """Return the links of the ranks along the axis "tensor", "context" or "expert"."""
         return {"tensor": self.tensor, "context": self.context, "expert": self.expert}[axis]
 
 
@@ -67,9 +67,9 @@ def recipe_groups(recipe: Execution, cluster: Cluster) -> Groups:
     replicas, shards = recipe.replicas, recipe.zero_group or recipe.replicas
 
     def along(inner: int, size: int, inside: int = 1) -> GroupLinks:
-        """Return a group of `size` members, each of `inside` consecutive ranks.
+        """Return the links of a group of `size` members, each with `inside` consecutive ranks.
 
-        The first ranks of two neighbouring members are `inner` apart.
+        Neighbouring members begin `inner` ranks apart.
         """
         outer, between = cluster.size // (inner * size), inner // inside
         shape = {"outer": outer, "group": size, "between": between, "inside": inside}
@@ -92,7 +92,10 @@ def recipe_groups(recipe: Execution, cluster: Cluster) -> Groups:
 
 
 def traffic_time(item: AxisTraffic, recipe: Execution, groups: Groups) -> float:
-    """Seconds of one collective of a layer, without other traffic."""
+    """Return the seconds of one collective of a layer for one micro-batch.
+
+    No other collective is taken to run at the same time.
+    """
     group = groups.of(item.axis)
     if recipe.runtime.merged_dispatch and (item.axis, item.kind) == (EXPERT, MoveKind.EXCHANGE):
         return _merged_s(item.bytes, item.copies, group)
@@ -107,7 +110,10 @@ _MOVES = {
 
 @lru_cache(maxsize=2**16)
 def _alone_s(exchange: Exchange, moved_bytes: float, group: GroupLinks) -> float:
-    """Seconds of an exchange without other traffic. The result is cached, because a search repeats few exchanges."""
+    """Return `exchange(moved_bytes, group)` in seconds.
+
+    The result is cached, because a search repeats few exchanges.
+    """
     return exchange(moved_bytes, group)
 
 
@@ -118,7 +124,8 @@ _merged_s = lru_cache(maxsize=2**16)(dispatch_time)
 def sorting_time(item: AxisTraffic, recipe: Execution, cluster: Cluster) -> float:
     """Return the seconds in which a rank sorts exchanged tokens by expert, or restores the order of the tokens.
 
-    The result is 0 for a merged dispatch, which sorts the tokens itself, and for other axes than the expert axis.
+    The result is 0 for other axes than the expert axis. It is also 0 for a merged dispatch, which sorts the tokens
+    itself.
     """
     if item.axis != EXPERT or recipe.runtime.merged_dispatch:
         return 0.0
@@ -126,16 +133,16 @@ def sorting_time(item: AxisTraffic, recipe: Execution, cluster: Cluster) -> floa
 
 
 _LISTED_S = 2e-5
-"""Seconds of the host for each rank of a collective with a list of tensors. The host makes a view and a copy, from C++,
-without Python (jiahuanglin.xyz, all_lessons/gpu_kernel_serving/18_pytorch_to_kernel, 5 to 25 us).
+"""Seconds of the host for each rank of a collective with a list of tensors: a view and a copy, made from C++.
+
+Source: jiahuanglin.xyz, all_lessons/gpu_kernel_serving/18_pytorch_to_kernel, 5 to 25 us.
 """
 
 
 def in_pieces(
     exchange: Exchange, total_bytes: float, group: GroupLinks, recipe: Execution, *, count: int | None = None
 ) -> float:
-    """Seconds of exchanging `total_bytes` in `count` equal pieces; by default a piece has the size of the runtime's
-    buckets.
+    """Return the seconds of exchanging `total_bytes` in `count` equal pieces; None: pieces as large as the buckets.
 
     With `Runtime.listed_collectives`, each piece also takes host time for each rank of the group.
     """

@@ -1,7 +1,4 @@
-"""Make the plan of a recipe without a search over specs.
-
-The plan has a spec for each value on the recipe's mesh, and a predicted step.
-"""
+"""Make the plan of a recipe without a search over specs: a spec for each value on its mesh, and a predicted step."""
 
 from __future__ import annotations
 
@@ -34,12 +31,7 @@ def recipe_plan(
     recipe: Execution,
     cluster: Cluster,
 ) -> Plan:
-    """Return the plan of a recipe.
-
-    Args:
-        priced: the traced model.
-        recipe: the recipe.
-        cluster: the hardware, with as many devices as the recipe needs.
+    """Return the plan of a recipe on a cluster with as many devices as the recipe needs.
 
     Raises:
         RecipeError: the recipe does not suit the model or the cluster.
@@ -103,7 +95,7 @@ def _host_bytes(priced: CountedModel, recipe: Execution, cluster: Cluster) -> in
     """Return the bytes of offloaded activations in the host's memory for each device.
 
     Raises:
-        RecipeError: the host's memory is smaller than these bytes.
+        RecipeError: they do not fit.
     """
     if recipe.offload != "activations":
         return 0
@@ -135,9 +127,7 @@ def recipe_mesh(recipe: Execution) -> Mesh:
 
 
 def combined(specs: Mapping[str, PartitionSpec]) -> PartitionSpec:
-    """Return one spec from the specs of single axes.
-
-    `specs` maps the name of an axis to its spec, in which the axis is called `AXIS`.
+    """Return one spec from the specs of single axes, by axis, in which each axis is called `AXIS`.
 
     Example:
         >>> combined({"context": PartitionSpec(None, AXIS), "tensor": PartitionSpec(None, AXIS)})
@@ -150,10 +140,9 @@ def combined(specs: Mapping[str, PartitionSpec]) -> PartitionSpec:
 
 
 def _node_plans(priced: PricedModel, layouts: Mapping[str, AxisLayout]) -> dict[str, NodePlan]:
-    """Return the specs of the calls of one block of each kind, and of the parts before and after the blocks.
+    """Return the specs of the calls in one block of each kind, and of the calls outside of blocks, by name.
 
-    A key is a call's name. `layouts` maps an axis to its layout. The data axis has no layout, because the batch is
-    split before the program runs.
+    Data parallelism splits the batch before the program runs, so the axis "data" is in no spec.
     """
 
     def each(found: Mapping[str, tuple[PartitionSpec, ...]]) -> tuple[PartitionSpec, ...]:
@@ -176,8 +165,7 @@ def _parameter_plans(
 ) -> dict[str, ParameterPlan]:
     """Return the plan of each parameter of the whole model, by name. Under ZeRO-3, replicas also split the first dim.
 
-    The bytes of a parameter come from the recipe's own numbers of tensor, context and expert ranks. The mesh may lack
-    some of these axes.
+    Bytes come from the recipe's own numbers of tensor, context and expert ranks, because the mesh may lack these axes.
     """
     nodes = priced.folded.single.nodes_by_name()
     sizes = {"tensor": recipe.tensor, "context": recipe.context, "expert": recipe.expert}

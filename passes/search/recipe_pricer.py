@@ -53,7 +53,7 @@ ROUNDING = 1.0 - 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The layers on each rank of several pipelines that have the same number of ranks.
+    """The layers of each rank in several pipelines that have the same number of ranks.
 
     Args:
         counts: the number of layers of each class on each rank, [pipes, ranks, classes].
@@ -68,12 +68,9 @@ class Places:
 
 @lru_cache(maxsize=1024)
 def places_of(names: tuple[str, ...], blocks: tuple[str, ...], pipes: tuple[Pipe, ...]) -> Places:
-    """Count the layers of each class on each rank, for pipelines of one model that have the same number of ranks.
+    """Return the layers of each rank in the pipelines `pipes`, which have the same number of ranks.
 
-    Args:
-        names: the layer classes, in the order of the result.
-        blocks: the layer class of each block of the model.
-        pipes: the pipelines.
+    `names` are the layer classes, and `blocks` has the class of each block.
     """
     counts, before, is_whole = zip(*(_place(names, blocks, pipe) for pipe in pipes), strict=True)
     return Places(np.array(counts, dtype=float), np.array(before, dtype=float), np.array(is_whole)[:, None])
@@ -81,7 +78,7 @@ def places_of(names: tuple[str, ...], blocks: tuple[str, ...], pipes: tuple[Pipe
 
 @lru_cache(maxsize=8192)
 def _place(names: tuple[str, ...], blocks: tuple[str, ...], pipe: Pipe) -> tuple[Floats, Floats, bool]:
-    """Return `counts`, `before` and `is_whole` of `Places` for one pipeline."""
+    """Return the entries of one pipeline in the fields `counts`, `before` and `is_whole` of `Places`."""
     recipe = pipe.recipe(len(blocks))
     stages = cut_into_stages(blocks, recipe)
     passed = np.cumsum([layer_counts(names, stage) for stage in stages], axis=0)
@@ -90,9 +87,9 @@ def _place(names: tuple[str, ...], blocks: tuple[str, ...], pipe: Pipe) -> tuple
 
 
 def path_times(times: LayerTimes, places: Places, send_s: float, micro_batches: int) -> Floats:
-    """Return, for each pipeline, the longest path of its ranks in seconds, [pipes].
+    """Return for each pipeline the longest path of a rank in seconds (bound 2 of the module's docstring), [pipes].
 
-    The module's docstring has the formula. The time after the last micro-batch (`price_ends`) is not part of a path.
+    The end of the step (`price_ends`) is not included.
     """
     hops, backward_s = np.arange(float(places.counts.shape[1])) * send_s, times.backward_s + times.recompute_s
     entering = places.before @ times.forward_s + hops
@@ -103,24 +100,14 @@ def path_times(times: LayerTimes, places: Places, send_s: float, micro_batches: 
 
 @lru_cache(maxsize=4096)
 def held_by(pipes: tuple[Pipe, ...], micro_batches: int) -> Floats:
-    """Return the number of micro-batches that each rank holds at its peak, [pipes, ranks].
-
-    The number is a mean over the virtual stages of the rank.
-    """
+    """Return the micro-batches that each rank holds at its peak, as a mean over its stages, [pipes, ranks]."""
     held = [most_in_flight(pipe.chosen_schedule, pipe.pipeline, micro_batches, pipe.virtual_stages) for pipe in pipes]
     return np.array(held) / np.array([[pipe.virtual_stages] for pipe in pipes])
 
 
 @dataclass
 class RecipePricer:
-    """Compute times and memory of many recipes of one model on one cluster, and keep all prices that recipes share.
-
-    The recipes may differ only in fields that the search varies (`recipe_space.SEARCHED`).
-
-    Args:
-        counted: the model.
-        cluster: the cluster.
-    """
+    """Times and memory of recipes that differ only in `recipe_space.SEARCHED`, with all prices that recipes share."""
 
     counted: CountedModel
     cluster: Cluster
@@ -129,7 +116,7 @@ class RecipePricer:
     _layers: dict[tuple[object, ...], Mapping[str, LayerPrice]] = field(default_factory=dict)
 
     def groups(self, recipe: Execution) -> Groups:
-        """Return the process groups of a recipe."""
+        """Return the process groups of a recipe on the cluster, shared by recipes with equal axes."""
         shape = (recipe.pipeline, recipe.data, recipe.context, recipe.tensor)
         key = (*shape, recipe.expert, recipe.expert_tensor, recipe.zero_group)
         if key not in self._groups:
@@ -137,23 +124,23 @@ class RecipePricer:
         return self._groups[key]
 
     def layers(self, recipe: Execution) -> Mapping[str, LayerPrice]:
-        """Return the price of each layer class under a recipe."""
+        """Return the price of each layer class under a recipe, by name, for one micro-batch on one rank."""
         key = _layout_of(recipe)
         if key not in self._layers:
             self._layers[key] = self.counted.layer_prices(recipe, self.cluster)
         return self._layers[key]
 
     def stages(self, recipe: Execution) -> tuple[Stage, ...]:
-        """Return the stages of a recipe's pipeline."""
+        """Return the layers of each stage of a recipe's pipeline, in order."""
         return cut_into_stages(self.counted.blocks, recipe)
 
     def time_s(self, recipe: Execution) -> float:
-        """Seconds of a step under a recipe, as in `recipe_plan.predict_recipe`."""
+        """Return the seconds of a step under a recipe, as in `recipe_plan.predict_recipe`."""
         parts = (self.layers(recipe), self.stages(recipe), recipe, self.groups(recipe), self.cluster)
         return Step(*parts).time_s
 
     def memory_bytes(self, recipe: Execution) -> int:
-        """Bytes of the rank that needs most memory under a recipe."""
+        """Return the peak bytes of the rank that needs most memory under a recipe."""
         parts = (self.layers(recipe), self.stages(recipe), recipe, self.groups(recipe))
         return memory_price(*parts, in_flight(recipe)).total
 
@@ -167,10 +154,7 @@ class RecipePricer:
         return np.sum(list(parts.values()), axis=0).max(axis=1) - len(parts)
 
     def fits(self, recipe: Execution, memory_limit: float) -> bool:
-        """Whether a recipe needs at most `memory_limit` bytes on each device.
-
-        Offloaded values must also fit in the device's share of the host's memory.
-        """
+        """Whether a recipe needs at most `memory_limit` bytes on each device, and its offloaded values fit the host."""
         if self.memory_bytes(recipe) > memory_limit:
             return False
         share = self.cluster.host_bytes_per_device
@@ -179,14 +163,11 @@ class RecipePricer:
         return host_bytes(self.layers(recipe), self.stages(recipe), recipe, in_flight(recipe)) <= share
 
     def workspace_bytes(self, recipe: Execution) -> int:
-        """Bytes of the largest workspace of any kernel under a recipe's layout.
-
-        A rank needs them beside all other memory.
-        """
+        """Return the bytes of the largest workspace of a kernel under a recipe's layout, beside other memory."""
         return max(size.workspace_bytes for size in self.layers(recipe).values())
 
     def least_memory(self, last: Execution) -> float:
-        """A lower bound, in bytes, of the memory of all recipes with one layout and activation policy.
+        """Return a lower bound, in bytes, of the memory of all recipes with one layout and activation policy.
 
         The fullest rank needs at least the mean of all ranks. A rank holds at least one micro-batch, the state of its
         parameters, and the workspace of one layer class. `last` is a recipe with this layout and policy, with the most
@@ -199,7 +180,7 @@ class RecipePricer:
         return ROUNDING * (mean + float(held.workspace.min())) - len(held)
 
     def least_time(self, recipe: Execution) -> float:
-        """A lower bound, in seconds, of a recipe's step time in any pipeline: bound 1 of the module's docstring."""
+        """Return a lower bound, in seconds, of a recipe's step in any pipeline (bound 1 of the module's docstring)."""
         times, counts = self._times_of(recipe), self._counts_of(self.layers(recipe))
         backward_s = times.backward_s + times.recompute_s
         first_s = np.minimum(backward_s, times.input_gradient_s + times.recompute_s)
@@ -228,7 +209,7 @@ class RecipePricer:
     def _times_of(self, recipe: Execution) -> LayerTimes:
         """Return the times of the layer classes under a recipe.
 
-        Recipes share the times if they differ only in the pipeline, or in a sharding that does not change these times.
+        Recipes share these times if they differ only in the pipeline, or in a sharding that does not change the times.
         """
         shards = (recipe.zero, recipe.replicas, recipe.zero_group) if recipe.reduces_each else ()
         counts = recipe.runtime.overlap_expert and recipe.expert > 1
@@ -239,14 +220,15 @@ class RecipePricer:
         return self._times[key]
 
     def _counts_of(self, names: Iterable[str]) -> Floats:
-        """Return how many layers of each class the whole model has, [classes]. `names` are the names of the classes."""
+        """Return the number of layers of each class in `names` in the whole model, [classes]."""
         return np.array([1.0 if name in (BEFORE, AFTER) else self.counted.blocks.count(name) for name in names])
 
 
 def _layout_of(recipe: Execution) -> tuple[object, ...]:
     """Return the fields of a recipe that decide the kernels of each layer class, as a key for prices.
 
-    Recomputation is not among them. All other fields have the same values in a search, or do not change kernels.
+    Recomputation is not among these fields. All other fields have the same values in a search, or do not change
+    kernels.
     """
     ranks = (recipe.tensor, recipe.sequence_parallel, recipe.context, recipe.expert, recipe.expert_tensor)
     return (*ranks, recipe.micro_batch)

@@ -1,5 +1,4 @@
-"""The set of recipes that a search goes through: every way to lay a model's training step out over a cluster, each
-once.
+"""The set of recipes that a search goes through: every way to lay a model's step out over a cluster, each once.
 
 A recipe is chosen in four steps, and each choice is a tuple of data:
 
@@ -12,8 +11,8 @@ A recipe is chosen in four steps, and each choice is a tuple of data:
    are `data`.
 4. A `Sharding` has the ZeRO stage, and the number of ranks over which ZeRO shards.
 
-All other fields (runtime, precision, optimizer, batch) come from a given execution, `base`.
-Only possible recipes are in the set:
+All other fields (runtime, precision, optimizer, batch) come from a given execution, `base`. Only possible recipes are
+in the set:
 
 * The product of the sizes is the number of devices, and each replica runs whole micro-batches.
 * Each axis splits some dim of a block's values: heads, hidden units, experts, or the sequence.
@@ -51,7 +50,7 @@ SEARCHED = (
 """The fields of a recipe that the search chooses."""
 
 Only = Mapping[str, Collection[object]]
-"""A restriction of recipes: a dict from a field's name to its allowed values."""
+"""A restriction of recipes: the allowed values of some fields, by the field's name."""
 
 
 def keeps(recipe: Recipe, only: Only) -> bool:
@@ -86,9 +85,9 @@ POLICIES = tuple(ActivationPolicy(recompute, offload) for offload in ("none", "a
 
 
 class Pipe(NamedTuple):
-    """A pipeline. With `split_ends`, the embedding and the head count as blocks when blocks are shared out over stages.
+    """A pipeline of `pipeline` ranks. `schedule` is None for a single rank.
 
-    `pipeline` is the number of ranks. `schedule` is None for a single rank.
+    With `split_ends`, the embedding and the head count as blocks when blocks are shared out over stages.
     """
 
     pipeline: int = 1
@@ -98,13 +97,13 @@ class Pipe(NamedTuple):
 
     @property
     def chosen_schedule(self) -> str:
-        """Name of the schedule; for a single rank the usual schedule."""
+        """Name of the schedule. A single rank has the usual schedule for its number of virtual stages."""
         return self.schedule or usual_schedule(self.virtual_stages)
 
     def stage_layers(self, blocks: int) -> tuple[int, ...] | None:
-        """Return the number of blocks on each stage with `split_ends`.
+        """Return the number of blocks on each stage if `split_ends` is set.
 
-        Without `split_ends`, return None, which stands for numbers as even as possible.
+        None stands for numbers of blocks that are as even as possible, with the embedding and the head not counted.
         """
         if not self.split_ends:
             return None
@@ -143,7 +142,10 @@ def known_pipes(ranks: int, micro_batches: int, blocks: int, *, every: bool = Fa
 
 
 class Sharding(NamedTuple):
-    """The ZeRO stage `zero`, and the number `group` of replicas over which ZeRO shards. 0 means all replicas."""
+    """The ZeRO stage `zero`, 0 to 3, and the number `group` of replicas over which ZeRO shards.
+
+    A `group` of 0 means all replicas.
+    """
 
     zero: int = 0
     group: int = 0
@@ -158,15 +160,14 @@ class RecipeSpace:
     """The set of recipes of a model on a cluster that a search goes through.
 
     Args:
-        counted: the model.
         devices: the number of devices of the cluster.
         base: the fields that are not searched, and the global batch. Its values of searched fields do not count.
         most_tensor: the largest number of tensor ranks; None: any number.
         least_tokens: the smallest number of tokens of a sequence on a context rank, where inputs are tokens.
         offloads: whether activations may go to the host.
-        only: for some searched fields, their allowed values. A group of all replicas is `zero_group=None`.
-        zero_groups: a further restriction of `zero_group`. Here the number of all replicas may stand for a group of
-            all replicas.
+        only: searched field → its allowed values. A group of all replicas is `zero_group=None`.
+        zero_groups: a further restriction of `zero_group`. Here the number of all replicas may stand for a group of all
+            replicas.
         runs: whether to have only recipes with a program that `compile` can run.
 
     Raises:
@@ -195,7 +196,7 @@ class RecipeSpace:
 
     @property
     def batch(self) -> int:
-        """Sequences of a step."""
+        """Number of sequences in a step on all replicas together, the global batch."""
         return self.base.batch
 
     def layouts(self) -> Iterator[tuple[Layout, ...]]:
@@ -249,10 +250,10 @@ class RecipeSpace:
                 yield ranks
 
     def _expert_ranks(self, layout: Layout, data: int) -> int:
-        """Return the number of ranks of a pipeline stage over which experts may be shared out.
+        """Return the number of ranks of a pipeline stage with `data` replicas over which experts may be shared out.
 
-        The stage has `data` replicas. With `Runtime.folded_experts`, the number is that of all ranks of the stage,
-        divided by `expert_tensor`. Otherwise the number is `data`.
+        With `Runtime.folded_experts` these are all ranks of the stage, divided by `expert_tensor`. Otherwise they are
+        `data`.
         """
         return data * layout.ranks // layout.expert_tensor if self.base.runtime.folded_experts else data
 
@@ -271,7 +272,7 @@ class RecipeSpace:
         ]
 
     def pipes(self, layout: Layout, ranks: int) -> tuple[Pipe, ...]:
-        """Return the possible pipelines of `ranks` ranks for a layout."""
+        """Return the pipelines of `ranks` ranks that a layout's micro-batches, runtime and restriction allow."""
         micro_batches = self.batch * ranks * layout.ranks // (layout.micro_batch * self.devices)
         every, offered = "virtual_stages" in self.only, self.base.runtime.schedules
         known = known_pipes(ranks, micro_batches, len(self.counted.blocks), every=every)
@@ -287,7 +288,7 @@ class RecipeSpace:
 
     @property
     def most_zero(self) -> int:
-        """The allowed ZeRO stage that shards most."""
+        """The highest allowed ZeRO stage, 0 to 3."""
         return max((zero for zero in range(4) if self._allows("zero", zero)), default=0)
 
     def shardings(self, layout: Layout, ranks: int) -> tuple[Sharding, ...]:
@@ -318,7 +319,7 @@ class RecipeSpace:
         return name not in self.only or value in self.only[name]
 
     def recipe(self, layout: Layout, policy: ActivationPolicy, pipe: Pipe, sharding: Sharding) -> Execution:
-        """Return the recipe of these four choices."""
+        """Return the recipe of one choice of each of the four steps, with the other fields of `base`."""
         made = {
             **_fields_of(self.base),
             "data": self.devices // layout.ranks // pipe.pipeline,
@@ -340,7 +341,7 @@ class RecipeSpace:
         return Execution(**made)
 
     def recipes(self) -> Iterator[Execution]:
-        """Return every recipe of the set, once."""
+        """Yield every recipe of the set, once."""
         for layouts in self.layouts():
             for layout in layouts:
                 for policy, ranks in product(self.policies(layout), self.pipelines(layout)):
@@ -350,10 +351,10 @@ class RecipeSpace:
                             yield recipe
 
     def admits(self, recipe: Recipe) -> bool:
-        """Whether a recipe passes two checks that concern several of its fields at once.
+        """Whether `self.runs` and the runtime allow a recipe.
 
-        A recipe that offloads activations in a pipeline needs a runtime with `offloads_in_pipelines`. If `self.runs` is
-        true, `compile` must have a program for the recipe (`Recipe.without_program`).
+        With `self.runs`, `compile` must have a program for the recipe (`Recipe.without_program`). A recipe that
+        offloads activations in a pipeline needs a runtime with `offloads_in_pipelines`.
         """
         if recipe.offload == "activations" and is_several(recipe.pipeline):
             return self.base.runtime.offloads_in_pipelines and not (self.runs and recipe.without_program)
@@ -362,7 +363,10 @@ class RecipeSpace:
 
 @lru_cache(maxsize=16)
 def _fields_of(recipe: Execution) -> Mapping[str, Any]:
-    """Return the fields of a recipe by name; cached, because `dataclasses.replace` reads fields again each time."""
+    """Return the fields of a recipe by name.
+
+    The result is cached, because `dataclasses.replace` would read them each time.
+    """
     return {item.name: getattr(recipe, item.name) for item in fields(recipe)}
 
 

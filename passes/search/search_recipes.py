@@ -3,14 +3,14 @@
 An entry of the queue is a set of recipes with a lower bound of their objective (`recipe_pricer`). There are three kinds
 of entries, and each is split into entries of the next kind:
 
-1. All recipes with one layout and one activation policy. Policies that recompute more take longer, so their entries
-   are made only when this entry is split.
+1. All recipes with one layout and one activation policy. Policies that recompute more take longer, so their entries are
+   made only when this entry is split.
 2. Also the number of pipeline ranks and the sharding are chosen.
 3. Also the pipeline is chosen, so the entry is one recipe. It is priced (`passes.search.price_recipe`) if it fits.
 
-The search ends when no entry can be faster than the best recipe. The best recipe is then the fastest. Among equally
-fast recipes it has the least memory. If the ceiling or Ctrl-C stops the search, the result is the best recipe so far,
-with the lowest bound of the remaining entries.
+The search ends when no entry can be faster than the best recipe. The best recipe is then the fastest of all recipes.
+Among equally fast recipes, the best recipe needs the least memory. If the ceiling or Ctrl-C stops the search, the
+result is the best recipe so far, with the lowest bound of the remaining entries.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FoundRecipe:
         is_complete: whether the search came to its end, so that no recipe is better.
         was_interrupted: whether Ctrl-C ended the search.
         priced, nodes: the number of priced recipes, and the number of entries that were made.
-        search_time_s: wall time.
+        search_time_s: seconds of wall time.
     """
 
     recipe: Execution | None
@@ -56,7 +56,7 @@ class FoundRecipe:
 
     @property
     def was_cut(self) -> bool:
-        """Whether a ceiling ended the search."""
+        """Whether a time limit, and not Ctrl-C, ended the search early."""
         return not (self.is_complete or self.was_interrupted)
 
 
@@ -66,19 +66,12 @@ NOTHING = FoundRecipe(
 """The result of a search that has not begun."""
 
 Watch = Callable[[FoundRecipe], None]
-"""A function that is called with the result so far.
-
-It is called after every new best recipe, and after every `_ENTRIES_BETWEEN_WATCHES` entries.
-"""
+"""Called with the result so far, after each new best recipe and every `_ENTRIES_BETWEEN_WATCHES` entries."""
 
 _FIRST_SPLITS = 4
-"""The number of entries that are split after each tuple of layouts is put on the heap.
-
-These splits find a first recipe early.
-"""
+"""Entries that are split after each tuple of layouts is put on the heap, to find a first recipe early."""
 
 _ENTRIES_BETWEEN_WATCHES = 256
-"""The number of entries between two calls of `watch`."""
 
 
 @one_blas_thread()
@@ -95,13 +88,11 @@ def search_recipes(
     """Return the fastest recipe of a set that fits in the memory limit.
 
     Args:
-        space: the set of recipes.
-        pricer: computes the times and memory of recipes.
         memory_limit: bytes of a device.
         smallest: whether to minimise the peak memory in bytes instead of the step in seconds.
         ceiling: a limit that may end the search; None: no limit.
-        known: a recipe to begin with; worse recipes are skipped.
-        watch: a function that is called with the progress.
+        known: a recipe to begin with. Recipes that cannot be better are skipped.
+        watch: is called with the progress.
 
     Raises:
         KeyboardInterrupt: Ctrl-C before any recipe was priced. Later, Ctrl-C only ends the search.
@@ -118,10 +109,9 @@ def search_recipes(
 
 
 class _LayoutSet(NamedTuple):
-    """All recipes with a layout and an activation policy.
+    """All recipes with one layout and one activation policy.
 
-    `others` are the layout's activation policies that take longer than `policy`. When this set is split, each policy of
-    `others` gets an entry.
+    `others` are policies that take longer. Their sets are put on the heap when this set is split.
     """
 
     layout: Layout
@@ -130,8 +120,6 @@ class _LayoutSet(NamedTuple):
 
 
 class _ShardedSet(NamedTuple):
-    """All recipes with a layout, an activation policy, a number of pipeline ranks and a sharding."""
-
     layout: Layout
     policy: ActivationPolicy
     ranks: int
@@ -143,10 +131,12 @@ _Node = _LayoutSet | _ShardedSet | Execution
 
 @dataclass
 class _BestFirst:
-    """The state of one search.
+    """One best-first search for a recipe, with its results so far.
 
-    `open` is a heap of entries: tuples of a lower bound, the entry's number, and a set of recipes. `best` is the best
-    recipe so far, with its `objective` and `memory`. `bound` is the lowest bound of the heap.
+    Args:
+        open: a heap of entries (lower bound, number of the entry, set of recipes).
+        best: the best recipe so far, with its `objective` and peak `memory` in bytes.
+        bound: the lowest bound of the heap.
     """
 
     space: RecipeSpace
@@ -165,7 +155,7 @@ class _BestFirst:
     nodes: int = 0
 
     def run(self, known: Execution | None) -> bool:
-        """Search until the best recipe is found or the ceiling is reached; return whether the best recipe is found.
+        """Search, and return whether the best recipe of all is found before the time limit.
 
         `known` is a recipe to begin with, or None.
         """
@@ -186,7 +176,6 @@ class _BestFirst:
         return True
 
     def found(self, *, is_complete: bool, was_interrupted: bool = False) -> FoundRecipe:
-        """Return the result of the search so far."""
         bound, elapsed_s = min(self.bound, self.objective), time.monotonic() - self.start
         ended = (is_complete, was_interrupted, self.priced, self.nodes, elapsed_s)
         return FoundRecipe(self.best, self.objective, bound, *ended)
@@ -197,10 +186,7 @@ class _BestFirst:
         return self.ceiling.cuts()
 
     def _take_first(self) -> None:
-        """Remove the entry with the lowest bound from the heap. Price it if it is one recipe, or else split it.
-
-        Nothing happens if the entry cannot be better than the best recipe.
-        """
+        """Price or split the entry with the lowest bound, unless it cannot be better than the best recipe."""
         if not self.open or self.open[0][0] >= self.objective:
             return
         bound, _, node = heapq.heappop(self.open)
@@ -212,7 +198,10 @@ class _BestFirst:
             self._price(node)
 
     def _open_layouts(self, layouts: tuple[Layout, ...]) -> None:
-        """Put layouts on the heap, from the smallest micro-batch on, until a layout's workspace does not fit."""
+        """Put layouts on the heap, the smallest micro-batch first.
+
+        The first layout whose workspace exceeds the memory limit ends the loop.
+        """
         for layout in layouts:
             first = self._recipe(layout, ActivationPolicy(), next(self.space.pipelines(layout)), Sharding())
             if self.pricer.workspace_bytes(first) > self.memory_limit:
@@ -223,9 +212,9 @@ class _BestFirst:
                     break
 
     def _open(self, layout: Layout, policy: ActivationPolicy, others: tuple[ActivationPolicy, ...] = ()) -> bool:
-        """Put a layout with an activation policy on the heap, and return True.
+        """Put all recipes with a layout and a policy on the heap, and return True.
 
-        Return False, and put nothing on the heap, if the least memory of all its recipes exceeds the memory limit.
+        If even the least memory of these recipes exceeds the limit, nothing is put on the heap, and False is returned.
         """
         sizes, zero = list(self.space.pipelines(layout)), self.space.most_zero
         needed = self.pricer.least_memory(self._recipe(layout, policy, sizes[-1], Sharding(zero)))
@@ -237,10 +226,10 @@ class _BestFirst:
         return True
 
     def _split_layout(self, bound: float, node: _LayoutSet) -> None:
-        """Put the parts of a set on the heap.
+        """Split a set of recipes, and put its parts on the heap.
 
-        The parts are the layout with each policy of `node.others`, and the set's own policy with each number of
-        pipeline ranks and each sharding. `bound` is the lower bound of the set.
+        There is one part for each policy in `node.others`. The policy of the set itself has one part for each number of
+        pipeline ranks and each sharding.
         """
         for policy in node.others:
             self._open(node.layout, policy)
@@ -252,7 +241,6 @@ class _BestFirst:
                     self._push(least, _ShardedSet(node.layout, node.policy, ranks, sharding))
 
     def _split_sharded(self, node: _ShardedSet) -> None:
-        """Put each recipe of a set on the heap if it fits."""
         pipes = self.space.pipes(node.layout, node.ranks)
         if not pipes:
             return
@@ -266,21 +254,19 @@ class _BestFirst:
             self._push(least, self.space.recipe(node.layout, node.policy, pipe, node.sharding))
 
     def _recipe(self, layout: Layout, policy: ActivationPolicy, ranks: int, sharding: Sharding) -> Execution:
-        """Return a recipe with `ranks` pipeline ranks. Several ranks have the schedule 1F1B.
+        """Return a recipe of a set, for bounds that do not depend on the schedule.
 
-        The recipe is for bounds that do not depend on the schedule.
+        With several pipeline ranks, it has 1F1B.
         """
         pipe = Pipe(ranks, "1F1B") if ranks > 1 else Pipe()
         return self.space.recipe(layout, policy, pipe, sharding)
 
     def _push(self, bound: float, node: _Node) -> None:
-        """Put a set on the heap if its lower bound is below the best objective."""
         self.nodes += 1
         if bound < self.objective:
             heapq.heappush(self.open, (bound, self.nodes, node))
 
     def _price(self, recipe: Execution) -> None:
-        """Price a recipe, and store it as the best recipe if it is better."""
         memory = self.pricer.memory_bytes(recipe)
         objective = float(memory) if self.smallest else self.pricer.time_s(recipe)
         self.priced += 1

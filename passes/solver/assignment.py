@@ -23,12 +23,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Costs of all pairs of options of two variables.
-
-    Args:
-        tail, head: the indices of the two variables.
-        cost: seconds, [options of `tail`, options of `head`].
-    """
+    """Costs of all pairs of options of two variables, in seconds, [options of `tail`, options of `head`]."""
 
     tail: int
     head: int
@@ -37,12 +32,10 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """Bytes in use at one point of the program, as a function of the choice.
+    """Bytes in use at a program point: `constant`, plus bytes of the chosen options, plus bytes of the chosen pairs.
 
-    Args:
-        constant: bytes in use under every choice.
-        variables: index of a variable to the bytes of each of its options, [options].
-        edges: index of an edge to the bytes of each pair of options, [options of `tail`, options of `head`].
+    `variables` maps the index of a variable to bytes, [options]. `edges` maps the index of an edge to bytes, [options
+    of `tail`, options of `head`].
     """
 
     constant: float
@@ -50,7 +43,7 @@ class MemoryRow:
     edges: Mapping[int, Floats]
 
     def bytes_of(self, choice: Sequence[int], edges: Sequence[Edge]) -> float:
-        """Return the bytes in use under `choice`, which has the index of an option for each variable."""
+        """Return the bytes in use at this row's program point if variable `v` takes its option `choice[v]`."""
         total = self.constant + sum(array[choice[variable]] for variable, array in self.variables.items())
         for index, array in self.edges.items():
             edge = edges[index]
@@ -59,10 +52,14 @@ class MemoryRow:
 
 
 def row_against(choice: Sequence[int], costs: Sequence[Floats], limit: float) -> MemoryRow:
-    """Return a memory row that forbids one choice: `choice` exceeds `limit` in this row, and no other choice does.
+    """Return a memory row that forbids `choice` and no other choice.
 
-    Such a row helps where a choice exceeds the true limit by less than the solver's tolerance. `costs` are those of the
-    `Assignment`, and give each variable's number of options.
+    The row serves where the solver returns a choice whose bytes exceed `limit` by less than the solver's tolerance.
+
+    Args:
+        choice: the index of each variable's option.
+        costs: costs of each variable's options, as in `Assignment`; only their number is used.
+        limit: the memory limit in bytes.
     """
     flags = (np.arange(len(cost)) == option for cost, option in zip(costs, choice, strict=True))
     variables = {variable: np.where(flag, limit, 0.0) for variable, flag in enumerate(flags)}
@@ -74,7 +71,7 @@ class Assignment:
     """One instance of the problem in the module's docstring.
 
     Args:
-        costs: the seconds of each variable's options, [options] for each variable.
+        costs: seconds, [options] for each variable.
         edges: costs of pairs; each edge joins two distinct variables.
         rows: memory rows, one for each point at which memory may bind.
         limit: the most bytes that each memory row allows.
@@ -86,23 +83,23 @@ class Assignment:
     limit: float = np.inf
 
     def cost_of(self, choice: Sequence[int]) -> float:
-        """Return the objective under `choice`, in seconds."""
+        """Return the seconds of a choice: the costs of its options plus the costs of their pairs.
+
+        Memory is not checked.
+        """
         total = sum(float(cost[option]) for cost, option in zip(self.costs, choice, strict=True))
         return total + sum(float(edge.cost[choice[edge.tail], choice[edge.head]]) for edge in self.edges)
 
     def fits(self, choice: Sequence[int]) -> bool:
-        """Whether every memory row holds under `choice`."""
+        """Whether the bytes of every memory row are within the limit under `choice`."""
         return all(row.bytes_of(choice, self.edges) <= self.limit for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A choice for an `Assignment`.
+    """A choice for an `Assignment`: the index of each variable's option, and its cost in seconds.
 
-    Args:
-        choice: the index of the chosen option of each variable.
-        cost: the choice's cost, in seconds.
-        lower_bound: proven lower bound of the cost of every choice that fits, in seconds.
+    `lower_bound` is proven: no choice that fits costs fewer seconds.
     """
 
     choice: tuple[int, ...]

@@ -22,10 +22,10 @@ _REPAIRS = 3
 """The most seen choices that `DualState.repair` tries to repair."""
 
 _MOST_FACTORS = 8
-"""The most factors that `DualState.raise_multipliers` tries in its search for higher multipliers."""
+"""The most factors on the multipliers that one call of `DualState.raise_multipliers` tries."""
 
 _REACH = 0.03
-"""The initial `DualState.reach`, in the unit of `_best_multipliers`."""
+"""Initial value of `DualState.reach`."""
 
 _PASSES = 4
 """Message passes (each forward and back) between two updates of the multipliers."""
@@ -33,20 +33,19 @@ _PASSES = 4
 
 @dataclass(slots=True)
 class DualState:
-    """The state of one search.
+    """A Lagrangian search for the cheapest choice in `problem` that fits (`dual_search`), changed in place.
 
     Args:
-        problem, usage, row_at, control: see `DualSearch`.
-        messages: the messages between variables.
-        rows: memory rows of the program points that have a multiplier, by point.
-        multipliers: the current multipliers in seconds per byte, by program point.
-        best_multipliers: the multipliers that gave `bound`.
-        cuts: cost in seconds, bytes at each program point, and options of each seen choice.
+        rows: program point → its memory row, for the points that have a multiplier.
+        multipliers: program point → current multiplier, in seconds per byte.
+        best_multipliers: program point → the multiplier that gave `bound`.
+        cuts: cost in seconds, bytes at each program point, and options of each choice seen so far.
         best, best_cost: the cheapest seen choice that fits, and its cost in seconds.
         bound: proven lower bound of the optimum, in seconds.
         distances: `best_cost / bound - 1` after each round.
-        reach: how far a new multiplier may lie above its best value, in the unit of `_best_multipliers`.
-        is_far: whether the last update of the multipliers took any of them to this limit.
+        reach: the most by which a new multiplier may exceed its best value. One is (highest cost of a choice) / (most
+            bytes by which a choice misses the memory limit).
+        is_far: whether the last update of the multipliers raised any of them by `reach`.
     """
 
     problem: Assignment
@@ -69,7 +68,10 @@ class DualState:
         self.messages = Messages(self.problem)
 
     def run(self, tolerance: float, rounds: int) -> None:
-        """Run up to `rounds` rounds. Stop when the gap is within `tolerance`, or when rounds no longer help."""
+        """Run up to `rounds` rounds.
+
+        End early if the relative gap is within `tolerance`, or if rounds no longer help.
+        """
         for _ in range(rounds):
             self.round()
             self.control.note(self.best_cost, self.bound)
@@ -77,11 +79,11 @@ class DualState:
                 return
 
     def row(self, point: int) -> MemoryRow:
-        """Return the memory row of a point."""
+        """Return the memory row of a program point: the row in `rows`, or a new row."""
         return self.rows[point] if point in self.rows else self.row_at(point)
 
     def round(self) -> None:
-        """Pass messages, round them to a choice and, if there is a memory limit, update the multipliers."""
+        """Pass messages, and read a choice off them. If there is a memory limit, also update the multipliers."""
         raw, choice = self.messages.iterate(_PASSES)
         bound = raw - self._offset()
         self.offer(choice)
@@ -94,38 +96,37 @@ class DualState:
             self._move_multipliers()
 
     def _set_reach(self, is_better: bool) -> None:
-        """Widen the reach after a better bound, and narrow it after a worse bound.
+        """Multiply the reach after a better bound, and divide it after a worse bound.
 
-        The reach stays as it is if no multiplier came up to its limit in the last update.
+        The reach stays the same if no multiplier rose by the full reach in the last update.
         """
         if self.is_far:
             self.reach *= _FURTHER if is_better else 1 / _FURTHER
 
     def has_stalled(self) -> bool:
-        """Whether the gap has hardly shrunk over the last rounds, though a choice fits.
+        """Whether a choice fits, and the gap has shrunk by less than 3 % over the last `_PATIENCE` rounds.
 
-        The gap is measured relative to the bound. Relative to the cost of a bad choice, even a doubled bound would
-        hardly show.
+        The gap is `best_cost / bound - 1`. A gap relative to a bad choice's cost would hardly show a doubled bound.
         """
         found = self.distances
         return len(found) > _PATIENCE and found[-1] > 0.97 * found[-_PATIENCE] and np.isfinite(found[-1])
 
     def finds_nothing(self) -> bool:
-        """Whether no choice fits after many rounds."""
+        """Whether no seen choice fits after `_HOPEFUL` rounds."""
         return len(self.distances) >= _HOPEFUL and self.best is None
 
     def _offset(self) -> float:
-        """Return the part of the Lagrangian that no option changes, in seconds, with its sign reversed.
+        """Return the sum over points of multiplier * (limit - constant bytes), in seconds.
 
-        Messages do not know this constant: the sum over points of multiplier * (limit - constant bytes).
+        The bound of the messages, less this sum, is the bound of the problem.
         """
         return sum(weight * (self.problem.limit - self.rows[p].constant) for p, weight in self.multipliers.items())
 
     def offer(self, choice: Sequence[int]) -> None:
-        """Record a choice as a cut, and as the best choice if it fits and is cheaper than the best so far.
+        """Record a choice among `cuts`, and as `best` if it fits and is cheaper than the best so far.
 
-        A choice of infinite cost is ignored. If the choice exceeds the memory limit, the point of its peak gets a
-        multiplier, up to `_POINTS_WEIGHED` points.
+        A choice of infinite cost is ignored. If the choice exceeds the memory limit, the program point of its peak
+        gets a multiplier, up to `_POINTS_WEIGHED` points.
         """
         used, cost = self.usage(choice), self.problem.cost_of(choice)
         if not np.isfinite(cost):
@@ -150,14 +151,13 @@ class DualState:
         self.weigh()
 
     def weigh(self) -> None:
-        """Pass the current multipliers to the messages, as prices of memory."""
+        """Give the current multipliers to the messages, as prices of memory."""
         self.messages.weigh({point: (self.rows[point], weight) for point, weight in self.multipliers.items()})
 
     def raise_multipliers(self) -> None:
-        """Offer the choices that messages round to under higher multipliers.
+        """Search for the smallest factor on all best multipliers with which message passing gives a choice that fits.
 
-        A bisection looks for the smallest factor on all best multipliers with which the rounded choice fits. Afterwards
-        the best multipliers are in force again.
+        Each choice on the way is offered (`offer`). Afterwards the multipliers are `best_multipliers` again.
         """
         if not any(self.best_multipliers.values()):
             return
@@ -180,9 +180,10 @@ class DualState:
         self.weigh()
 
     def repair(self) -> None:
-        """Take the seen choices that exceed the memory limit and cost less than the best; change them until they fit.
+        """Change seen choices that are cheaper than the best but exceed the memory limit, until they fit.
 
-        Only the `_REPAIRS` choices of the least Lagrangian are changed. Each repaired choice is offered.
+        Only the `_REPAIRS` choices of the least Lagrangian are changed. Each choice that then fits is offered
+        (`offer`).
         """
         over = [cut for cut in self.cuts if cut[1].max() > self.problem.limit and cut[0] < self.best_cost]
         for _, _, choice in sorted(over, key=lambda cut: self._lagrangian(cut[0], cut[1]))[:_REPAIRS]:
@@ -194,10 +195,7 @@ class DualState:
         return cost + sum(weight * (used[p] - self.problem.limit) for p, weight in self.best_multipliers.items())
 
     def _changed_to_fit(self, choice: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return a choice that fits, made from `choice` by changes of one variable; each saves bytes at the peak.
-
-        Return None if no change saves bytes any more, or if the search is over.
-        """
+        """Return `choice` with single options changed until it fits; None if no change saves bytes at the peak."""
         used = self.usage(choice)
         while used.max() > self.problem.limit:
             peak = int(np.argmax(used))
@@ -215,9 +213,11 @@ class DualState:
         return choice
 
     def _saving_changes(self, row: MemoryRow, choice: Sequence[int], wanted: float) -> list[tuple[int, int]]:
-        """Return pairs (variable, option) that save bytes in a memory row, the least cost per saved byte first.
+        """Return changes of one option that save bytes in `row`, as (variable, new option).
 
-        Each variable has at most one pair. Saved bytes beyond `wanted` have no value.
+        The cheapest per byte is first.
+
+        A variable has at most one change. Bytes saved beyond `wanted` do not count.
         """
         found: list[tuple[float, int, int]] = []
         for variable, sizes in row.variables.items():
@@ -231,7 +231,7 @@ class DualState:
         return [(variable, option) for _, variable, option in sorted(found)]
 
     def polish(self) -> None:
-        """Change one variable of the best choice at a time, as long as a change costs less and still fits."""
+        """Change single options of the best choice, as long as a change is cheaper and the choice still fits."""
         changed = self.best is not None and bool(self.rows)
         while changed and not self.control.is_over():
             changed = False
@@ -264,21 +264,19 @@ class DualState:
 
 
 _PATIENCE = 8
-"""Number of rounds within which the gap has to shrink by three per cent of itself for the search to go on."""
+"""The search ends if the gap shrinks by less than 3 % of itself within this number of rounds."""
 
 _HOPEFUL = 24
-"""Number of rounds within which a choice that fits has to be found."""
+"""The search ends if no choice fits after this number of rounds."""
 
 _FURTHER = 3.0
-"""Factor by which the reach grows after a better bound, and shrinks after a worse bound.
+"""Factor by which `DualState.reach` grows after a better bound, and shrinks after a worse bound.
 
-The reach is needed because cuts do not limit the multipliers until some choice fits. Messages under far too large
-multipliers round to bad choices.
+Until a choice fits, only the reach limits the multipliers. Far too large multipliers give bad choices.
 """
 
 _NEAREST = 1.0
-"""Each multiplier may exceed its best value by this fraction of the largest best multiplier, even if the reach is less.
-"""
+"""Fraction of the largest best multiplier by which each multiplier may exceed its best value, whatever the reach."""
 
 _POINTS_WEIGHED = 16
 """The most program points that get a multiplier. A training step of 139 nodes needs 3.
@@ -290,14 +288,14 @@ The bound is true with any number of points. Choices that exceed the limit at ot
 def _best_multipliers(costs: Floats, slack: Floats, previous: Floats, reach: float) -> tuple[Floats, bool]:
     """Return the multipliers that maximise the smallest cut, and whether any multiplier reached its upper limit.
 
-    This is a linear program. It scales multipliers by a unit: the highest cost over the most bytes by which a choice
-    misses the memory limit. Each multiplier may exceed `previous` by `reach` units, or by `_NEAREST` of the largest.
+    A cut is the cost of a seen choice plus multipliers times its bytes above the memory limit. Multipliers are found
+    by a linear program, in units of (highest cost) / (most bytes by which a choice misses the memory limit). Each may
+    exceed its previous value by `reach` units, or by `_NEAREST` times the largest previous value.
 
     Args:
         costs: seconds of each seen choice, [cuts].
         slack: bytes of each seen choice above the memory limit, negative if below, [cuts, points].
         previous: the best multipliers so far, seconds per byte, [points].
-        reach: the increase that each multiplier may always make, in units.
     """
     unit_cost, unit_bytes = float(costs.max()) or 1.0, float(np.abs(slack).max()) or 1.0
     count, before = slack.shape[1], previous * unit_bytes / unit_cost

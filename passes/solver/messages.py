@@ -1,8 +1,9 @@
 """Message passing on a pairwise problem: a lower bound of its optimum, and choices near the optimum.
 
-The method is sequential tree-reweighted message passing (Kolmogorov, "Convergent Tree-Reweighted Message Passing for
-Energy Minimization", IEEE PAMI 28(10), 2006, figure 3). Each pass visits the variables in program order and back. The
-bound after a pass never falls while the costs stay the same.
+The problem has costs of single options and of pairs of options, without memory rows. The method is sequential
+tree-reweighted message passing (Kolmogorov, "Convergent Tree-Reweighted Message Passing for Energy Minimization", IEEE
+PAMI 28(10), 2006, figure 3). Each pass visits the variables in program order and back. The bound after a pass never
+falls while the costs stay the same.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
 
 
 class Messages:
-    """Messages of one pairwise problem. The weights of its memory rows may change between two rounds.
+    """The messages of one problem, whose costs include bytes of memory rows at a price that may change (`weigh`).
 
-    Options of infinite cost are left out: costs, tables and messages have entries only for the other, allowed options.
-    Choices in arguments and results number the options as the problem does.
+    Costs, tables of pairs and messages have entries only for options of finite cost. Choices in arguments and results
+    number the options as the problem does.
     """
 
     def __init__(self, problem: Assignment) -> None:
@@ -45,12 +46,14 @@ class Messages:
         self._forward, self._backward = self._forwards.each, self._backwards.each
 
     def weigh(self, rows: Mapping[int, tuple[MemoryRow, float]]) -> None:
-        """Set the costs to the problem's costs plus weight times bytes, for all memory rows. Messages stay unchanged.
+        """Set the costs to the problem's costs plus weight times bytes of the given rows. Messages stay unchanged.
 
-        Forbidden pairs also get the largest difference that bytes can make, so they stay dearer than allowed pairs.
+        A finite cost stands in for infinity. It is raised if bytes could otherwise make forbidden pairs cheaper than
+        allowed pairs.
 
         Args:
-            rows: program point to its memory row and weight, in seconds per byte. Other rows have no weight.
+            rows: program point to its memory row and weight, in seconds per byte. Rows of all other points have no
+                weight.
         """
         weighed = [(self._allowed_row(row), weight) for row, weight in rows.values() if weight > 0.0]
         if not weighed:
@@ -67,7 +70,7 @@ class Messages:
                 self._tables[number] = self._tables[number] + weight * sizes
 
     def _allowed_row(self, row: MemoryRow) -> _AllowedRow:
-        """Return a memory row without the options that are left out. Rows are cached."""
+        """Return a memory row restricted to options of finite cost; results are cached by the identity of `row`."""
         if id(row) not in self._rows:
             variables = {variable: sizes[self._kept[variable]] for variable, sizes in row.variables.items()}
             edges = {number: self._table(self._problem.edges[number], sizes) for number, sizes in row.edges.items()}
@@ -76,7 +79,7 @@ class Messages:
         return self._rows[id(row)]
 
     def _table(self, edge: Edge, costs: Floats) -> Floats:
-        """Return `costs` of an edge without the options that are left out. The earlier variable's options are rows."""
+        """Return an edge's `costs` of allowed options, [earlier variable's options, later variable's options]."""
         first, second = self._kept[min(edge.tail, edge.head)], self._kept[max(edge.tail, edge.head)]
         table = costs if edge.tail < edge.head else costs.T
         return table if table.shape == (len(first), len(second)) else table[np.ix_(first, second)]
@@ -84,7 +87,8 @@ class Messages:
     def iterate(self, times: int = 1) -> tuple[float, tuple[int, ...]]:
         """Pass messages forward and back `times` times.
 
-        Return the best lower bound of these passes, and a choice rounded from the messages before the last pass.
+        Returns:
+            The best lower bound of the optimum, in seconds, and a choice that is rounded before the last pass.
         """
         bound, choice = -np.inf, ()
         for left in reversed(range(times)):
@@ -94,7 +98,10 @@ class Messages:
         return bound, choice
 
     def _capped_tables(self) -> list[Floats]:
-        """Return the table of each edge, with a finite cap in place of infinite costs. Equal edges share one array."""
+        """Return each edge's costs, with a finite number in place of infinity.
+
+        Edges with equal tables share one array.
+        """
         made: dict[tuple[int, ...], Floats] = {}
 
         def capped(edge: Edge) -> Floats:
@@ -106,17 +113,16 @@ class Messages:
         return [capped(edge) for edge in self._problem.edges]
 
     def _original_options(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """Turn indices among the allowed options into the problem's own numbers of options."""
         return tuple(int(kept[option]) for kept, option in zip(self._kept, choice, strict=True))
 
     def _allowed_index(self, variable: int, option: int) -> int:
-        """Return the index of one of the problem's options among the allowed options of its variable."""
         return int(np.searchsorted(self._kept[variable], option))
 
     def _round(self) -> tuple[int, ...]:
-        """Return a choice made in program order.
+        """Return a choice of allowed options.
 
-        Each variable takes the option of least cost, given earlier variables' options and messages from later ones.
+        In program order, each variable takes its cheapest option, given the earlier choices and the messages from
+        later variables.
         """
         choice: list[int] = []
         for variable, cost in enumerate(self._costs):
@@ -162,9 +168,9 @@ class Messages:
         return bound
 
     def improve(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """Change one variable of a choice at a time, as long as the cost with weighed bytes falls; return the result.
+        """Return `choice` after changes of single options, until none makes it cheaper (iterated conditional modes).
 
-        This method is known as iterated conditional modes.
+        Costs include bytes at their weights.
         """
         current = [self._allowed_index(variable, option) for variable, option in enumerate(choice)]
         changed = True
@@ -182,9 +188,9 @@ class Messages:
         return best if cost[best] < cost[choice[variable]] * (1 - 1e-12) else choice[variable]
 
     def costs_given_neighbours(self, variable: int, choice: Sequence[int]) -> Floats:
-        """Return the seconds of each option of `variable`, [options]; the other variables stay as in `choice`.
+        """Return the cost of each option of `variable` if all other variables take `choice`, in seconds, [options].
 
-        Weighed bytes are not included.
+        Costs do not include bytes.
         """
         allowed = list(choice)
         for number in (*self._earlier[variable], *self._later[variable]):
@@ -206,15 +212,15 @@ class Messages:
 
 
 _FURTHER = 4.0
-"""Forbidden pairs are raised by this multiple of the needed increase, so that they seldom need a second increase."""
+"""Factor on the needed increase of the costs of forbidden pairs, so that a second increase is seldom needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _RaisedCosts:
-    """Costs of options and tables of pairs, in which each forbidden entry costs `raised_by` more than the cap.
+    """Costs and tables of pairs, with a higher finite stand-in for infinity.
 
-    The cap is the finite cost that replaces infinity. Two variables or edges that shared one array before share one
-    array here.
+    Forbidden entries cost `raised_by` seconds more than the cap, which stood in for infinity before. Arrays that
+    variables or edges shared before are shared here too.
     """
 
     raised_by: float
@@ -223,7 +229,7 @@ class _RaisedCosts:
 
     @classmethod
     def of(cls, costs: Sequence[Floats], tables: Sequence[Floats], cap: float, most: float) -> _RaisedCosts:
-        """Return the costs and tables with `most` added to each forbidden entry, which is an entry of `cap` or more."""
+        """Return costs and tables in which each entry of `cap` seconds or more is raised by `most` seconds."""
         known: dict[int, Floats] = {}
         for table in (*costs, *tables):
             if id(table) not in known:
@@ -233,11 +239,11 @@ class _RaisedCosts:
 
 
 _least = np.minimum.reduce
-"""Return the least element along an axis, as `ndarray.min` does, but faster."""
+"""The minimum of an array along an axis, faster than `ndarray.min`."""
 
 
 class _Vectors:
-    """The messages of all edges, one vector for each edge, stored one after another in one array."""
+    """One array with the messages of all edges; each edge's message is a vector in it."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = np.array(lengths, dtype=np.intp)
@@ -254,11 +260,12 @@ class _Vectors:
 
 @dataclass(frozen=True, slots=True)
 class _AllowedRow:
-    """A memory row without the options that are left out.
+    """A memory row restricted to options of finite cost.
 
     Args:
-        row: the row with all options.
-        variables, edges: bytes as in `MemoryRow`; an edge's array is laid out as its table.
+        row: the original row, held so that its `id` is not used again.
+        variables: variable to bytes, [allowed options].
+        edges: edge to bytes, [earlier variable's options, later variable's options].
         spread: the most bytes by which two choices can differ in this row.
     """
 
@@ -269,9 +276,9 @@ class _AllowedRow:
 
 
 def _allowed(problem: Assignment) -> list[np.ndarray]:
-    """Return the indices of each variable's options of finite cost, or of all options if no cost is finite.
+    """Return for each variable the indices of its options of finite cost; if it has none, of all options.
 
-    Variables with equal indices share one array.
+    Equal results share memory.
     """
     made: dict[tuple[int, bytes], np.ndarray] = {}
 
@@ -284,7 +291,7 @@ def _allowed(problem: Assignment) -> list[np.ndarray]:
 
 
 def _more_than_any_choice(problem: Assignment) -> float:
-    """Return a finite cost, above the cost of every allowed choice, that replaces infinity."""
+    """Return a finite number of seconds, in place of infinity: more than the cost of every allowed choice."""
     tables = [*problem.costs, *(edge.cost for edge in problem.edges)]
     finite = (table[np.isfinite(table)] for table in tables)
     return 2.0 * sum(float(costs.max()) for costs in finite if costs.size) or 1.0

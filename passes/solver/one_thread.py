@@ -16,9 +16,9 @@ from threadpoolctl import ThreadpoolController
 
 @contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """Limit BLAS to one thread within this context, or while the decorated function runs.
+    """Limit BLAS to one thread within this context or the decorated function.
 
-    Afterwards BLAS has its former number of threads.
+    Afterwards, restore the number of threads.
     """
     with _libraries().limit(limits=1, user_api="blas"):
         yield
@@ -26,5 +26,5 @@ def one_blas_thread() -> Iterator[None]:
 
 @cache
 def _libraries() -> ThreadpoolController:
-    """Return a controller of the thread pools in this process. It is cached, because finding them is slow."""
+    """Return a controller of the loaded BLAS libraries. It is cached, because finding the libraries is slow."""
     return ThreadpoolController()

@@ -1,8 +1,8 @@
-"""Report the state of a running search to its user, and let the user end it.
+"""Show the progress of a running search to its user, and let the user end it.
 
 Searches end by counted work (rounds, nodes of a tree, attempts), so every machine finds the same plan. The user's time
-budget is a ceiling over all searches for a plan. If the ceiling cuts a search short, this is recorded, because a faster
-machine may then find another plan.
+budget is a ceiling over all searches for a plan. If the ceiling ends a search early, `Ceiling.has_cut` is set, because
+a faster machine may then find another plan.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ ALL_PLANS = "all plans"
 
 @dataclass(frozen=True, slots=True)
 class SearchProgress:
-    """The state of a search.
+    """The progress of one search for a plan, as shown to the user.
 
     Args:
-        problem: name of the problem that is searched: a known recipe, or `ALL_PLANS`.
-        best: cost of the cheapest choice so far that fits, in seconds; infinite if there is none yet.
-        lower_bound: proven lower bound of the cost of every choice of the problem, in seconds.
+        problem: a known recipe's name, or `ALL_PLANS`.
+        best: seconds of the cheapest choice so far that fits; infinite before the first.
+        lower_bound: seconds; no choice of the problem costs less.
     """
 
     problem: str
@@ -37,11 +37,11 @@ class SearchProgress:
 
 @dataclass(slots=True)
 class Ceiling:
-    """The time at which all searches for a plan have to end.
+    """The time at which all searches for one plan end, in seconds of `time.monotonic`.
 
     Args:
-        until: the end, on the clock of `time.monotonic`.
-        has_cut: whether the ceiling has ended a search that would have gone on.
+        until: the time; infinite without a limit.
+        has_cut: whether the limit has ended a search early.
     """
 
     until: float = math.inf
@@ -49,13 +49,13 @@ class Ceiling:
 
     @classmethod
     def within(cls, seconds: float) -> Self:
-        """Return the ceiling of searches that begin now and may take `seconds` together."""
+        """Return a ceiling that ends all searches for a plan `seconds` from now."""
         return cls(time.monotonic() + seconds)
 
     def cuts(self) -> bool:
-        """Return whether time is up; if it is, record that a search was cut.
+        """Return whether time is up, and record this in `has_cut` with a warning.
 
-        Call this method only where a search would go on.
+        Call this only where a search would go on.
         """
         if not self.has_cut and time.monotonic() >= self.until:
             self.has_cut = True
@@ -70,7 +70,7 @@ _STOPPED = "the search was stopped before its problem was built"
 
 
 class SearchStopped(KeyboardInterrupt):
-    """A search was stopped before its problem was built, so it has no choice to give."""
+    """The user stopped a search before its problem was built, so the search cannot return a choice."""
 
 
 @dataclass(slots=True)
@@ -78,10 +78,10 @@ class SearchControl:
     """The control of all searches for one plan.
 
     Args:
-        show: called from time to time with the state of the search.
-        is_stopped: whether searches have to end as soon as they have a choice to give. `stop` sets it.
+        show: called from time to time with the progress of the search.
+        is_stopped: whether searches end as soon as they have a choice. `stop` sets it.
         problem: name of the problem that is searched now, as in `SearchProgress`.
-        is_building: whether a problem is being built (`building`).
+        is_building: whether a problem is being built, so that no choice exists yet.
         ceiling: the time limit, shared with other searches for the same plan.
     """
 
@@ -93,18 +93,18 @@ class SearchControl:
 
     @classmethod
     def within(cls, seconds: float) -> Self:
-        """Return the control of a search that begins now and may take `seconds`."""
+        """Return a control that ends searches `seconds` from now."""
         return cls(ceiling=Ceiling.within(seconds))
 
     def is_over(self) -> bool:
-        """Whether the search has to end, because it was stopped or because its time is up (`Ceiling.cuts`)."""
+        """Whether the search has to end, because the user stopped it or its time is up."""
         return self.is_stopped or self.ceiling.cuts()
 
     def stop(self) -> None:
-        """Stop the search from a signal's handler.
+        """Stop the search; a signal's handler calls this.
 
         Raises:
-            SearchStopped: a problem is being built.
+            SearchStopped: a problem is being built, so no choice exists yet.
         """
         self.is_stopped = True
         if self.is_building:
@@ -112,7 +112,7 @@ class SearchControl:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Build a problem within this context. `stop` raises there, because no choice exists yet.
+        """Mark that a problem is being built within this context, so that `stop` raises `SearchStopped` there.
 
         Raises:
             SearchStopped: the search was stopped before, or is stopped while the problem is built.
@@ -127,9 +127,9 @@ class SearchControl:
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Do not call `show` within this context, in which a part of a problem is searched.
+        """Call no `show` within this context, in which a part of a problem is searched.
 
-        The bound of a part does not bound the whole problem.
+        A lower bound of the part is not a lower bound of the whole problem.
         """
         show, self.show = self.show, None
         try:
@@ -138,6 +138,6 @@ class SearchControl:
             self.show = show
 
     def note(self, best: float, lower_bound: float) -> None:
-        """Report the state of the search to `show`: the best cost and the proven lower bound, both in seconds."""
+        """Call `show` with the best cost and the proven lower bound of the current problem, both in seconds."""
         if self.show is not None:
             self.show(SearchProgress(self.problem, best, max(0.0, lower_bound)))

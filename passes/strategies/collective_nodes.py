@@ -36,8 +36,7 @@ class Collective(NamedTuple):
     """A collective of a lowered program.
 
     Args:
-        kind: name of the operator, "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor" or
-            "all_to_all_single".
+        kind: "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor" or "all_to_all_single".
         axes: the mesh axes of the process group.
         whole_bytes: bytes of the operand or of the result on each rank, whichever is larger.
         sent_bytes: bytes that each rank sends with ring algorithms (`autoshard.ir.reshard.bytes_sent`).
@@ -50,9 +49,9 @@ class Collective(NamedTuple):
 
 
 def collective_of(node: fx.Node, mesh: Mesh) -> Collective:
-    """Return the collective that a node starts; the node is one for which `communicates` is true.
+    """Return the collective that a node starts.
 
-    The exchanges inside one call count together as one all-to-all.
+    For a call that exchanges rows, return one all-to-all for all its exchanges.
 
     Raises:
         UnknownOperatorError: a collective of this kind has no cost formula.
@@ -78,7 +77,7 @@ def exchanges(node: fx.Node) -> bool:
 
 
 def exchanged(node: fx.Node) -> list[Exchanged]:
-    """Return the exchanges inside a call, in the order in which it runs them; `exchanges` is true for the call."""
+    """Return the exchanges inside a call for which `exchanges` is true, in the order in which they run."""
     return EXCHANGES[str(node.target)](operand_infos(node), tuple(fx.map_arg(node.args, lambda argument: None)))
 
 
@@ -90,19 +89,15 @@ def communicates(node: fx.Node) -> bool:
 def collective_time(node: fx.Node, mesh: Mesh, cluster: Cluster) -> float:
     """Return the seconds of the collective that a node starts.
 
-    If the program leaves out repeated blocks, a bucket is priced at its size in the whole program.
+    A bucket has its size in the whole model, including members of left-out blocks.
     """
     sent, links = collective_of(node, mesh), group_axes(str(node.args[-1]))
     return _TIMES[sent.kind](size_in_whole_program(node, sent.whole_bytes), cluster.group_links(dict(mesh.axes), links))
 
 
 def size_in_whole_program(node: fx.Node, size: float) -> float:
-    """Return the bytes that a collective has in the whole program.
+    """Return the bytes that a collective of `size` bytes has in the whole model.
 
-    A bucket of a program without some repeated blocks is smaller than the bucket of the whole program.
-
-    Args:
-        node: the collective.
-        size: its bytes in this program.
+    If the collective is a bucket, members of left-out blocks count there too.
     """
     return size * node.meta.get(TIMES_AS_LARGE, 1.0)

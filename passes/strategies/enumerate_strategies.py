@@ -1,7 +1,6 @@
 """List the strategies that the sharding rule of each node admits.
 
-The result is a `SearchSpace`, a graph of sites and links. A site is a node for which a strategy is chosen. A link leads
-from the site that makes a value to a site that reads the value.
+The result is a `SearchSpace`, a graph of sites (nodes that need a strategy) and links (values between sites).
 
 A model repeats few kinds of calls, so two results are shared. Calls with equal operators, literals, shapes and dtypes
 share one bound rule (`BoundRule`: a sharding rule with the sizes of the call). Bound rules that admit the same
@@ -38,14 +37,14 @@ from passes.strategies.narrow_gradients import find_narrow_gradients
 
 @dataclass(frozen=True, slots=True)
 class ValueInfo:
-    """Global shape and dtype of a value."""
+    """Global shape and dtype of a value, before any split."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
+        """Bytes of one element of the value."""
         return self.dtype.itemsize
 
 
@@ -57,9 +56,7 @@ class Site:
         name: the node's name; the slot's name for an output of the program, such as "output:0".
         node: the fx node; None for an output of the program.
         phase: "forward", "backward" or "update".
-        strategies: the strategies to choose from.
-        results: shapes and dtypes of the tensors that the site makes, in order. A None among a call's results is left
-            out.
+        results: shapes and dtypes of the site's tensors, in order, without a call's results that are None.
         rule: the call's bound rule; None for an operator without a rule, and for placeholders and outputs.
         call: a number that equal calls share: calls with the same operator, literals, shapes and dtypes. The number
             that tells random operators of one program apart is not compared. -1 for placeholders and outputs.
@@ -75,9 +72,7 @@ class Site:
 
     @property
     def is_alias(self) -> bool:
-        """Whether the results of the site share memory with its operands. Such calls are views, fan-outs and updates in
-        place.
-        """
+        """Whether the site is a view, a fan-out or an update in place, whose results share memory with its operands."""
         return (
             self.node is not None
             and self.node.op == "call_function"
@@ -86,7 +81,7 @@ class Site:
 
     @property
     def is_input(self) -> bool:
-        """Whether the site is a placeholder."""
+        """Whether the site is a placeholder of the program: a parameter, buffer, state, input or tangent."""
         return self.node is not None and self.node.op == "placeholder"
 
 
@@ -98,8 +93,9 @@ class Link:
         tail: name of the site that makes the value.
         result: index of the value among the results of `tail`.
         head: name of the site that reads the value.
-        operand: index of the value among the tensor operands of `head`. It is -1 if `head` is a placeholder whose spec
-            the value has to take when it leaves the program. For example, a gradient takes the spec of its parameter.
+        operand: index of the value among the tensor operands of `head`. If the value leaves the program in the spec of
+            a placeholder, `head` is this placeholder, and `operand` is -1. An example is a gradient, which takes the
+            spec of its parameter.
         keeps_sums: whether reshards on the link must not reduce a partial sum.
     """
 
@@ -123,7 +119,10 @@ def needs_of(head: Site, link: Link) -> tuple[PartitionSpec, ...]:
 
 
 def leaves_program(head: Site, link: Link) -> bool:
-    """Whether a link carries an output, a gradient or an updated tensor out of the program; `head` is its head site."""
+    """Whether a link carries an output, a gradient or an updated tensor out of the program.
+
+    `head` is the link's head.
+    """
     return link.operand < 0 or head.node is None
 
 
@@ -132,12 +131,10 @@ class SearchSpace:
     """The graph in which the search chooses one strategy for each site.
 
     Args:
-        program: the prepared program.
-        mesh: the mesh over which strategies split tensors.
         sites: site by name, in program order; the outputs of the program come last.
         links: all links. Other modules refer to a link by its index in this tuple.
-        replicated_operators: operators without a sharding rule, which every rank runs whole. Each is a pair of the
-            operator's name and the user's line.
+        replicated_operators: (operator's name, user's line) of operators without a sharding rule, which every rank runs
+            whole.
     """
 
     program: Program
@@ -153,7 +150,7 @@ class SearchSpace:
 
 @dataclass(frozen=True, slots=True)
 class _AlikeCalls:
-    """The shared number (`Site.call`) and the shared bound rule of equal calls."""
+    """Calls with equal operators, literals, shapes and dtypes: their common number (`Site.call`) and bound rule."""
 
     number: int
     rule: BoundRule | None
@@ -164,8 +161,8 @@ class EnumerateStrategies:
     """Build the search space of a canonical program.
 
     Args:
-        mesh: the mesh to split over.
-        strict: refuse operators without a rule instead of running them whole on every rank.
+        strict: raise `NoShardingRuleError` for an operator without a rule. Otherwise every rank runs the operator
+            whole.
         prune: leave out strategies that improve no plan. Under such a strategy a value is partial with a reduction that
             no call of the program makes. An example is a partial maximum in a program without maxima. Keeping the value
             whole costs no more.
@@ -188,7 +185,7 @@ class EnumerateStrategies:
         """Return the search space of `program`.
 
         Raises:
-            NoShardingRuleError: `strict` is set, and an operator has no rule.
+            NoShardingRuleError: an operator has no rule, and `strict` is set.
         """
         kinds = {slot.node: slot.kind for slot in program.inputs}
         ranges = find_ranges(program.graph_module)
@@ -298,7 +295,7 @@ def rule_of(node: fx.Node, ranges: Ranges | None = None) -> BoundRule | None:
     Args:
         node: the call.
         ranges: the range of each value of the program (`find_ranges`). If None, operands are assumed to be finite and
-            not zero. Plans must not use such a rule, because it may let a partial sum pass wrongly.
+            not zero. This assumption may be wrong for partial sums, so plans must not use such a rule.
     """
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     values = tensor_values(node)
@@ -316,7 +313,7 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
 def resolve(node: fx.Node) -> tuple[fx.Node, int]:
     """Return the call that computes the value of `node`, and the value's index among the call's tensor results.
 
-    Usually `node` is this call, and the index is 0. If `node` is a `getitem`, the call is the one with several results.
+    Usually these are `node` and 0. If `node` is a `getitem`, the call is the one with several results.
     """
     if not _is_selection(node):
         return node, 0
@@ -335,7 +332,7 @@ def _is_call(node: fx.Node) -> bool:
 
 
 def _reductions_of(calls: Iterable[_AlikeCalls]) -> frozenset[Reduction]:
-    """Return the reductions that the calls of a program can leave pending on their results, and always the sum."""
+    """Return the reductions of the partial values that the calls of a program can make. The sum is always included."""
     rules = [call.rule for call in calls if call.rule is not None]
     made = {rule.reduce[factor] for rule in rules for factor in rule.splittable if factor in rule.reduce}
     return frozenset({Reduction.SUM, *made})
@@ -370,9 +367,9 @@ def _values(node: fx.Node) -> tuple[ValueInfo, ...]:
 
 
 def _call_links(node: fx.Node, narrow: Collection[tuple[str, str]]) -> list[Link]:
-    """Return one link for each tensor operand of a call.
+    """Return a link for each tensor operand of a call.
 
-    `narrow` has the pairs (operand's node, reader's node) whose links have `keeps_sums` set.
+    `narrow` has pairs (operand, reader) of names. Their links have `keeps_sums` set.
     """
     links = []
     for index, operand in enumerate(operands_of(node)):
@@ -411,5 +408,5 @@ _SPLITTABLE = (
 
 
 def _owners(program: Program) -> dict[tuple[InputKind, str], str]:
-    """Return a dict from the kind and name of each input of the program to the name of its placeholder."""
+    """Return the name of the placeholder of each input, by the kind and name of the input."""
     return {(slot.kind, slot.name): slot.node for slot in program.inputs}

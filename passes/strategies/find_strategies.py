@@ -11,20 +11,15 @@ from autoshard.rules.enumeration import Carry, Choice, Split, Strategy, assemble
 from autoshard.rules.notation import BoundRule
 
 AxisUse = tuple[int | None, Reduction | None]
-"""The use of one mesh axis by one operand: the dim that the axis splits, and the reduction pending over the axis."""
+"""The dim of an operand that one mesh axis splits, and the reduction pending over the axis; None for neither."""
 
 
 def find_strategies(rule: BoundRule, mesh: Mesh, held: Sequence[Collection[PartitionSpec]]) -> Iterator[Strategy]:
     """Yield the strategies of `rule` that agree with the known specs of the operands, axis by axis.
 
-    A strategy agrees if for each axis and operand one of the operand's specs uses the axis in the same way. Different
-    axes may agree with different specs, so the caller still has to compare whole specs. No axis of size one splits
-    anything in the yielded strategies.
-
-    Args:
-        rule: the bound rule of the call.
-        mesh: the mesh.
-        held: for each operand, the specs that it may have, without axes of size one.
+    A strategy agrees if for each axis and operand one of the operand's specs in `held` uses the axis in the same way.
+    Different axes may agree with different specs, so the caller still has to compare whole specs. Axes of size one
+    split nothing, and are absent from `held`.
     """
     choices = [_choices(rule, axis, size, held) for axis, size in mesh.axes]
     for combination in product(*choices):
@@ -45,7 +40,7 @@ def _choices(rule: BoundRule, axis: str, size: int, held: Sequence[Collection[Pa
 
 
 def _use(rule: BoundRule, choice: Choice, operand: int) -> AxisUse:
-    """Return the use of a mesh axis by operand number `operand` if the strategy has `choice` for this axis."""
+    """Return how operand number `operand` uses a mesh axis for which the strategy has `choice`."""
     if isinstance(choice, Split):
         dims = rule.inputs[operand]
         dim = next((index for index, factors in enumerate(dims) if not set(choice.factors).isdisjoint(factors)), None)

@@ -22,10 +22,10 @@ _MATRIX_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "a
 
 
 def fold_blocks(space: SearchSpace) -> dict[str, str]:
-    """Return a dict from the name of each site to the name of its representative.
+    """Return the name of the representative of each site, by the site's name.
 
-    The representative is the first site among the sites that share a strategy. A site outside of blocks represents
-    itself.
+    Sites that share a strategy have the same representative, the first of these sites. A site outside of blocks
+    represents itself.
     """
     blocks = numbered_blocks(space.sites.values())
     modules: dict[tuple[str, str], list[Site]] = defaultdict(list)
@@ -47,10 +47,7 @@ def fold_blocks(space: SearchSpace) -> dict[str, str]:
 
 
 def numbered_blocks(sites: Iterable[Site]) -> frozenset[str]:
-    """Return the paths of the blocks of a model ("layers.3").
-
-    A block is a module whose path ends in a number, and whose forward has at least two matrix products.
-    """
+    """Return the paths ("layers.3") of modules that end in a number and have two matrix products in the forward."""
     products: dict[str, int] = defaultdict(int)
     for site in sites:
         if site.node is not None and site.phase == "forward" and _is_matrix_product(site.node.target):
@@ -66,17 +63,19 @@ def _is_matrix_product(target: object) -> bool:
 
 
 def module_paths(program: Program) -> dict[str, str]:
-    """Return a dict from the name of each node to a module path.
+    """Return the module path of each node, by the node's name.
 
-    A call has the path of the module that issued it. An input of the program has its own name as path, such as
-    "layers.3.weight".
+    The path of an input is its own name ("layers.3.weight").
     """
     slots = {slot.node: _name(slot) for slot in program.inputs}
     return {node.name: slots.get(node.name) or node.meta.get("module", "") for node in program.graph.nodes}
 
 
 def _name(slot: InputSlot) -> str:
-    """Return an input's name as a path. Optimizer state "exp_avg:wte.weight" has the path "wte.weight.exp_avg"."""
+    """Return the name of an input as a path.
+
+    The state "exp_avg:wte.weight" of an optimizer has the path "wte.weight.exp_avg".
+    """
     if slot.kind != InputKind.STATE:
         return slot.name
     return f"{parameter_of(slot.name)}.{slot.name.partition(':')[0]}"
@@ -90,8 +89,8 @@ def _fold_path(module: str, blocks: frozenset[str]) -> str:
 
 
 def _signature(site: Site) -> tuple[object, ...]:
-    """Return a key of a site; two sites share a strategy only if their keys are equal.
+    """Return a key of a site: its operator, shapes, dtypes and strategies.
 
-    The key has `Site.call`, the shapes and dtypes of the results, and the identity of the tuple of strategies.
+    Sites share a strategy only if their keys are equal.
     """
     return (site.call, site.results, id(site.strategies))

@@ -13,32 +13,32 @@ from autoshard.tracing.local_fakes import LOCAL_FAKES
 from passes.preparation.number_values import call_key
 
 EMITTED_AT = "emitted_at"
-"""Metadata key of a node of a lowered program: the name of the traced node for whose lowering the node was emitted."""
+"""Key of `node.meta` in a lowered program: the name of the traced node for whose lowering the node was emitted."""
 
 IS_RESHARD = "is_reshard"
-"""Metadata key that is set to True on the nodes of a lowered program that belong to a reshard."""
+"""Key of `node.meta` in a lowered program: True on the nodes of a reshard."""
 
 TIMES_AS_LARGE = "times_as_large"
-"""Metadata key of a bucket's nodes: the bucket's bytes in the whole program, divided by its bytes in this program.
+"""Key of `node.meta` of a bucket: the bucket's bytes in the whole program, divided by its bytes in this program.
 
 The ratio is above 1 if this program leaves out repeated blocks whose gradients or parameters belong to the bucket.
 """
 
 KERNEL, PART_LEFT = "kernel", "part_left"
-"""Metadata keys of nodes that a fused kernel would replace, in a program that is only priced.
+"""Keys of `node.meta` on nodes that a fused kernel would replace, in a program that is only priced.
 
-A generated kernel is not put into such a graph. `KERNEL` is on the last node that the kernel replaces, and on the call
-of a hand-written kernel. Its value is the `KernelUse`. `PART_LEFT` is on each replaced node. Its value is the fraction
-of the node's own time that still counts.
+`KERNEL` is on the last node that a generated kernel replaces, and on the call of a hand-written kernel. Its value is
+the `KernelUse`. `PART_LEFT` is on each replaced node: the fraction of the node's own time that still counts.
 """
 
 
 class LocalTracer(GraphAppendingTracer):
-    """A tracer whose nodes have fake local tensors, and metadata of the traced nodes that they come from.
+    """A tracer that gives each node a fake tensor with the shape on one rank, and metadata of a traced node.
 
-    The lowering sets two attributes. `like` is the traced node that is being lowered; its phase, module and source line
+    The lowering sets two attributes. `like` is the traced node that is being lowered. Its phase, module and source line
     are copied. `moving` is the traced node whose value is being resharded for `like`, or None outside of reshards.
-    Calls with equal operators and operand forms share one fake value across programs (`LocalFakes`).
+    Calls with equal operators and operands of equal shape, dtype and strides share one fake tensor across programs
+    (`LocalFakes`).
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -49,11 +49,9 @@ class LocalTracer(GraphAppendingTracer):
     def placeholder(
         self, name: str, value: torch.Tensor, shape: Sequence[int], strides: Sequence[int] | None = None
     ) -> fx.Proxy:
-        """Add a placeholder for a rank's piece of a global value.
+        """Add a placeholder for a rank's piece of the global tensor `value`, with the dtype and device of `value`.
 
         Args:
-            name: name of the placeholder.
-            value: the global value, for its dtype and device.
             shape: shape of the piece on one rank.
             strides: strides of the global value. They give the order of the piece's dims in memory. Along dims of
                 stride 0 the piece is expanded from one element. None: the piece is contiguous.
@@ -67,16 +65,13 @@ class LocalTracer(GraphAppendingTracer):
         return proxy
 
     def constant(self, name: str, value: torch.Tensor) -> fx.Proxy:
-        """Add a `get_attr` node for the constant `name` of the program's module. Every rank has the whole `value`."""
+        """Add a `get_attr` node for the constant `name` of the program's module, which every rank has whole."""
         proxy = self.create_proxy("get_attr", name, (), {})
         proxy.node.meta["val"] = LOCAL_FAKES.piece(("constant", form_of(value)), value, lambda: _alike(value))
         return proxy
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Node:
-        """Create a node with the metadata of `like`. A call also gets its fake local result as `val`.
-
-        The arguments are those of `fx.proxy.TracerBase.create_node`.
-        """
+        """Create a node with the metadata of `like`. For a call, `meta["val"]` is its fake result on one rank."""
         node = super().create_node(kind, target, args, kwargs, *rest, **named)
         if self.like is not None:
             inherited = ("phase", "module", "source")
@@ -106,10 +101,9 @@ def _alike(value: torch.Tensor) -> torch.Tensor:
 
 
 def form_of(value: Any) -> Any:
-    """Return a hashable key of an operand; calls whose operands have equal keys have the same fake result.
+    """Return a hashable key of an operand: a tensor's dtype, shape and strides, or the value itself.
 
-    The key of a tensor has its dtype, shape, strides, offset, device and layout. The key of another operand has its
-    type and value.
+    Calls of one operator whose operands have equal keys have the same fake result.
     """
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(value.shape), value.stride(), value.storage_offset(), value.device, value.layout

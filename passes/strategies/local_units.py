@@ -1,8 +1,8 @@
 """Find the unit of repeated blocks to which each node of a lowered program belongs.
 
-A program may leave out most of a model's equal blocks (`autoshard.ir.repeat`). It then has four of many equal units of
-blocks. The third unit, which follows the gap, stands for the left-out units too: its nodes count several times. A
-node of a lowered program belongs to the unit of the traced node for which it was emitted.
+A program that leaves out most of a model's equal blocks (`autoshard.ir.repeat`) has four of many equal units of blocks.
+The third unit, which follows the gap, stands for the left-out units too: its nodes count several times. A node of a
+lowered program belongs to the unit of the traced node for which it was emitted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from passes.strategies.repeated import AFTER_GAP
 
 
 class UnitSpot(NamedTuple):
-    """The unit of a node.
+    """The unit of repeated blocks that a node belongs to.
 
     Args:
         repeat: index of the repeat in `Program.repeats`.
@@ -34,11 +34,11 @@ class UnitSpot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LocalUnits:
-    """The units of the nodes of a lowered program.
+    """The units of repeated blocks of a lowered program's nodes.
 
     Args:
-        repeats: the repeats of the traced program; empty if it has all blocks of the model.
-        paths: module path by the name of each traced node.
+        repeats: the repeats of the traced program.
+        paths: module path of each node of the traced program, by name.
     """
 
     repeats: tuple[Repeat, ...]
@@ -47,12 +47,12 @@ class LocalUnits:
 
     @classmethod
     def of(cls, lowered: LoweredProgram) -> LocalUnits:
-        """Return the `LocalUnits` of a lowered program. If it has all blocks of the model, no node has a unit."""
+        """Return the units of a lowered program's nodes. If the program leaves out no blocks, no node has a unit."""
         repeats = lowered.traced.repeats
         return cls(repeats, module_paths(lowered.traced) if repeats else {})
 
     def spot(self, node: fx.Node) -> UnitSpot | None:
-        """Return the unit to which a node belongs, or None if it belongs to no repeated block."""
+        """Return the unit of repeated blocks to which a node belongs; None outside of repeated blocks."""
         if not self.repeats:
             return None
         path = self.paths.get(node.meta.get(EMITTED_AT, "")) or node.meta.get("module", "")
@@ -61,11 +61,14 @@ class LocalUnits:
         return self._known[path]
 
     def count(self, node: fx.Node) -> int:
-        """Return how many nodes of the whole program `node` stands for, itself included."""
+        """Return the number of nodes of the whole model for which `node` stands, itself included."""
         return self.runs(self.spot(node))
 
     def runs(self, spot: UnitSpot | None) -> int:
-        """Return how many units of the whole program the unit at `spot` stands for, itself included; 1 for None."""
+        """Return the number of units of the whole model for which the unit at `spot` stands, itself included.
+
+        The result is 1 if `spot` is None.
+        """
         return 1 if spot is None or spot.unit != AFTER_GAP else 1 + self.repeats[spot.repeat].left_out
 
     def _find(self, path: str) -> UnitSpot | None:

@@ -14,16 +14,10 @@ from autoshard.rules.notation import BoundRule, Dims
 
 
 def match_strategy(rule: BoundRule | None, mesh: Mesh, node_plan: NodePlan, name: str) -> Strategy:
-    """Return the strategy of `rule` that has the operand and result specs of `node_plan`.
-
-    Args:
-        rule: the bound rule of the call, or None.
-        mesh: the mesh of the plan.
-        node_plan: the specs that the plan gives the call.
-        name: the call's name, for the error message.
+    """Return the strategy of `rule` with the operand and result specs of `node_plan`; `name` is for the error message.
 
     Raises:
-        PlanMismatchError: the rule admits no such strategy.
+        PlanMismatchError: the rule admits no strategy with these specs.
     """
     specs = (*node_plan.inputs, *node_plan.outputs)
     if all(spec.is_fully_replicated for spec in specs):
@@ -41,9 +35,9 @@ def match_strategy(rule: BoundRule | None, mesh: Mesh, node_plan: NodePlan, name
 
 
 def _agrees(rule: BoundRule, axis: str, choice: Choice, node_plan: NodePlan) -> bool:
-    """Whether `choice` makes `axis` split the same dims of operands and results as the plan does.
+    """Whether a strategy that has `choice` for the mesh axis `axis` splits the same dims over it as the plan.
 
-    Pending reductions are not compared here.
+    The reductions of partial values are not compared.
     """
     factors = choice.factors if isinstance(choice, Split) else ()
     pairs = [

@@ -32,12 +32,9 @@ _aten = torch.ops.aten
 
 
 def find_narrow_gradients(program: Program, rules: Mapping[str, BoundRule | None]) -> frozenset[tuple[str, str]]:
-    """Return the links on which a gradient is still in 16 bits, before its conversion to a wider type.
-
-    Each link is a pair of node names: the node that makes the value, and the node that reads it.
+    """Return the links (maker's name, reader's name) of the prepared program on which a gradient is still in 16 bits.
 
     Args:
-        program: the prepared program.
         rules: the bound rule of each call, by the node's name.
     """
     gradients = {slot.node for slot in program.outputs_of(OutputKind.GRADIENT)}
@@ -57,10 +54,10 @@ def _widens(node: fx.Node) -> bool:
 
 
 def _trail(conversion: fx.Node, rules: Mapping[str, BoundRule | None]) -> set[tuple[str, str]]:
-    """Return the links on all paths that end in a conversion, followed backwards from it.
+    """Return the links (maker, reader) on all paths backwards from a conversion, in names of nodes.
 
     A path goes on through additions, fan-outs and calls that only move elements (a view, a transpose). It ends at any
-    other call, and at a value that is also read elsewhere. Each link is a pair of node names, maker and reader.
+    other call, and at a value that is also read elsewhere.
     """
     trail, passed, waiting = set[tuple[str, str]](), {conversion}, [conversion]
     while waiting:
@@ -79,12 +76,9 @@ def _passes_on(node: fx.Node, rules: Mapping[str, BoundRule | None]) -> bool:
 
 
 def without_sums(table: Floats, sources: Sequence[PartitionSpec], targets: Sequence[PartitionSpec]) -> Floats:
-    """Return a copy of a table of reshard times, with infinity for reshards that reduce a partial sum.
+    """Return a table of seconds, [sources, targets], with infinity for each reshard that reduces a partial sum.
 
-    Args:
-        table: seconds of the reshard from each source to each target, [sources, targets].
-        sources: spec of each row.
-        targets: spec of each column.
+    `sources` and `targets` are the specs before and after the reshards of `table`.
     """
     kinds: dict[frozenset[str], int] = {}
     before, after = ([kinds.setdefault(_sums(spec), len(kinds)) for spec in specs] for specs in (sources, targets))
@@ -93,5 +87,4 @@ def without_sums(table: Floats, sources: Sequence[PartitionSpec], targets: Seque
 
 
 def _sums(spec: PartitionSpec) -> frozenset[str]:
-    """Return the axes over which a value is a partial sum."""
     return frozenset(axis for axis, reduction in spec.partial if reduction is Reduction.SUM)

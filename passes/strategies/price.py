@@ -1,8 +1,8 @@
 """Price a search space with the cost models: seconds of strategies and reshards, bytes of values.
 
 A call takes the time of its roofline. A collective takes a latency and a time per byte (`cost_models`). The search adds
-up the seconds of computation and communication. Only the prediction of the lowered program lets them overlap
-(`passes.prediction`).
+up the seconds of computation and communication. Only the prediction of the lowered program lets computation and
+communication overlap (`passes.prediction`).
 """
 
 from __future__ import annotations
@@ -38,11 +38,9 @@ from passes.strategies.price_rewrites import rewritten_time
 
 @dataclass(frozen=True, slots=True)
 class StepPrice:
-    """A function from a reshard step to its seconds on a cluster, for `plan_reshard`.
+    """The seconds of a reshard step on a cluster, as a price for `plan_reshard`.
 
-    Args:
-        cluster: the devices and links.
-        mesh: the mesh; it numbers the ranks of the cluster row by row.
+    The ranks of `mesh` are the devices of the cluster, in the order of the mesh's rows.
     """
 
     cluster: Cluster
@@ -76,10 +74,7 @@ def _collective_time(step: ReshardStep, group: GroupLinks) -> float:
 class Prices:
     """Prices of strategies and reshards on one cluster and mesh, cached so that equal calls are priced once.
 
-    Args:
-        cluster: the devices and links.
-        mesh: the mesh over which strategies split tensors.
-        derived: a cache in which other modules store prices that they compute from these `Prices`.
+    `derived` is a cache for prices that other modules compute from these `Prices`.
     """
 
     cluster: Cluster
@@ -92,15 +87,15 @@ class Prices:
 
     @property
     def step_price(self) -> StepPrice:
-        """The function from a reshard step to its seconds on this cluster and mesh, for `plan_reshard`."""
+        """The price of a reshard step on this cluster and mesh, in seconds, for `plan_reshard`."""
         return StepPrice(self.cluster, self.mesh)
 
     def call_time(self, site: Site, strategy: Strategy) -> float:
-        """Seconds of a call on each rank under a strategy; zero for placeholders and results."""
+        """Return the seconds of one run of a call on each rank under a strategy; zero for placeholders and results."""
         return float(self.call_times(site, (strategy,))[0])
 
     def call_times(self, site: Site, strategies: Sequence[Strategy]) -> Floats:
-        """Return the seconds of a call on each rank under each of `strategies`, [strategies]."""
+        """Return the seconds of one run of a call on each rank under each of `strategies`, [strategies]."""
         node = site.node
         if node is None or node.op != "call_function" or node.target is fan_out:
             return np.zeros(len(strategies))
@@ -112,9 +107,9 @@ class Prices:
         return np.array([self._call_time(site, operands, arguments, call, strategy) for strategy in strategies])
 
     def _transfer_times(self, site: Site, strategies: Sequence[Strategy]) -> Floats:
-        """Return the seconds of an offload node's copy to or from the host under each strategy, [strategies].
+        """Return the seconds of a copy to or from the host under each strategy, [strategies].
 
-        The copy does not overlap with computation.
+        `site` is such a copy. No computation hides the copy.
         """
         assert site.node is not None, "calls have nodes"
         device = self.cluster.device
@@ -128,10 +123,7 @@ class Prices:
         return np.array([device.to_host_time(size) + device.from_host_time(size) for size in sizes.tolist()])
 
     def adding_times(self, site: Site) -> Floats:
-        """Return the seconds to add a gradient to the sum over earlier micro-batches, [strategies].
-
-        The gradient is the first result of `site`. Its size on each rank depends on the site's strategy.
-        """
+        """Return the seconds to add the first result of `site`, a gradient, to its sum on each rank, [strategies]."""
         sizes = local_bytes_of(site.results[0], specs_of(site, 0), self.mesh)
         return np.array([accumulation_time(size, self.cluster.device) for size in sizes.tolist()])
 
@@ -159,10 +151,9 @@ class Prices:
         return self._calls[key]
 
     def _canonical_order(self, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
-        """Return the choices of the mesh axes in an order that is the same for every permutation of equal axes.
+        """Return `choices`, with the choices of axes of equal size and equal links in a fixed order.
 
-        Axes are equal if they have the same size and the same links. Strategies that differ only in the order of equal
-        axes cost the same, so they share one price.
+        Strategies that differ only by an exchange of such axes cost the same, so they are priced once.
         """
         if not choices or not _has_equal_axes(self.mesh, self.cluster):
             return choices
@@ -175,13 +166,10 @@ class Prices:
         return self._choices[choices]
 
     def _fill_time(self, filled: tuple[tuple[int, int], ...], inputs: tuple[TensorInfo, ...]) -> float:
-        """Return the seconds to fill the padding of a call's local operands before the call.
+        """Return the seconds to write neutral values into the padding of a call's local operands, before the call.
 
-        Each padded factor of an operand reads and writes the operand's local piece once.
-
-        Args:
-            filled: pairs of an operand's index and the number of its padded factors.
-            inputs: the local operands.
+        `filled` has pairs of an operand's index and the number of its padded factors, each of which reads and writes
+        the operand's piece once.
         """
         sizes = [(count, math.prod(inputs[operand].shape) * inputs[operand].itemsize) for operand, count in filled]
         return sum(count * memory_time(2 * size, self.cluster.device) for count, size in sizes)
@@ -210,15 +198,11 @@ _FEW_AXES = 2
 
 
 def _has_equal_axes(mesh: Mesh, cluster: Cluster) -> bool:
-    """Whether strategies that differ by a permutation of axes of equal size share a price.
-
-    They do on meshes with more than `_FEW_AXES` axes on one node, where axes of equal size have equal links.
-    """
+    """Whether axes of equal size have equal links: on a mesh of many axes within one node."""
     return len(mesh.axes) > _FEW_AXES and cluster.nodes == 1
 
 
 def _equal_axes(mesh: Mesh) -> list[list[int]]:
-    """Return one list for each size of an axis in the mesh: the indices of the axes of this size."""
     return [[i for i, size in enumerate(mesh.shape) if size == each] for each in dict.fromkeys(mesh.shape)]
 
 
@@ -233,13 +217,16 @@ def local_bytes_of(value: ValueInfo, specs: tuple[PartitionSpec, ...], mesh: Mes
 
 
 def _is_rewritten(site: Site, strategy: Strategy, mesh: Mesh) -> bool:
-    """Whether the rule's rewrite replaces the traced call on each rank. Views count as not rewritten."""
+    """Whether the sharding rule replaces the traced call by other calls on each rank. A view counts as not replaced."""
     is_split = site.rule is not None and site.rule.local is not None and bool(strategy.splits(mesh))
     return is_split and not (site.node is not None and is_view(site.node))
 
 
 def _fill_counts(site: Site, strategy: Strategy, mesh: Mesh) -> tuple[tuple[int, int], ...]:
-    """Return pairs of an operand's index and the number of its factors whose padding is filled before the call."""
+    """Return pairs of an operand's index, and the number of its factors whose padding is filled before the call.
+
+    A factor is an index of the sharding rule.
+    """
     if site.rule is None or not site.rule.padding:
         return ()
     wanted = fills(site.rule, strategy.splits(mesh), mesh)

@@ -65,11 +65,9 @@ BEFORE_GAP, AFTER_GAP = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class AlikeSites:
-    """Four sites that correspond to each other.
+    """The sites at one place of the four units, by name.
 
-    Args:
-        names: name of the site in each of the four units.
-        left_out: number of units between the second and the third that the program leaves out.
+    `left_out` is the number of units that the program leaves out.
     """
 
     names: tuple[str, str, str, str]
@@ -80,9 +78,7 @@ class AlikeSites:
 class AlikeLinks:
     """Four links that correspond to each other, one into each of the four units.
 
-    Args:
-        stand_in: index in `SearchSpace.links` of the link that stands for the links of the left-out units too.
-        left_out: number of units that the program leaves out.
+    `stand_in` is the index of the link that stands for the links into the `left_out` missing units too.
     """
 
     stand_in: int
@@ -97,8 +93,8 @@ class RepeatedUnits:
         sites: the sites of the four units of each repeat, one entry for each place.
         links: the links into these sites, one entry for the four links that correspond to each other.
         spots: position of each site of a repeated unit, by the site's name.
-        starts: dict from a pair (`Spot.repeat`, `Spot.place`) to the name of a site. The sites at this place in a and
-            b lie in two neighbouring runs. The named site is the first site of the later run.
+        starts: (`Spot.repeat`, `Spot.place`) → a site. The sites of a and b at this place lie in two neighbouring runs.
+            The value is the first site of the later run.
     """
 
     sites: tuple[AlikeSites, ...] = ()
@@ -107,16 +103,16 @@ class RepeatedUnits:
     starts: Mapping[tuple[int, int], str] = field(default_factory=dict, repr=False)
 
     def site_counts(self) -> dict[str, int]:
-        """Return a dict from the name of a site to the number of sites of the whole model that it stands for.
+        """Return the number of sites of the whole model for which a site stands, by the site's name.
 
-        A site that is not in the dict stands for itself alone.
+        Absent sites stand for themselves alone.
         """
         return {alike.names[AFTER_GAP]: 1 + alike.left_out for alike in self.sites}
 
     def link_counts(self) -> dict[int, int]:
-        """Return a dict from the index of a link to the number of links of the whole model that it stands for.
+        """Return the number of links of the whole model for which a link stands, by the link's index.
 
-        A link that is not in the dict stands for itself alone.
+        Absent links stand for themselves alone.
         """
         return {alike.stand_in: 1 + alike.left_out for alike in self.links}
 
@@ -129,8 +125,7 @@ def find_repeated(space: SearchSpace, paths: Mapping[str, str] | None = None) ->
 
     Args:
         space: the search space. If its program has all blocks of the model, the result is empty.
-        paths: dict from the name of a site to the module path that tells its unit. None: the path of the module that
-            issued the site.
+        paths: the module path that tells each site's unit, by name. None: the path of the module that issued the site.
 
     Raises:
         NotAlikeError: the four units of a repeat are not alike.
@@ -155,12 +150,11 @@ def find_repeated(space: SearchSpace, paths: Mapping[str, str] | None = None) ->
 def paths_where_run(space: SearchSpace, paths: Mapping[str, str], again: Collection[str]) -> dict[str, str]:
     """Return a copy of `paths` in which recomputed sites belong to the unit in which they run.
 
-    Each recomputed site belongs to the unit of the next site in the program that is not recomputed. For example, a
-    value may be recomputed in the backward of the next block. The site then gets the path of the same module in the
-    next block. The path is "" if the next site is in no repeated block.
+    This is the unit of the next site in the program that is not recomputed. For example, if a value is recomputed in
+    the backward of the next block, its site gets the path of the same module there. The path is "" if the next site is
+    in no repeated block.
 
     Args:
-        space: the search space.
         paths: module path by the name of each site.
         again: names of the recomputed sites.
     """
@@ -175,9 +169,9 @@ def paths_where_run(space: SearchSpace, paths: Mapping[str, str], again: Collect
 
 
 def tie(representatives: Mapping[str, str], repeated: RepeatedUnits) -> dict[str, str]:
-    """Return a copy of `representatives` in which the four sites of each place share one representative.
+    """Return `representatives` with one common representative for the four sites at each place of repeated units.
 
-    `representatives` is a dict from each site to the site whose strategy it takes (`fold_blocks`).
+    `representatives` is the result of `fold_blocks`.
     """
     merged: dict[str, str] = {}
 
@@ -205,9 +199,7 @@ class _Units:
     """The four units of one repeat. The constructor checks that they are alike.
 
     Args:
-        space: the search space.
         number: index of the repeat in `Program.repeats`.
-        repeat: the repeat.
         paths: module path by the name of each site.
         columns: for each unit, the names of its sites in program order.
         spots: position of each site of the units, by name.
@@ -235,7 +227,6 @@ class _Units:
             self._check_links(names)
 
     def _columns(self) -> Iterator[list[str]]:
-        """Yield, for each of the four units, the names of its sites in program order."""
         columns: list[list[str]] = [[] for _ in self.repeat.units]
         forms: list[list[object]] = [[] for _ in self.repeat.units]
         for name, site in self.space.sites.items():
@@ -269,11 +260,10 @@ class _Units:
             raise NotAlikeError(f"{', '.join(names)} of alike blocks do not read alike values")
 
     def sites(self) -> list[AlikeSites]:
-        """Return the four sites of each place, in the order of the places."""
         return [AlikeSites(names, self.repeat.left_out) for names in zip(*self.columns, strict=True)]
 
     def links(self) -> Iterator[AlikeLinks]:
-        """Yield the four corresponding links for each operand of each place, in the order of the places."""
+        """Yield the four corresponding links for each operand of the sites at each place, in order of the places."""
         for names in zip(*self.columns, strict=True):
             for alike in zip(*(self.incoming[name] for name in names), strict=True):
                 indices, found = zip(*alike, strict=True)
@@ -282,15 +272,12 @@ class _Units:
                 yield AlikeLinks(indices[stand_in], self.repeat.left_out)
 
     def runs(self, order: Mapping[str, int]) -> Iterator[tuple[list[int], str]]:
-        """Yield a pair for each run of unit a or b that directly follows the same run of the other unit.
+        """Yield for each two neighbouring runs of a and b the places of their sites, and the later run's first site.
 
-        The pair has the places of the run's sites, and the name of the first of these sites in the later unit.
-
-        Args:
-            order: index of each site in the program.
+        `order` has the index of each site in the program.
 
         Raises:
-            NotAlikeError: a run of one unit does not follow the same run of the other unit.
+            NotAlikeError: a run of one unit is not beside the same run of the other unit.
         """
         names = [
             name
@@ -316,15 +303,10 @@ class _Units:
 
 
 def _agree(outer: Sequence[_Relation], inner: Sequence[_Relation], step: int) -> bool:
-    """Whether a site of an outer unit (n or m) reads from sources that correspond to those of the same site in a or b.
+    """Whether an outer unit (n or m) reads from the same sources as the inner unit beside it (a or b).
 
-    A source of the inner site that is `step` units away is not compared. For the outer site it would lie outside of the
-    four units.
-
-    Args:
-        outer: the links into the outer site.
-        inner: the links into the inner site.
-        step: -1 for the units n and a, 1 for m and b.
+    The arguments are the sources of two sites at the same place. A source of the inner site that is `step` units away
+    (-1 for n and a, 1 for m and b) is not compared. For the outer site it would lie outside of the four units.
     """
     if len(outer) != len(inner):
         return False

@@ -15,9 +15,9 @@ from passes.strategies.local_tracer import LocalTracer
 
 
 def emitted_call(site: Site, strategy: Strategy, mesh: Mesh) -> fx.Graph:
-    """Return a graph with the calls that each rank runs for the call of `site` under `strategy`.
+    """Return a graph of the calls that each rank runs for a site's call under `strategy`.
 
-    The graph has one placeholder for each operand. A value that is used as two operands has two placeholders.
+    The graph has one placeholder for each use of an operand.
     """
     assert site.node is not None
     graph = fx.Graph()

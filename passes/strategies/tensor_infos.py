@@ -13,7 +13,7 @@ from passes.strategies.operator_names import dtype_name
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a node's value, which is a tensor, a nested tuple or list, or anything else."""
+    """Yield the tensors in a node's value: a tensor, or a tuple or list of values. Anything else has none."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -27,15 +27,15 @@ def bytes_in(value: Any) -> int:
 
 
 def tensor_info(value: Tensor) -> TensorInfo:
-    """Return the description of one tensor."""
+    """Return shape, bytes per element and dtype of one tensor, as the cost models take them."""
     return TensorInfo(tuple(value.shape), value.itemsize, dtype_name(value.dtype))
 
 
 def operand_infos(node: fx.Node) -> list[TensorInfo]:
-    """Return the descriptions of a call's tensor operands, in order."""
+    """Return shape, bytes per element and dtype of each of a call's tensor operands, in order."""
     return [tensor_info(operand.meta["val"]) for operand in operands_of(node)]
 
 
 def tensor_infos(node: fx.Node) -> tuple[list[TensorInfo], list[TensorInfo]]:
-    """Return the descriptions of a call's tensor operands, and of its tensor results, each in order."""
+    """Return shape, bytes per element and dtype of a call's tensor operands, and of its tensor results, in order."""
     return operand_infos(node), list(map(tensor_info, tensors_in(node.meta.get("val"))))

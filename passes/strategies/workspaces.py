@@ -23,14 +23,14 @@ def has_workspace(node: fx.Node) -> bool:
 
 
 def workspace_bytes(node: fx.Node) -> int:
-    """Return the peak bytes of temporary memory during a call of a lowered program; 0 if there is no formula."""
+    """Return the peak bytes of temporary memory on a rank during a call of a lowered program; 0 without a formula."""
     return workspace_of(node, operand_infos(node)) if has_workspace(node) else 0
 
 
 def workspace_of(node: fx.Node, operands: Sequence[TensorInfo]) -> int:
-    """Return the peak bytes of temporary memory of a call if its tensor operands were `operands`.
+    """Return the peak bytes of temporary memory of a call on a rank, if its operands have the shapes of `operands`.
 
-    The operator of the call must have a formula (`has_workspace`).
+    There must be a formula for the call (`has_workspace`).
     """
     count = _count_of(node.target)
     assert count is not None, "the call has a workspace"
@@ -40,5 +40,8 @@ def workspace_of(node: fx.Node, operands: Sequence[TensorInfo]) -> int:
 
 @cache
 def _count_of(target: Any) -> Callable[..., float] | None:
-    """Return the formula of an operator, or None. It is cached, because walks over programs ask for every node."""
+    """Return the formula for the temporary memory of an operator; None if there is no formula.
+
+    The result is cached, because walks over programs ask for every node.
+    """
     return WORKSPACE_BYTES.get(str(target))

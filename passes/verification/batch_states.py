@@ -27,13 +27,9 @@ class SlicedDim:
 
 @dataclass(frozen=True, slots=True)
 class BatchIndices:
-    """Indices of the samples of a batch, as `arange(len(x))` makes them.
+    """Indices along `dim` of the samples of a batch, as `arange(len(x))` makes them; a part has `size` samples.
 
     Each part counts its samples from zero. So an index is only right where it reads or writes the part's own samples.
-
-    Args:
-        dim: the dim along which the indices count.
-        size: number of samples in a part.
     """
 
     dim: int
@@ -45,8 +41,8 @@ class Sum:
     """The value of the batch is a sum over the parts.
 
     Args:
-        terms: the terms of the value, as pairs (count, e). A part adds its own term, divided by m ** e. If the loss
-            divides by a count, such as the number of targets, `count` is the node of the count; else None.
+        terms: pairs (count, e). Each part adds its own value, divided by m ** e. If the loss divides by a count, such
+            as the number of targets, `count` is the node of the count. Otherwise `count` is None.
         has_constant: whether the value also has an addend that does not depend on the parts.
     """
 
@@ -56,16 +52,14 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class OfInputs:
-    """The value is computed from sums over the batch, but depends on inputs and buffers alone, not on parameters."""
+    """A value computed from sums over the batch, and from inputs and buffers alone, not from parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
     """The value of the batch does not follow from the values of the parts.
 
-    Args:
-        node: the first call that mixes the parts.
-        why: the reason, for the error message: "mixes samples across the batch".
+    `node` is the first call that mixes the parts, and `why` the reason, as in "mixes samples across the batch".
     """
 
     node: fx.Node

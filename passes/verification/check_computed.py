@@ -8,11 +8,7 @@ from autoshard.errors import VerificationError
 
 
 def check_computed(graph: fx.Graph) -> None:
-    """Check that each node of a graph comes after its operands.
-
-    Raises:
-        VerificationError: a node reads a value before it is computed; the message names both.
-    """
+    """Raise `VerificationError` if a node of a graph reads a value before it is computed."""
     computed: set[fx.Node] = set()
     for node in graph.nodes:
         missing = [operand for operand in node.all_input_nodes if operand not in computed]

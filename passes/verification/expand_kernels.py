@@ -27,10 +27,10 @@ from autoshard.kernels.registry import FUSED, KERNELS
 from autoshard.tracing.copy_node import copy_node
 
 FORM = "form"
-"""Metadata key of a fused kernel's call: the index of its form in `FusedKernel.forms`."""
+"""Key of `node.meta` of a fused kernel's call: the index of its form in `FusedKernel.forms`."""
 
 STANDS_FOR = "stands_for"
-"""Metadata key of a kernel's call: the names of the nodes that it replaces. Kernels for single operators lack this."""
+"""Key of `node.meta` of a kernel's call: the names of the nodes that it replaces; absent for single operators."""
 
 _FUSED = {kernel.operator: kernel for kernel in FUSED}
 _ORIGINALS: dict[OpOverload, OpOverload] = {
@@ -87,11 +87,7 @@ def _write_group(
 ) -> tuple[fx.Node, ...]:
     """Append the calls of a generated kernel's group to `graph`, and return the nodes of the kernel's results.
 
-    Args:
-        group: the calls that the kernel computes.
-        graph: the copy that is being built.
-        node: the kernel's call.
-        environment: node of the copy by node of the original graph.
+    `node` is the call of the kernel. `environment` has the copy of each of its operands.
     """
     if len(node.args) != len(group.operands) or not all(isinstance(item, fx.Node) for item in node.args):
         raise VerificationError(
@@ -109,7 +105,8 @@ def _write_group(
 def _write_out(graph: fx.Graph, node: fx.Node, environment: Mapping[fx.Node, fx.Node]) -> tuple[fx.Node | None, ...]:
     """Append the calls of a fused kernel's form to `graph`, and return the nodes of the kernel's results.
 
-    A result that the form does not compute is None. The arguments are as in `_write_group`, without the group.
+    A result that the form does not compute is None. `node` is the call of the kernel. `environment` has the copy of
+    each of its operands.
     """
     target: Any = node.target
     kernel = _FUSED[target]

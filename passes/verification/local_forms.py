@@ -3,7 +3,7 @@
 A sharding rule and a reshard step are each defined by the calls that they emit into a graph
 (`autoshard.rules.emit_local`, `autoshard.ir.emit`). The emitted calls depend only on the operator, its literals, the
 shapes and dtypes of its operands, and the strategy. So each definition is emitted once, and stored as a `LocalForm`.
-Equal blocks of a model are proven with the same forms. The verifier needs no second description of any definition.
+Equal blocks of a model are proven with the same forms.
 
 A form numbers its operands first, and then its calls. Such a number is a *place*. The calls of a form name their
 operands by places.
@@ -35,7 +35,7 @@ from passes.strategies.enumerate_strategies import rule_of
 from passes.strategies.find_strategies import find_strategies
 
 Numbers = frozenset[int]
-"""A set of value numbers of local values. Any of these values may serve as the same operand."""
+"""Value numbers of local values, any of which may serve as the same operand."""
 
 Held = tuple[frozenset[PartitionSpec], ...]
 """For each operand of a traced call, the specs under which local values hold it."""
@@ -50,10 +50,7 @@ _OPENINGS = {
     ReshardKind.REDUCE_SCATTER: {_aten.contiguous.default, _aten.constant_pad_nd.default},
     ReshardKind.SLICE: {_aten.narrow.default, _aten.constant_pad_nd.default},
 }
-"""The operators with which the emitted calls of each kind of reshard step may begin.
-
-A step is looked up only if one of these operators reads the value.
-"""
+"""Operators with which a reshard step of each kind may begin; only then is it looked up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +68,11 @@ class FormCall:
     is_drawn: bool
 
     def find(self, local: Numbering, values: Sequence[Numbers], draw: int = 0) -> Numbers:
-        """Return the value numbers of the program's calls with this operator, these literals, and operands in `values`.
+        """Return the value numbers of the program's calls that match this call.
 
         Args:
             local: the value numbers of the program.
-            values: for each place, the numbers of the program's values at this place.
+            values: for each place, the numbers of the program's values at this place, which the call may read.
             draw: for a call that draws random numbers, the number of equal calls before it.
         """
         return local.find((*self.key, draw) if self.is_drawn else self.key, self.places, values)
@@ -83,18 +80,19 @@ class FormCall:
 
 @dataclass(frozen=True, slots=True)
 class LocalForm:
-    """The calls that a definition emits.
+    """The calls of a reshard step or strategy on a rank.
 
-    Args:
-        calls: the calls, in order.
-        results: for each result its place, or the call that selects the result from a tuple.
+    An entry of `results` is the place of the result. If a call returns a tuple, the entry is the call that selects the
+    result from the tuple.
     """
 
     calls: Sequence[FormCall]
     results: Sequence[int | FormCall]
 
     def find(self, local: Numbering, held: Sequence[Numbers], draw: int = 0) -> list[Numbers] | None:
-        """Return, for each place, the numbers of the program's values there; None if a call of the form is missing.
+        """Look up the calls of the form in the program.
+
+        Return the value numbers at each place; None if a call is missing.
 
         Args:
             local: the value numbers of the program.
@@ -110,9 +108,9 @@ class LocalForm:
         return values
 
     def result(self, index: int, local: Numbering, values: Sequence[Numbers]) -> Numbers:
-        """Return the numbers of the values that are result number `index`; empty if no call of the program selects it.
+        """Return the value numbers of the program's values that are result number `index` of the form.
 
-        `values` has the numbers of the program's values at each place, as `find` returns them.
+        The result is empty if no call of the program selects it from a tuple. `values` is the result of `find`.
         """
         place = self.results[index]
         return values[place] if isinstance(place, int) else place.find(local, values)
@@ -120,10 +118,10 @@ class LocalForm:
 
 @dataclass(frozen=True, slots=True)
 class _ProxyMeaning:
-    """A stand-in for the fx node of a proxy of `_Recording`; it has the proxy's place as `index`.
+    """Takes the place of the fx node of a proxy of `_Recording`; `index` is the proxy's place.
 
-    Emitters compute a new node's fake value from the node's `args` and `meta`. A stand-in has neither operands nor
-    metadata, so emitters compute no fake value.
+    Emitters compute fake values from a node's `args` and `meta`. This object has neither, so they compute no fake
+    values.
     """
 
     index: int
@@ -132,7 +130,7 @@ class _ProxyMeaning:
 
 
 class _Recording(TracerBase):
-    """A tracer that records the calls of a definition as `FormCall`s, instead of adding nodes to a graph."""
+    """Records the calls of a reshard step or strategy as `FormCall`s, instead of adding nodes to a graph."""
 
     def __init__(self, operands: int) -> None:
         super().__init__()
@@ -142,7 +140,6 @@ class _Recording(TracerBase):
     def create_proxy(
         self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any, **__: Any
     ) -> Proxy:
-        """Record a call, and return a proxy that stands for its result."""
         key = call_key(kind, target, args, kwargs, place_of)
         self.calls.append(FormCall(key, tuple(operands_of(key)), draws_numbers(target)))
         return self._proxy(len(self.operands) + len(self.calls) - 1)
@@ -152,7 +149,7 @@ class _Recording(TracerBase):
 
 
 def place_of(value: Proxy | fx.Node) -> int:
-    """Return the place that a proxy of a recording, or the node of such a proxy, stands for."""
+    """Return the place that a proxy of a recording, or the node of this proxy, stands for."""
     found = value.node if isinstance(value, Proxy) else value
     assert isinstance(found, _ProxyMeaning), "only proxies of a recording are passed to definitions"
     return found.index
@@ -160,13 +157,7 @@ def place_of(value: Proxy | fx.Node) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StrategyForm:
-    """A strategy of a traced call on local values: its specs, and its local form.
-
-    Args:
-        inputs: specs of the operands, without axes of size one.
-        outputs: specs of the results, without axes of size one.
-        form: the local calls that compute the results from the operands.
-    """
+    """A strategy of a traced call: specs of operands and results, without axes of size one, and its local calls."""
 
     inputs: Sequence[PartitionSpec]
     outputs: Sequence[PartitionSpec]
@@ -175,14 +166,9 @@ class StrategyForm:
 
 @dataclass(frozen=True, slots=True)
 class CallForms:
-    """Finds the strategies of a traced call, with their local forms. All equal calls share one object.
+    """The strategies of a traced call, with the local forms that `emit_local` emits. Equal calls share one object.
 
-    Each strategy of the call gives one `StrategyForm`, with the local form that `emit_local` emits for the strategy.
-
-    Args:
-        node: one of the equal calls.
-        rule: the bound rule of the calls; None if the operator has no rule.
-        mesh: the mesh.
+    `rule` is the bound rule of the calls; None if the operator has no rule.
     """
 
     node: fx.Node
@@ -191,7 +177,10 @@ class CallForms:
     _by_held: dict[Held, Sequence[StrategyForm]] = field(default_factory=dict)
 
     def of_held(self, held: Held) -> Sequence[StrategyForm]:
-        """Return a `StrategyForm` for each strategy whose operands are held: the spec of each operand is in `held`."""
+        """Return the strategies, with their local forms, that need operands only in specs in which they are held.
+
+        `held` has these specs for each operand.
+        """
         if held not in self._by_held:
             self._by_held[held] = list(self._find(held))
         return self._by_held[held]
@@ -227,11 +216,7 @@ class CallForms:
 
 @dataclass(frozen=True, slots=True)
 class LocalForms:
-    """A cache of the local forms of calls and reshards on a mesh, which several programs may share.
-
-    Args:
-        mesh: the mesh.
-    """
+    """A cache of the local forms of calls and reshards on a mesh, which several programs may share."""
 
     mesh: Mesh
     _calls: dict[Key, CallForms] = field(default_factory=dict)
@@ -239,7 +224,7 @@ class LocalForms:
     _steps: dict[Any, Sequence[LocalForm]] = field(default_factory=dict)
 
     def of_call(self, node: fx.Node, ranges: Ranges) -> CallForms:
-        """Return the `CallForms` of a traced call.
+        """Return the strategies of a traced call with their local forms.
 
         Calls with equal operators, literals, and shapes, strides and dtypes of operands share one object. The facts of
         `ranges` about the operands (finite, not zero) must be equal too.
@@ -253,13 +238,12 @@ class LocalForms:
     def of_reshards(
         self, value: torch.Tensor, spec: PartitionSpec, readers: Collection[Any]
     ) -> Iterator[tuple[PartitionSpec, LocalForm]]:
-        """Yield each spec that one reshard step makes from `spec`, with a local form of the step.
+        """Yield each spec that one reshard step can make from `spec`, with a local form of the step.
 
         Args:
             value: the fake value, with global shape.
-            spec: the spec of the value.
-            readers: operators that read the local values that hold the value. Only steps that may begin with one of
-                these operators are yielded.
+            readers: operators that read the local values of `value` in the program. Only steps that may begin with one
+                of these operators are yielded.
         """
         is_empty = 0 in value.shape
         if not is_empty and all(openings.isdisjoint(readers) for openings in _OPENINGS.values()):
@@ -302,7 +286,7 @@ class LocalForms:
         return ReshardStep(move.kind, move.axis, size, move.dim, move.to_dim, move.reduction, source, target, 0, 0)
 
     def _form_of_first(self, value: torch.Tensor, steps: Sequence[ReshardStep]) -> LocalForm:
-        """Return the calls that a reshard by all of `steps` emits for the first step, as a local form."""
+        """Return the local form of the first of `steps`: the calls that a reshard by all these steps emits for it."""
         recording = _Recording(1)
         reached: list[int] = []
 

@@ -1,10 +1,9 @@
-"""Teaches a value numbering that expert layers which save their received rows compute the same as layers which do not.
+"""Number the calls of expert layers that save their received rows, so that they equal layers which do not save rows.
 
 `passes.lowering.keep_rows` replaces `exchanged_experts` by `exchanged_experts_keeping` in the forward. This call has
-three further results: the saved rows, first products and counts. The backward's call takes them in place of the tokens.
-The uncut program has neither call. With the added numbers, the first result of the forward's new call equals the result
-of the old call on the same operands. The backward's new call equals the old call on the tokens, if it takes the three
-saved values of the forward's call in their order.
+three further results (saved rows, first products, counts), which the backward's call takes in place of the tokens. The
+uncut program has neither call. With the added value numbers, the new calls equal the old calls on the same operands.
+The backward must take the three saved values in their order.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ _KEPT = ("rows", "u", "counts")
 
 
 def number_kept(joint: Numbering) -> None:
-    """Add the value numbers of calls that save rows to the numbering of the uncut program.
+    """Add the value numbers of calls that save rows to `joint`, the value numbers of the uncut program.
 
-    The saved values of a call `experts` also get names, such as `experts_kept_rows`, by which a phase lists them.
+    The calls get the numbers of the calls that they replace. Saved values get names such as `experts_kept_rows`.
     """
     graph, kept = fx.Graph(), dict[Key, list[Key]]()
 

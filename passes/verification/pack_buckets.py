@@ -4,8 +4,8 @@ It inverts `autoshard.graphs.fill_buckets`, so that `verify_in_place` can compar
 Before → after: `flat = new_empty(x, [n]); p, q = split_with_sizes(flat, sizes)`, `mm.out(x, y, out=view(p, [k, n]))`,
 `copy_(q, b)`, `all_reduce(flat)` → `a = mm(x, y)`, `all_reduce(cat([reshape(a, [-1]), reshape(b, [-1])]))`.
 
-Each part of the buffer must be written once, and whole, before the collective. Nothing else may read or write the
-buffer. Any other buffer stays as it is. The comparison then fails, because its calls are not in the functional graph.
+Each part of the buffer must be written once, and whole, before the collective, and nothing else may read or write the
+buffer. Any other buffer stays as it is, and the comparison then fails.
 
 `shaped_alike` brings the buckets of the functional graph into the same form. Views of a value in front of the bucket do
 not change the order of its elements, so they are left out in both graphs.
@@ -37,12 +37,11 @@ _IN_ORDER = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.defau
 
 @dataclass(frozen=True, slots=True)
 class _Filled:
-    """A buffer that is filled part by part.
+    """A buffer that calls fill part by part.
 
     Args:
-        buffer: the node that allocates the buffer.
-        writers: the calls that write the buffer's parts, in the order of the parts.
-        inner: the nodes that the rewrite removes: the buffer, its parts, and the copies or views that write to them.
+        writers: the calls that fill the buffer, in the order of its parts.
+        inner: the nodes that the rewrite removes.
     """
 
     buffer: fx.Node
@@ -62,7 +61,7 @@ def pack_buckets(graph_module: fx.GraphModule) -> fx.GraphModule:
 def shaped_alike(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of a functional graph in which each bucket has the form that `pack_buckets` gives buffers.
 
-    Each member of such a bucket is reshaped once. Views in front of the reshape are left out.
+    Each member of a bucket is reshaped once. Views in front of the reshape are left out.
     """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph_module.graph.nodes:
@@ -76,9 +75,9 @@ def shaped_alike(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _rows_of(packed: fx.Node) -> list[int] | None:
-    """Return the rows of a bucket's members: [ranks] for a reduce-scatter, [] for an all-reduce.
+    """Return the number of ranks of a bucket for a reduce-scatter, as [ranks]; [] for a bucket of an all-reduce.
 
-    The result is None if `packed` is no `cat` of flattened values.
+    None is returned if the `packed` node is not the `cat` of a bucket.
     """
     if packed.target is not _aten.cat.default or packed.kwargs:
         return None
@@ -106,13 +105,9 @@ def _packed(graph_module: fx.GraphModule, found: Mapping[fx.Node, _Filled]) -> f
 
 
 def _filled(buffer: fx.Node, places: Mapping[fx.Node, int]) -> dict[fx.Node, _Filled]:
-    """Return a dict from the collective of a buffer to the filled buffer.
+    """Return a filled buffer as a dict from its collective to the buffer.
 
     The dict is empty unless each part of the buffer is written once, and whole, before the collective.
-
-    Args:
-        buffer: the node that allocates the buffer.
-        places: index of each node in the graph.
     """
     splits = [user for user in buffer.users if user.target is _SPLIT]
     sent = [user for user in buffer.users if _is_reduction(user)]
@@ -138,12 +133,9 @@ def _is_part(node: fx.Node, index: int) -> bool:
 
 
 def _writer(part: fx.Node, shape: list[int], like: fx.Node) -> fx.Node | None:
-    """Return the call that writes a part of a buffer, or None if the part is not written once, whole, by one call.
+    """Return the call that alone writes a part of a buffer, and writes it whole; None if there is no such call.
 
-    Args:
-        part: the part.
-        shape: shape of the part.
-        like: a value with the dtype and device of the buffer.
+    `shape` is the shape of the part. `like` is a node with the dtype and device of the buffer.
     """
     if len(part.users) != 1:
         return None
@@ -160,7 +152,6 @@ def _writer(part: fx.Node, shape: list[int], like: fx.Node) -> fx.Node | None:
 
 
 def _is_alike(value: Any, like: fx.Node, shape: Sequence[int]) -> bool:
-    """Whether a value has the shape `shape`, and the dtype and device of `like`."""
     one, other = value.meta.get("val"), like.meta.get("val")
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
@@ -168,7 +159,6 @@ def _is_alike(value: Any, like: fx.Node, shape: Sequence[int]) -> bool:
 
 
 def _bucket(graph: fx.Graph, item: _Filled, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """Emit the `cat` of the values that fill a buffer, and return it."""
     values = [node.args[1] if node.target is _aten.copy_.default else node for node in item.writers]
     shape: Any = item.buffer.args[1]
     made = _cat(graph, [copies[_in_any_shape(value)] for value in values], shape[:-1])
@@ -182,12 +172,15 @@ def _cat(graph: fx.Graph, values: Sequence[fx.Node], rows: Sequence[int]) -> fx.
 
 
 def _dims(rows: Sequence[int]) -> tuple[int, ...]:
-    """Return the dim argument of a bucket's `cat` or `split`: (1,) if `rows` has a number of ranks, else ()."""
+    """Return the dim argument of a bucket's `cat` or `split`, as a tuple.
+
+    It is (1,) if `rows` has a number of ranks, as for a reduce-scatter. Otherwise it is empty.
+    """
     return (1,) if rows else ()
 
 
 def _in_any_shape(value: Any) -> Any:
-    """Return the first value from which `value` is made by calls of `_IN_ORDER` alone."""
+    """Return the value from which `value` is made by calls of `_IN_ORDER` alone. They change no order of elements."""
     while value.target in _IN_ORDER and not value.kwargs:
         value = value.args[0]
     return value

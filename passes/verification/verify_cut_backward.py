@@ -1,8 +1,8 @@
 """Verifies that the two halves of a split backward compute the results of the whole backward.
 
-The whole backward gets value numbers (`passes.preparation.number_values`). The calls of the halves are then looked up
-in this numbering. The first half returns the gradients for other stages, and then the values from which the second half
-starts. Every call must be a call of the whole backward, and the results must have the numbers of its results.
+The calls of the halves are looked up among the value numbers (`passes.preparation.number_values`) of the whole. The
+first half returns the gradients for other stages, and then the values from which the second half starts. Every call
+must be a call of the whole backward, and the results must have the numbers of its results.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def verify_cut_backward(phased: PhasedProgram) -> None:
 
 
 def _walk(numbering: Numbering, graph_module: fx.GraphModule, inputs: Sequence[int]) -> list[int]:
-    """Return the value numbers of a half's results, and check that each call is a call of the whole backward.
+    """Return the value numbers of the results of one half of a backward.
 
-    Args:
-        numbering: the value numbers of the whole backward; the nodes of the half are added.
-        graph_module: the half.
-        inputs: value number of each placeholder of the half.
+    `inputs` are the value numbers of its inputs.
+
+    Raises:
+        VerificationError: a call of the half is no call of the whole backward.
     """
     placeholders = list(graph_module.graph.find_nodes(op="placeholder"))
     if len(placeholders) != len(inputs):

@@ -10,8 +10,8 @@ write gives the written node a new number, and makes all other nodes at its plac
 * only the intended inputs are written.
 
 Tests of kernels show that an in-place operator computes the results of the functional operator. Placeholders
-(parameters, state and values of one program) are assumed not to alias each other. Before the walk, joined updates of
-parameters are expanded (`expand_buckets`), and filled buckets of gradients become a `cat` again (`pack_buckets`).
+(parameters, state and values of one program) are assumed not to alias each other. Before the walk, joined updates are
+expanded (`expand_buckets`), and filled buckets of gradients become a `cat` again (`pack_buckets`).
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ def verify_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapp
     """Prove that `after` returns the results of the functional graph `before`, some of them written over inputs.
 
     Args:
-        before: the functional graph.
-        after: the graph that writes.
         written: for each result that is written over an input, the index of the input's placeholder, by the index of
             the result.
 
@@ -61,19 +59,17 @@ def verify_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapp
 
 @dataclass(slots=True)
 class _WrittenMemory:
-    """The content of memory while the graph that writes is walked.
+    """The content of memory during the walk through the graph that writes.
 
-    A place in memory is named by the node that first had a value there.
+    A place is named by the node that first had a value there.
 
     Args:
-        before: the functional graph.
-        after: the graph that writes.
         written: index of the overwritten placeholder, by index of the result.
         numbering: the value numbers of the functional graph. A plain clone has the number of its operand.
         content: value number of each walked node.
         places: for each walked node, the places at which its value may lie.
         versions: for each walked node and place, the number of writes to the place when the node's value was made. The
-            node is stale if more writes have followed.
+            node is stale if the place has more writes now.
         writes: number of writes to each place so far.
         sent: for each started collective and place of its operand, the number of writes to the place at the start.
     """
@@ -89,7 +85,6 @@ class _WrittenMemory:
     sent: dict[fx.Node, dict[fx.Node, int]] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Walk the graph that writes, and raise `VerificationError` if a check fails."""
         expected = self._number_functional()
         known = len(self.numbering.nodes)
         self.numbering.restart_draws()
@@ -148,7 +143,10 @@ class _WrittenMemory:
         self._write(target, self.content[source])
 
     def _update(self, node: fx.Node) -> None:
-        """Walk an in-place operator. Written operands get the value numbers of the functional operator's results."""
+        """Walk an in-place operator.
+
+        The operands that it writes get the value numbers of the results of the functional operator.
+        """
         overwritten = list(written_operands(node))
         operands: list[fx.Node] = []
         fx.map_arg((node.args, node.kwargs), operands.append)  # repeated where a value is used twice
@@ -171,7 +169,10 @@ class _WrittenMemory:
         self.versions[target] = {place: self.writes[place] for place in self.places[target]}
 
     def _hold(self, node: fx.Node, number: int, shared: frozenset[fx.Node] = frozenset()) -> None:
-        """Record the value number of a node. Its value lies at the places `shared`, or without them at a new place."""
+        """Record the value number of a node, and its places in memory.
+
+        The places are `shared`. If `shared` is empty, the node has a new place of its own.
+        """
         self.content[node], self.places[node] = number, shared or frozenset({node})
         self.versions[node] = {place: self.writes.setdefault(place, 0) for place in self.places[node]}
 
@@ -205,7 +206,6 @@ class _WrittenMemory:
 
 
 def _is_copy(node: fx.Node) -> bool:
-    """Whether a call is a plain `clone`, without a memory format."""
     return node.target is _aten.clone.default and not node.kwargs
 
 

@@ -1,8 +1,7 @@
 """Verifies that offloaded values are on the host or on the device where their readers expect them.
 
-In value numbering (`passes.preparation.number_values`) a copy to the host or back is equal to its operand. So other
-proofs show that a fetched value is right, but not where it is. This check shows that only fetches read values on the
-host, and that every fetched value is on the host.
+In value numbering (`passes.preparation.number_values`) a copy to the host or back equals its operand. So other proofs
+show that a fetched value is right, but not where it is.
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ from autoshard.kernels.offload import from_host, to_host
 
 
 def verify_offload(graph: fx.Graph, held: Collection[fx.Node] = (), kept: Collection[fx.Node] = ()) -> None:
-    """Check each copy to and from the host in a graph.
+    """Check that only fetches read values on the host, and that fetched values are on the host.
+
+    A fetch is a copy from the host to the device.
 
     Args:
-        graph: the graph.
         held: placeholders whose values are on the host.
         kept: results that the graph may return on the host.
 

@@ -29,11 +29,6 @@ from passes.verification.verify_program import verify_program
 def verify_pass(rewrite: Any, before: Any, after: Any) -> None:
     """Prove that a pass preserved the results of its input. The function can be passed as `LoweringOptions.on_pass`.
 
-    Args:
-        rewrite: the pass.
-        before: the program that the pass got.
-        after: the program that the pass returned.
-
     Raises:
         VerificationError: the results differ. The message names the pass.
     """
@@ -59,7 +54,6 @@ def _verify(before: Any, after: Any) -> None:
 
 
 def _verify_kernels(before: LoweredProgram, after: LoweredProgram) -> None:
-    """Check that the program `after`, once its kernels are expanded, computes the results of `before`."""
     from passes.verification.expand_kernels import (
         expand_kernels,  # triton is imported only for a program with kernels
     )

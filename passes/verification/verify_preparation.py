@@ -1,8 +1,8 @@
 """Verifies that the prepared form of a program computes the results of the traced program.
 
-Both graphs get value numbers in one table (`passes.preparation.number_values`). Nodes with equal numbers compute equal
-values. A fan-out has the number of its operand. `addmm(bias, a, b)` has the number of `mm(a, b) + bias`. The tanh form
-of gelu has the number of its written-out calls. The results of both programs must have equal numbers.
+Both graphs get value numbers in one table (`passes.preparation.number_values`), and their results must have equal
+numbers. A fan-out has the number of its operand. `addmm(bias, a, b)` has the number of `mm(a, b) + bias`. The tanh form
+of gelu has the number of its written-out calls.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def verify_preparation(traced: Program, prepared: Program) -> None:
 
 
 def _check_results(program: Program) -> None:
-    """Check that the graph returns the nodes that the output slots name, in their order."""
+    """Raise `VerificationError` unless the graph returns the nodes that the output slots name, in order."""
     returned = [str(item) for item in program.graph.output_node().args[0]]  # type: ignore[union-attr]
     named = [slot.node for slot in program.outputs]
     if returned != named:
@@ -76,7 +76,6 @@ def _result_numbers(numbering: Numbering, program: Program) -> list[int]:
 
 
 def _add_split(numbering: Numbering, node: fx.Node) -> None:
-    """Give a call `addmm(bias, left, right)` the value number of `mm(left, right) + bias`."""
     kind, _, (word, bias, left, right), keywords = numbering.structure(node)
     product = numbering.add(node, (kind, _aten.mm.default, (word, left, right), keywords))
     numbering.add(node, (kind, _aten.add.Tensor, (word, (OPERAND, product), bias), keywords))

@@ -1,18 +1,20 @@
 """Verifies that a lowered program computes the results of the traced program, before it runs.
 
-The proof trusts the sharding rules, the definitions of reshards and `derive_values`, an induction over them. It reads
-neither the plan nor the metadata of the lowered program, and shares no code with lowering. Each node must be part of a
-definition, which is matched call by call with all arguments. So a wrong axis of a collective, a missing wait, a wrong
-offset or a wrong factor leaves a node without a proof. Each node without a proof is an error, even if no result depends
-on it.
+The proof trusts the sharding rules, the definitions of reshards (`autoshard.ir.emit`), and the derivation in
+`derive_values`. It reads neither the plan nor the metadata of the lowered program, and shares no code with lowering.
+
+The sharding rules say which calls each rank makes for an operator of the traced program. The definitions of reshards
+say the same for a change of spec. Each node of the lowered program must be one of these calls, with the same arguments.
+So a wrong axis of a collective, a missing wait, a wrong offset or a wrong factor leaves a node without a proof. Each
+node without a proof is an error, even if no result depends on it.
 
 The proof checks that
 
 * the inputs and outputs are those of the traced program, in order;
 * each result is the traced value's piece under the spec that its slot states;
 * gradients and updates have the spec of the parameter, buffer, input or optimizer state that they belong to;
-* values that are added up over micro-batches are values that the traced update reads from the backward, whole or as
-  addends of a sum. These values are gradients, which are linear in the loss.
+* each value that is added up over micro-batches is a gradient, which is linear in the loss. The traced update reads the
+  gradient, or a sum with the gradient as an addend, from the backward.
 """
 
 from __future__ import annotations
@@ -46,7 +48,6 @@ def verify_program(
 
     Args:
         program: the traced program in the form that was lowered: canonical, with fan-outs.
-        lowered: the lowered program.
         carried: names of the values of `lowered` that are added up over micro-batches before the update reads them.
         forms: a cache of local forms on the mesh, to share between programs. None: a new cache.
 
@@ -78,9 +79,9 @@ def verify_program(
 
 
 def _check_slots(program: Program, lowered: LoweredProgram) -> None:
-    """Check that a lowered program has the traced program's slots, one for each input and result of its graph.
+    """Raise `VerificationError` unless both programs have the same slots, with the same shapes and dtypes.
 
-    The shapes, dtypes and specs of the slots are checked too.
+    Each slot must also have an input or result in the lowered graph.
     """
     local, nodes = list(lowered.graph_module.graph.nodes), program.nodes_by_name()
     placeholders = [node for node in local if node.op == "placeholder"]
@@ -100,7 +101,7 @@ def _check_slots(program: Program, lowered: LoweredProgram) -> None:
 
 
 def _check_slot(value: torch.Tensor, lowered: LoweredProgram, slot: LocalSlot) -> None:
-    """Check that a slot has the shape and dtype of the traced value, and a spec that is possible on the mesh."""
+    """Raise `VerificationError` unless a slot has the traced value's shape and dtype, and a possible spec."""
     if slot.shape != tuple(value.shape) or slot.dtype != value.dtype:
         raise VerificationError(
             f"{_slot_text(slot.slot)} is promised with shape={slot.shape}, dtype={slot.dtype}; the traced value has "
@@ -124,7 +125,6 @@ def _check_owners(lowered: LoweredProgram) -> None:
 
 
 def _check_nodes(derivation: Derivation) -> None:
-    """Check that every node of the lowered program is part of a proof."""
     for node in derivation.lowered.graph_module.graph.nodes:
         if node.op != "output" and derivation.local.numbers[node] not in derivation.covered:
             raise VerificationError(_unproven_text(derivation, node))
@@ -147,10 +147,10 @@ def _check_results(derivation: Derivation) -> None:
 
 
 def _check_carried(derivation: Derivation, carried: Sequence[str]) -> None:
-    """Check the values that are added up over micro-batches.
+    """Raise `VerificationError` unless the traced update reads each value named in `carried` from the backward.
 
-    Each must be a value that the traced update reads from the backward, whole or as addends of a sum. The sum over
-    micro-batches is then the value for the whole batch.
+    The update reads the value itself, or a sum of which the value is an addend. So the sum of the value over
+    micro-batches is the value for the whole batch.
     """
     nodes = {node.name: node for node in derivation.lowered.graph_module.graph.nodes}
     unknown = [name for name in carried if name not in nodes]
@@ -168,7 +168,6 @@ def _check_carried(derivation: Derivation, carried: Sequence[str]) -> None:
 
 
 def _read_by_update(derivation: Derivation) -> set[int]:
-    """Return the value numbers of the backward's traced values that the traced update reads."""
     return {
         derivation.traced.numbers[operand]
         for node in derivation.program.graph.nodes
@@ -179,7 +178,7 @@ def _read_by_update(derivation: Derivation) -> set[int]:
 
 
 def _sums_of(derivation: Derivation, number: int) -> Iterator[int]:
-    """Yield the local values that hold traced value `number`, whole or as addends of a sum."""
+    """Yield the local values that hold traced value `number` whole, or as addends of a sum over ranks."""
     for spec, held in derivation.holders[number].items():
         if all(reduction is Reduction.SUM for _, reduction in spec.partial):
             yield from held
@@ -193,7 +192,7 @@ def _results(output: fx.Node) -> tuple[object, ...]:
 
 
 def _collectives(lowered: LoweredProgram) -> Counter[str]:
-    """Return the number of a lowered program's collectives, by operator and communicator ("all_reduce over data")."""
+    """Return the number of collectives in a lowered program, by operator and communicator ("all_reduce over data")."""
     found: Counter[str] = Counter()
     for node in lowered.graph_module.graph.nodes:
         target = node.target
@@ -206,7 +205,10 @@ _OWN_NAMESPACES = ("aten", "prims", "autoshard")
 
 
 def _users_operators(derivation: Derivation) -> dict[str, fx.Node]:
-    """Return a dict from the name of each operator that is neither PyTorch's nor ours to its first traced call."""
+    """Return the first traced call of each operator of the user, by the operator's name.
+
+    These are the operators that come neither from PyTorch nor from this project.
+    """
     found: dict[str, fx.Node] = {}
     for node in derivation.traced.nodes:
         if isinstance(node.target, OpOverload) and node.target.namespace not in _OWN_NAMESPACES:
@@ -215,9 +217,9 @@ def _users_operators(derivation: Derivation) -> dict[str, fx.Node]:
 
 
 def _users_rule(node: fx.Node, inferred: Collection[str]) -> str:
-    """Return the part of a message that says who wrote the sharding rule of a user's operator.
+    """Return the words of the report that name the author of a user operator's sharding rule.
 
-    The text is empty if nobody wrote a rule, or if the rule was inferred.
+    The result is "" if the rule was inferred, or if there is no rule. `inferred` has the operators with inferred rules.
     """
     author = author_of_rule(node.target)
     if author is None or str(node.target) in inferred:
@@ -269,7 +271,6 @@ def _unproven_text(derivation: Derivation, node: fx.Node) -> str:
 
 
 def _first_underived(derivation: Derivation) -> fx.Node | None:
-    """Return the first traced node whose results no local value holds; None if there is no such node."""
     for number, node in enumerate(derivation.traced.nodes):
         selections = [derivation.traced.numbers[user] for user in node.users if user.target is operator.getitem]
         if not any(derivation.holders[held] for held in (number, *selections)):

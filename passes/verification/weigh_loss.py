@@ -44,12 +44,9 @@ _WAY_OUT = "Return a sum or a mean over samples, each of which is computed for i
 
 
 def weigh_step(program: Program, trace: Callable[[Request], Program], request: Request) -> LossWeights | None:
-    """Return the weights of micro-batches in the loss of a training call; None for a call without gradients or loss.
+    """Return the weights of micro-batches in the loss of a training call; None without gradients or loss.
 
-    Args:
-        program: the program of one micro-batch.
-        trace: function that traces a request.
-        request: the traced call, with the inputs of one micro-batch.
+    `program` and `request` are of one micro-batch. `trace` traces the call with two micro-batches at once.
     """
     if not request.grad or request.derivatives or _loss_of(program) is None:
         return None
@@ -89,10 +86,7 @@ def weigh_loss(part: Program, pair: Program) -> LossWeights:
 
 
 def _branches(part: Program, pair: Program) -> Branches | None:
-    """Return the graphs that compute the guards' results for a batch from its parts (`combine_branches`).
-
-    The result is None if the model does not branch, or if the parts do not determine the results.
-    """
+    """Return `combine_branches` of the model's guards; None without guards, or if parts do not determine them."""
     if part.guard_program is None or pair.guard_program is None:
         return None
     nodes, theirs = (
@@ -107,12 +101,15 @@ def _branches(part: Program, pair: Program) -> Branches | None:
 
 
 def _is_copy(node: fx.Node) -> bool:
-    """Whether a call only copies. Copies are not compared, because it depends on sizes whether a copy is needed."""
+    """Whether a node is a `clone`.
+
+    Copies are not compared, because the sizes of values decide whether a copy is needed.
+    """
     return node.target is aten.clone.default
 
 
 def _kind(node: fx.Node) -> Any:
-    """Return the operator of a call; all operators that reshape count as one, because sizes decide between them."""
+    """Return a call's operator. All operators that reshape count as one, because sizes decide between them."""
     if node.op != "call_function":
         return node.op
     return aten.view.default if node.target in (aten._unsafe_view.default, aten.reshape.default) else node.target
@@ -126,7 +123,6 @@ def _loss_of(program: Program) -> fx.Node | None:
 
 
 def _named(node: fx.Node | None) -> str:
-    """Return a text with a node's name, operator and source line; "nothing" for None."""
     if node is None:
         return "nothing"
     return f"node {node.name!r} ({node.target}, {node.meta.get('source') or 'an unknown line'})"
@@ -143,7 +139,7 @@ class _LossWalk:
 
     Args:
         program: the program of one part.
-        twins: node of the program of one part to the corresponding node of the program of two parts.
+        twins: node of the program of one part → the corresponding node of the program of two parts.
         states: for each node, the state of each of its results.
         counts: for each divisor of a loss, the graphs that compute it.
     """
@@ -171,7 +167,6 @@ class _LossWalk:
                 self.states[node] = self._call(node)
 
     def result(self, loss: fx.Node) -> LossWeights:
-        """Return the weights that follow from the state of the loss."""
         (state,) = self.states[loss]
         if isinstance(state, Mixed):
             return _refused(f"{_named(state.node)} {state.why}")
@@ -224,7 +219,10 @@ class _LossWalk:
         return self._split(node, given, scale)
 
     def _scale(self, node: fx.Node) -> int | None:
-        """Return e if a number in the call makes a part's result m ** e times too large; None for any other effect."""
+        """Return e if a number among a call's arguments makes the result of a part too large by the factor m ** e.
+
+        None is returned if the number has any other effect that depends on the size of the batch.
+        """
         ours, theirs = (_literals(item) for item in (node, self.twins[node]))
         if ours == theirs or node.target in _SIZED:
             return 0
@@ -252,9 +250,9 @@ class _LossWalk:
     # Calls on places.
 
     def _of_places(self, node: fx.Node, given: Sequence[State]) -> State | None:
-        """Return the state of a call that reshapes indices of samples, or reads or writes each sample at its own index.
+        """Return the state of a call on indices of samples.
 
-        The result is None for any other call on such indices.
+        The result is None unless the call reshapes the indices or fulfils `read_at_places`.
         """
         if node.target in (*READS_AT, *WRITES_AT):
             return read_at_places(node, self.states)
@@ -266,12 +264,14 @@ class _LossWalk:
         return BatchIndices(moved.dim, place.size) if isinstance(moved, SlicedDim) else None
 
     def _reads_seed(self, node: fx.Node) -> bool:
-        """Whether a call reads the seed, to draw random numbers."""
         seeds = {slot.node for slot in self.program.inputs if slot.kind == InputKind.SEED}
         return any(operand.name in seeds for operand in node.all_input_nodes)
 
     def _split(self, node: fx.Node, given: Sequence[State], scale: int) -> list[State]:
-        """Return the states of the results of a call that reads split values, by the operator's sharding rule."""
+        """Return the states of a call's results by its sharding rule.
+
+        Its operands are split; `scale` adds to exponents.
+        """
         rule = rule_of(self.twins[node])
         count = len(tensor_values(node))
         factor = None if rule is None else _factor(rule, given)
@@ -303,7 +303,7 @@ class _LossWalk:
         return Mixed(node, "is computed over the whole batch")
 
     def _exponent(self, node: fx.Node, rule: BoundRule, given: Sequence[State]) -> int | None:
-        """Return the results' exponent; None if the call is not linear in the operands whose exponent is not 0."""
+        """Return the exponent of a call's results; None if the call is not linear in operands with an exponent."""
         exponents = [state.exponent for state in given if isinstance(state, Same | SlicedDim)]
         places = frozenset(index for index, exponent in enumerate(exponents) if exponent)
         if not places:
@@ -366,7 +366,7 @@ class _LossWalk:
         ) and not any(_is_random(item) for item in _ancestors([node]))
 
     def _cut_out(self, divisor: fx.Node) -> Count:
-        """Return the graphs that compute a divisor for a part, and for the batch from sums over all parts."""
+        """Return the graphs that compute a divisor: for a part, and for the batch from sums over all parts."""
         sums = list(dict.fromkeys(self._sums_under(divisor)))
         slots = {slot.node: slot for slot in self.program.inputs}
         inputs = [node for node in _ancestors([divisor]) if node.op == "placeholder"]
@@ -382,7 +382,6 @@ class _LossWalk:
         return Count(of_part, of_whole, tuple(exponents), names)
 
     def _sums_under(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Yield the sums over the batch from which a count is computed."""
         if isinstance(self.states[node][0], Sum):
             yield node
         elif isinstance(self.states[node][0], OfInputs):
@@ -396,10 +395,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def _factor(rule: BoundRule, given: Sequence[State]) -> str | None:
-    """Return the rule's factor along which operands with the state `SlicedDim` are split (the first of their dim).
-
-    The result is None if the factors of two operands differ, or if an operand with another state has the factor too.
-    """
+    """Return the factor along which all operands of state `SlicedDim`, and no other operands, are split; else None."""
     found: str | None = None
     for state, dims in zip(given, rule.inputs, strict=True):
         if isinstance(state, SlicedDim):
@@ -415,7 +411,7 @@ def _factor(rule: BoundRule, given: Sequence[State]) -> str | None:
 
 
 def _reaches_across(node: fx.Node, rule: BoundRule, factor: str) -> bool:
-    """Whether the results for one sample depend on other samples, because the rule's rewrite communicates."""
+    """Whether results for one sample depend on other samples. Samples lie along `factor` of the sharding rule."""
     is_reduced = factor in rule.whole and rule.local is not None and node.target not in (*_MEANS, *_COUNTED)
     return factor in rule.exchanged or is_reduced
 
@@ -425,7 +421,7 @@ def _passes(rule: BoundRule, places: frozenset[int]) -> bool:
 
 
 def _grown(part: torch.Tensor | None, pair: torch.Tensor | None) -> int | None:
-    """Return the dim that is twice as large for two parts; None if the shapes are equal, -1 for any other change."""
+    """Return the dim that is twice as large in `pair`; None for equal shapes, -1 for any other change."""
     if part is None or pair is None or part.shape == pair.shape:
         return None
     dims = [dim for dim, (one, two) in enumerate(zip(part.shape, pair.shape, strict=True)) if one != two]
@@ -439,7 +435,7 @@ def _literals(node: fx.Node) -> list[Any]:
 
 
 def _loose(node: fx.Node) -> list[Any]:
-    """Return the numbers among a call's arguments that are not inside lists. Numbers in lists are sizes."""
+    """Return the numbers among a call's arguments that are not inside lists, because numbers in lists are sizes."""
     return [leaf for leaf in (*node.args, *node.kwargs.values()) if isinstance(leaf, int | float)]
 
 
@@ -448,12 +444,11 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _ancestors(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the nodes and all nodes from which they are computed, in the order of the graph."""
+    """Return `nodes`, and all nodes from which they are computed, in the order of the graph."""
     return _until((), nodes)
 
 
 def _subgraph(module: fx.GraphModule, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.GraphModule:
-    """Return a graph that computes the values `results` from the values `inputs`."""
     graph = fx.Graph()
     copies = {node: graph.placeholder(f"input_{index}") for index, node in enumerate(inputs)}
     for node in _until(inputs, results):
@@ -465,7 +460,7 @@ def _subgraph(module: fx.GraphModule, inputs: Sequence[fx.Node], results: Sequen
 
 
 def _until(inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the nodes that compute `results` from `inputs`, without `inputs`, in the order of the graph."""
+    """Return the nodes that compute `results` from `inputs`, in the order of the graph, without `inputs` themselves."""
     found: set[fx.Node] = set()
     waiting = [node for node in results if node not in inputs]
     while waiting:

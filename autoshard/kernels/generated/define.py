@@ -1,8 +1,7 @@
 """Defines each generated kernel as an operator `autoshard::triton_<operators>_<digest>` of torch.
 
-The operator computes one group, with fixed shapes, strides and dtypes. An operand with other strides is first copied to
-the strides that the kernel expects. Generated kernels run on GPUs, and on a CPU in Triton's interpreter. Tests compare
-a kernel with its group, run one operator after another (`Group.run`).
+The operator computes one group, with fixed shapes, strides and dtypes, on GPUs or in Triton's interpreter. An operand
+with other strides is first copied. Tests compare a kernel with `Group.run`.
 """
 
 from __future__ import annotations
@@ -42,14 +41,13 @@ _IMPORTS = {
 
 @dataclass(frozen=True, slots=True)
 class GeneratedKernel:
-    """A kernel that was generated for a group, and the operator that runs it.
+    """A Triton kernel that was generated for `group`.
 
     Args:
-        group: the operators that the kernel computes.
-        operator: the operator of torch that runs the kernel.
-        function: the kernel, a `@triton.jit` function.
-        layout: the launch configuration of the kernel.
-        path: the file with the kernel's source.
+        operator: torch's operator that runs the kernel.
+        function: the `@triton.jit` function.
+        layout: the launch configuration.
+        path: the file with the generated source.
     """
 
     group: Group
@@ -76,11 +74,10 @@ class GeneratedKernel:
 
 @dataclass(frozen=True, slots=True)
 class NamedGroup:
-    """A group with the texts that make its source readable.
+    """A group of operators, and texts for its kernel's source.
 
     Args:
-        group: the operators that a kernel computes.
-        names: a name for each value of the group, in the order of the values' numbers.
+        names: a name for each value of the group: operands first, then the results of steps.
         purpose: the first lines of the kernel's docstring.
     """
 
@@ -98,18 +95,15 @@ _OPERATORS: dict[Group, OpOverload] = {}
 
 
 def generated_kernel(operator: Any) -> GeneratedKernel | None:
-    """Return the generated kernel that `operator` runs, or None if `operator` runs none."""
+    """Return the generated kernel that `operator` runs, or None if the operator is not a generated one."""
     return _KERNELS.get(operator)
 
 
 def define_kernels(groups: Sequence[NamedGroup], title: str) -> Mapping[Group, GeneratedKernel]:
-    """Return a dict from each group to its kernel.
+    """Define kernels for groups of operators, and return a dict from each group to its kernel.
 
-    All sources are written to one file. A group without a kernel in this process gets a new operator.
-
-    Args:
-        groups: the groups of one program, without repetitions.
-        title: the first line of the file's docstring.
+    All sources are written to one file, whose docstring begins with `title`. A group that has no kernel in this process
+    yet gets a new operator.
 
     Raises:
         KernelError: the file cannot be written, or its folder cannot be made private to this user.
@@ -129,7 +123,6 @@ def define_kernels(groups: Sequence[NamedGroup], title: str) -> Mapping[Group, G
 
 
 def _file_text(title: str, functions: Sequence[str]) -> str:
-    """Return the text of a Python file with these kernels, and with the imports that they need."""
     body = "\n\n\n".join(functions)
     used = {module: [name for name in names if re.search(rf"\b{name}\(", body)] for module, names in _IMPORTS.items()}
     lines = [f"from {module} import {', '.join(names)}" for module, names in used.items() if names]
@@ -171,30 +164,36 @@ def _launcher(group: Group, layout: ElementLayout, function: Any) -> Callable[..
 
 
 def _stored(group: Group, layout: ElementLayout, index: int) -> torch.dtype:
-    """Return the dtype in which a kernel stores result number `index`: float32 for parts of a split sum."""
+    """Return the dtype in which a kernel stores value number `index`: float32 for a split sum, else its own dtype."""
     return torch.float32 if index in layout.split else group.values[index].dtype
 
 
 def _empty_stored(group: Group, layout: ElementLayout, index: int, device: torch.device) -> Tensor:
-    """Return an empty tensor for result number `index`: float32 [chunks, rows] for a split sum, else the result."""
+    """Return an empty tensor in which a kernel stores value number `index` of a group.
+
+    A split sum is stored as its parts, float32 [chunks, rows].
+    """
     if index not in layout.split:
         return group.values[index].empty(device)
     return torch.empty(layout.chunks, layout.rows, dtype=torch.float32, device=device)
 
 
 def _sum_parts(group: Group, index: int, parts: Tensor) -> Tensor:
-    """Add `parts` [chunks, rows] over the chunks in order, and return the sum with the result's shape and dtype."""
+    """Return value number `index` of a group, the sum of `parts` [chunks, rows] over the chunks.
+
+    The order of the addends is fixed, so the sum is the same in each run.
+    """
     value = group.values[index]
     return parts.sum(0).to(value.dtype).view(value.shape)
 
 
 def _device_of(operands: Sequence[Tensor]) -> torch.device:
-    """Return the device of the first operand that is no scalar, because a scalar may be on the host."""
+    """Return the device of the first operand with dims, because operands without dims may be on the host."""
     return next((item.device for item in operands if item.dim()), operands[0].device)
 
 
 def _fit(operand: Tensor, form: ValueShape, device: torch.device) -> Tensor:
-    """Return `operand`, or a copy of it with the device and strides for which the kernel was written."""
+    """Return `operand`, or a copy of it on `device` with the strides `form`, for which the kernel was written."""
     if operand.device == device and form.describes(operand):
         return operand
     fitted = form.empty(device)

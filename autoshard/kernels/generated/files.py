@@ -1,8 +1,7 @@
 """Writes the generated source of each program to a file that users can open, and loads the source.
 
-The folder is `autoshard/kernels` in the user's cache (`XDG_CACHE_HOME`, or `~/.cache`). A file's name has a digest of
-its text, and an edited file is written again. Python executes the generated text in memory, and never reads the file or
-bytecode beside it. Other users cannot write to the folder. It can be removed safely.
+The folder is `autoshard/kernels` in the user's cache (`XDG_CACHE_HOME`, or `~/.cache`). Other users cannot write to it,
+and it can be removed safely. Python executes the generated text in memory, and never reads the file.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ _PACKAGE = "autoshard_generated"
 
 
 def cache_folder() -> Path:
-    """Return the path of autoshard's folder in the user's cache. The folder may not exist yet."""
+    """Return autoshard's folder in the user's cache, whether or not it exists yet."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "autoshard"
 
 
 def source_folder() -> Path:
-    """Return the path of the folder of generated sources. The folder may not exist yet."""
+    """Return the folder of generated sources, whether or not it exists yet."""
     return cache_folder() / "kernels"
 
 
@@ -54,9 +53,9 @@ def write_file(text: str) -> Path:
 
 
 def load_text(text: str, path: Path) -> ModuleType:
-    """Execute a program's generated source and return it as a module.
+    """Execute a program's generated source, and return the resulting module.
 
-    Debuggers, tracebacks and Triton see `path` as the file of its lines.
+    Tracebacks and Triton name `path` as the source's file, but the file is not read.
     """
     linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
     module = ModuleType(f"{_PACKAGE}.{path.stem}")

@@ -1,8 +1,7 @@
-"""Groups of operators that one generated kernel computes.
+"""Groups of operators that one generated kernel computes: calls without branches or loops.
 
-A group is a list of calls without branches or loops. It has operators, numbers, shapes, strides and dtypes, but no
-names, so that equal groups of different programs share a kernel. A group's values are numbered from 0. The operands
-come first, then the result of each step.
+A group has no names, so equal groups of different programs share a kernel. A group's values are numbered from 0: first
+the operands, then the result of each step.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _QUIET = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ValueShape:
-    """A tensor's shape, its strides in elements, and its dtype."""
+    """A tensor's shape, its strides in elements, and its dtype, without its values."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -33,7 +32,7 @@ class ValueShape:
 
     @classmethod
     def of(cls, tensor: Tensor) -> ValueShape:
-        """Return the shape, strides and dtype of a tensor. It may be a fake tensor."""
+        """Return the shape, strides and dtype of a real or fake tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def describes(self, tensor: Tensor) -> bool:
@@ -51,19 +50,18 @@ class ValueShape:
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Stands for value number `index` of the group among the arguments of a step."""
+    """A reference to value number `index` of the group, in place of a tensor among the arguments of a step."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """One call of a group.
+    """One call of an operator.
 
     Args:
         target: the operator.
-        args: the positional arguments, with a `Ref` in place of each tensor.
-        kwargs: names and values of the keyword arguments, also with `Ref`s.
+        args, kwargs: the arguments, with a `Ref` in place of each tensor.
         value: shape, strides and dtype of the result.
     """
 
@@ -79,11 +77,14 @@ class GroupStep:
 
     @property
     def operands(self) -> tuple[int, ...]:
-        """The numbers of the values that the step reads, in order."""
+        """The numbers of the values that the step reads, in the order of its arguments."""
         return tuple(_refs((self.args, [item for _, item in self.kwargs])))
 
     def call(self, value_of: Callable[[int], Any], target: Callable[..., Any] | None = None) -> Any:
-        """Call `target`, by default the step's operator, with `value_of(index)` in place of `Ref(index)`."""
+        """Call `target`, by default the step's operator, with `value_of(index)` in place of `Ref(index)`.
+
+        Return the result of the call.
+        """
         args = map_refs(self.args, value_of)
         return (target or self.target)(*args, **{name: map_refs(item, value_of) for name, item in self.kwargs})
 
@@ -94,7 +95,7 @@ class Group:
 
     Args:
         operands: shape, strides and dtype of each operand.
-        steps: the calls. Each call reads operands and results of earlier steps.
+        steps: calls of operators. Each step reads operands and results of earlier steps.
         results: the numbers of the values that the kernel returns.
     """
 
@@ -110,7 +111,7 @@ class Group:
 
     @property
     def values(self) -> tuple[ValueShape, ...]:
-        """Shape, strides and dtype of every value, in the order of the values' numbers."""
+        """Shape, strides and dtype of every value: of the operands, then of each step's result."""
         return (*self.operands, *(step.value for step in self.steps))
 
     def step_of(self, index: int) -> GroupStep:
@@ -118,10 +119,7 @@ class Group:
         return self.steps[index - len(self.operands)]
 
     def run(self, operands: Sequence[Any]) -> tuple[Any, ...]:
-        """Compute the group with torch's operators, one after another, and return the results.
-
-        Tests compare the kernel with these results.
-        """
+        """Compute the group with torch's operators, one after another, for tests to compare the kernel with."""
         values = list(operands)
         for step in self.steps:
             values.append(step.call(values.__getitem__))
@@ -129,7 +127,7 @@ class Group:
 
     @cached_property
     def text(self) -> str:
-        """A text that is equal for equal groups only, the same in every process. It tells 0.0 from -0.0."""
+        """A text that is equal for equal groups only, and equal in every process. It tells 0.0 from -0.0."""
         lines = [f"operand {value} {list(value.stride)}" for value in self.operands]
         lines += [
             f"{step.target}{step.args}{step.kwargs} {step.value} {list(step.value.stride)}" for step in self.steps
@@ -145,7 +143,7 @@ class Group:
 
 
 def map_refs(item: Any, value_of: Callable[[int], Any]) -> Any:
-    """Return an argument with `value_of(index)` in place of each `Ref(index)`, also within tuples and lists."""
+    """Return an argument with `value_of(index)` in place of each `Ref(index)`, also inside nested tuples and lists."""
     if isinstance(item, Ref):
         return value_of(item.index)
     if isinstance(item, (tuple, list)):

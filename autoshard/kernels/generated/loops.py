@@ -1,4 +1,4 @@
-"""Finds the loops that a kernel needs to compute a group, from the shapes of the group's values.
+"""Finds the loops that a kernel needs to compute a group of operators, from the shapes of the group's values.
 
 A loop runs over an *axis*. Every dim of every value is a product of axes, major to minor, as in `(batch heads) -> batch
 heads`. Axes are found in three steps:
@@ -42,7 +42,7 @@ class Loops:
         rows, columns: the sizes of the row axes and of the column axes, major to minor. Reductions sum over columns.
         strides: from the number of an operand or result to its stride along each axis, in elements. Row axes come
             first. The stride is 0 if the value does not vary along the axis.
-        spans: for each value, whether it varies along rows, and whether it varies along columns.
+        spans: for each value, two bools: whether the value varies along rows, and whether it varies along columns.
     """
 
     rows: tuple[int, ...]
@@ -52,17 +52,19 @@ class Loops:
 
     @property
     def row_count(self) -> int:
-        """The product of the sizes of all row axes."""
+        """The number of rows of the kernel's tile: the product of the sizes of all row axes."""
         return math.prod(self.rows)
 
     @property
     def column_count(self) -> int:
-        """The product of the sizes of all column axes: the elements of a row."""
+        """The elements of a row: the product of the sizes of all column axes."""
         return math.prod(self.columns)
 
 
 def find_loops(group: Group) -> Loops:
-    """Return the loops of a group. Neighbouring axes are merged if every tensor is contiguous over both axes.
+    """Return the loops of a group.
+
+    Neighbouring axes are merged into one axis if every tensor is contiguous over both axes.
 
     Raises:
         NoLoopsError: the group has no loops.
@@ -100,7 +102,6 @@ class _Axes:
     """The axes of a group, numbered from 0.
 
     Args:
-        sizes: the size of each axis.
         parts: from an axis to the axes that replace it: the axes that it was split into, or its equal axis.
     """
 
@@ -122,10 +123,9 @@ class _Axes:
         return tuple(found)
 
     def equate(self, left: Iterable[int], right: Iterable[int]) -> None:
-        """Make two lists of axes equal. An axis is split if it meets a smaller axis.
+        """Make two lists of axes equal, major to minor. An axis that meets a smaller axis is split into two axes.
 
-        Raises:
-            NoLoopsError: sizes do not divide each other, or the lists have different numbers of elements.
+        Raise `NoLoopsError` if no such splits make the lists equal.
         """
         firsts, seconds = deque(left), deque(right)
         while firsts and seconds:
@@ -199,14 +199,9 @@ def _equate_aligned(axes: _Axes, operand: Dims, result: Dims) -> None:
 
 
 def _reduced(axes: _Axes, summed: Sequence[tuple[int, Dims, tuple[int, ...]]]) -> frozenset[int]:
-    """Return the axes that all reductions sum over.
+    """Return the axes that all reductions sum over. Raise `NoLoopsError` if reductions sum over different axes.
 
-    Args:
-        axes: the axes of the group.
-        summed: for each reduction, the number and dims of its operand, and the indices of the reduced dims.
-
-    Raises:
-        NoLoopsError: two reductions sum over different axes.
+    `summed` has, for each reduction, the number and dims of its operand, and the indices of the reduced dims.
     """
     found = {frozenset(axis for place in places for axis in axes.resolve(dims[place])) for _, dims, places in summed}
     found.discard(frozenset())
@@ -216,12 +211,10 @@ def _reduced(axes: _Axes, summed: Sequence[tuple[int, Dims, tuple[int, ...]]]) -
 
 
 def _order(group: Group, flat: Sequence[Sequence[int]]) -> list[int]:
-    """Return the axes of the first value that has all axes of the group, in this value's order.
+    """Return all axes of a group, in their order in a value that has all of them.
 
-    Results of the group are tried first, then the results of all steps, then operands.
-
-    Raises:
-        NoLoopsError: no value has all axes.
+    `flat` has the axes of each value. The value is the first one with all axes among the group's results, then the
+    results of all steps, then the operands. Raise `NoLoopsError` if no value has all axes.
     """
     every = {axis for items in flat for axis in items}
     steps = range(len(group.operands), len(flat))
@@ -237,7 +230,10 @@ def _check_results(group: Group, flat: Sequence[Sequence[int]], rows: set[int]) 
 
 
 def _check_costly(group: Group, flat: Sequence[Sequence[int]], rows: set[int]) -> None:
-    """Refuse costly values that are broadcast along rows, because each row would compute them again."""
+    """Raise `NoLoopsError` if a kernel would compute a costly operator (`Pointwise.is_costly`) again for each row.
+
+    This is so if the operator's result does not vary along all axes `rows`. `flat` has the axes of each value.
+    """
     for index, step in enumerate(group.steps, len(group.operands)):
         entry = POINTWISE.get(step.target)
         if entry is not None and entry.is_costly and not rows.issubset(flat[index]):
@@ -245,14 +241,7 @@ def _check_costly(group: Group, flat: Sequence[Sequence[int]], rows: set[int]) -
 
 
 def _strides(axes: _Axes, dims: Dims, stride: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Return the stride of a tensor along each axis of `order`, in elements, or 0 if the tensor lacks the axis.
-
-    Args:
-        axes: the axes of the group.
-        dims: the axes of each dim of the tensor.
-        stride: the stride of each dim.
-        order: the axes to return strides for.
-    """
+    """Return the stride of a tensor along each axis of `order`, in elements, or 0 if the tensor lacks the axis."""
     found: dict[int, int] = {}
     for dim, step in zip(dims, stride, strict=True):
         for axis in reversed(dim):
@@ -267,7 +256,10 @@ def _collapse(
     strides: Mapping[int, tuple[int, ...]],
     spans: tuple[tuple[bool, bool], ...],
 ) -> Loops:
-    """Return the loops with neighbouring axes merged into one if every tensor is contiguous over both axes."""
+    """Return loops in which neighbouring axes are merged if every tensor is contiguous over both axes.
+
+    `rows`, `columns`, `strides` and `spans` are the fields of `Loops` before axes are merged.
+    """
     sizes = [*rows, *columns]
     starts = [
         place

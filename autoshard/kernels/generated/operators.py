@@ -1,8 +1,7 @@
 """Tables of the ATen operators that generated kernels compute, with the Triton expression of each operator.
 
-Inside a kernel, numbers of any floating dtype are float32. Integers and booleans keep their dtype. A value is rounded
-to a 16-bit dtype where the program converts it, and where the kernel stores it. Operators that draw random numbers or
-write their operands are not in the tables. An operator outside the tables is not fused.
+Inside a kernel, numbers of any floating dtype are float32. A value is rounded to a 16-bit dtype where the program
+converts it, and where the kernel stores it. An operator outside the tables is not fused.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _STORED = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}
 
 
 class IndexKind(Enum):
-    """The relation between the indices of an operator's operands and the indices of its result."""
+    """How the indices of an operator's operands relate to the indices of its result."""
 
     POINTWISE = "pointwise"
     REDUCTION = "reduction"
@@ -278,7 +277,7 @@ CONSTANTS = frozenset({_aten.full.default, _aten.scalar_tensor.default, _aten.ze
 
 
 def kind_of(target: Any) -> IndexKind | None:
-    """Return the kind of an operator, or None if generated kernels cannot compute it."""
+    """Return how an operator relates indices of operands and result, or None if generated kernels cannot compute it."""
     for kind, table in (
         (IndexKind.POINTWISE, POINTWISE),
         (IndexKind.REDUCTION, REDUCTIONS),
@@ -291,7 +290,7 @@ def kind_of(target: Any) -> IndexKind | None:
 
 
 def bound_arguments(step: GroupStep) -> dict[str, Any]:
-    """Return a dict from the name of each argument of a step's operator to its value, including defaults."""
+    """Return the arguments of a step's call by name, with the operator's defaults for arguments that are not given."""
     parameters = step.target._schema.arguments
     bound = {parameter.name: parameter.default_value for parameter in parameters}
     bound.update(zip((parameter.name for parameter in parameters), step.args, strict=False))
@@ -318,7 +317,7 @@ def number_of(step: GroupStep) -> float | int | bool:
 
 
 def write_number(number: float | int | bool, triton_type: str) -> str:
-    """Return the Triton source text of a number of Triton type `triton_type`, such as "tl.float32"."""
+    """Return a number as Triton source text, for a Triton type such as "tl.float32"."""
     if triton_type == "tl.float32":
         number = float(number)
         if number == 0 and math.copysign(1.0, number) < 0:
@@ -330,22 +329,17 @@ def write_number(number: float | int | bool, triton_type: str) -> str:
 
 
 def convert(text: str, before: str, after: str) -> str:
-    """Return the Triton expression that converts the expression `text` from Triton type `before` to type `after`."""
+    """Return the Triton expression `text` converted from Triton type `before` to Triton type `after`."""
     if before == after:
         return text
     return f"({text} != 0)" if after == "tl.int1" else f"{text}.to({after})"
 
 
 def write_pointwise(step: GroupStep, values: tuple[ValueShape, ...], texts: Mapping[int, str]) -> str | None:
-    """Return the Triton expression of a pointwise step.
+    """Return the Triton expression of a pointwise step's result, or None if its arguments have no expression.
 
-    Args:
-        step: the call.
-        values: shape, strides and dtype of each value of the group.
-        texts: from the number of an operand to its expression, a variable's name.
-
-    Returns:
-        The expression, with the Triton type of the step's own dtype. None if these arguments have no expression.
+    `values` has shape, strides and dtype of each value of the group. `texts` maps the number of an operand to its
+    expression.
     """
     entry = POINTWISE[step.target]
     if not _has_plain_arguments(step, values):
@@ -389,10 +383,10 @@ def _has_plain_arguments(step: GroupStep, values: tuple[ValueShape, ...]) -> boo
 
 
 def _computed_in(step: GroupStep, values: tuple[ValueShape, ...], entry: Pointwise) -> torch.dtype:
-    """Return the dtype in which a kernel computes a call.
+    """Return the dtype in which a pointwise step is computed.
 
-    For comparisons it is the dtype that ATen promotes the operands to. For logical operators it is bool. Otherwise it
-    is the result's dtype.
+    It is ATen's promoted dtype of the operands for comparisons, bool for logical operators, and else the result's
+    dtype.
     """
     if step.target in _LOGICAL or step.target is _aten.logical_not.default:
         return torch.bool
@@ -411,11 +405,7 @@ def _computed_in(step: GroupStep, values: tuple[ValueShape, ...], entry: Pointwi
 def write_reduction(step: GroupStep, operand: ValueShape, text: str, mask: str) -> str | None:
     """Return the Triton expression of a reduction over the columns of a tile, or None if the dtypes have none.
 
-    Args:
-        step: the reduction.
-        operand: shape, strides and dtype of its operand.
-        text: the expression of the operand.
-        mask: the expression that is true where the tile has an element. Elsewhere the identity element is used.
+    `text` is the operand's expression. The identity element stands where the expression `mask` is false.
     """
     source, target = operand.dtype, step.value.dtype
     if source not in TRITON_TYPES or target not in TRITON_TYPES:
@@ -436,5 +426,5 @@ def write_reduction(step: GroupStep, operand: ValueShape, text: str, mask: str) 
 
 
 def write_identity(identity: str, triton_type: str) -> str:
-    """Return the Triton source text of an identity element as a number of Triton type `triton_type`."""
+    """Return an identity element of `REDUCTIONS` as Triton source text, for a Triton type such as "tl.float32"."""
     return identity if triton_type != "tl.float32" or "float" in identity else "0.0"

@@ -1,15 +1,12 @@
-"""Writes the Triton source of a group.
+"""Writes the Triton source of the kernel of a group of operators (`Group`).
 
 The kernel of a group without reductions walks all elements in one flat index, cut into blocks. The kernel of a group
 with reductions works on tiles of whole rows, which stay in registers between a sum and its readers.
 
-Some sums run over long leading dims, such as the gradient of a bias. If no step of the group reads them, they are
-*split*. Each program walks a chunk of the summed elements, tile by tile, and stores its part of the sum in float32. The
-parts are added after the kernel, in a fixed order.
+A sum over long leading dims (the gradient of a bias) that no step reads is *split*. Each program walks a chunk of the
+summed elements, and stores its part in float32. The parts are added after the kernel, in a fixed order.
 
-Sizes and strides are numbers in the source. Each step is one line, with its ATen call in a comment.
-
-The values of a group are its operands, and then the result of each step. A *value number* is an index into this list.
+A *value number* is an index into the group's operands, followed by the results of its steps.
 """
 
 from __future__ import annotations
@@ -82,18 +79,16 @@ class ElementLayout:
         return () if self.split else tuple(name for name in ("BLOCK", "BLOCK_R") if name in self.blocks)
 
     def grid(self, blocks: Mapping[str, int]) -> tuple[int, int]:
-        """Return the launch grid (programs, chunks) for the block sizes `blocks`, which tuning may have changed."""
+        """Return the launch grid (programs, chunks) for block sizes `blocks` by name, which tuning may have changed."""
         elements = self.programs * math.prod(self.blocks[name] for name in self.tunable)
         return math.ceil(elements / math.prod(blocks[name] for name in self.tunable)), self.chunks
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A group's kernel as text.
+    """The generated kernel of a group of operators: its source text, and its launch configuration.
 
-    Args:
-        text: the source of the function, with its decorator.
-        layout: the function's launch configuration.
+    The text is the `@triton.jit` function, decorator included.
     """
 
     text: str
@@ -101,14 +96,9 @@ class Source:
 
 
 def lay_out(loops: Loops, sums: tuple[int, ...] = ()) -> ElementLayout:
-    """Return the launch configuration of a group's kernel: block sizes, numbers of programs and warps, and split sums.
+    """Return the launch configuration of a group's kernel. Raise `NoLoopsError` if rows are too long for registers.
 
-    Args:
-        loops: the loops of the group.
-        sums: the sums that may be split, as value numbers (`splittable_sums`).
-
-    Raises:
-        NoLoopsError: rows are too long for registers.
+    `sums` has the value numbers of sums that may be split into chunks. The configuration says whether they are.
     """
     if not loops.columns:
         return ElementLayout({"BLOCK": _BLOCK}, math.ceil(loops.row_count / _BLOCK), 4)
@@ -129,7 +119,10 @@ def lay_out(loops: Loops, sums: tuple[int, ...] = ()) -> ElementLayout:
 
 
 def _lay_out_split(loops: Loops, sums: tuple[int, ...]) -> ElementLayout:
-    """Return the launch configuration of split sums: tiles of many rows, and enough chunks to keep a device busy."""
+    """Return the launch configuration of a kernel that splits the sums with the value numbers `sums`.
+
+    Tiles have many rows, and there are enough chunks to keep a device busy.
+    """
     rows = min(_SPLIT_ROWS, triton.next_power_of_2(loops.row_count))
     programs, width = math.ceil(loops.row_count / rows), _TILE // rows
     steps = max(1, math.ceil(loops.column_count * programs / (width * _SPLIT_PROGRAMS)))
@@ -139,9 +132,10 @@ def _lay_out_split(loops: Loops, sums: tuple[int, ...]) -> ElementLayout:
 
 
 def splittable_sums(group: Group, loops: Loops) -> tuple[int, ...]:
-    """Return the value numbers of the group's reductions if all may be split, else an empty tuple.
+    """Return the value numbers of the group's reductions if all of them may be split into chunks, else an empty tuple.
 
-    A reduction may be split if it is a sum of floats, it is a result stored row by row, and no step reads it.
+    A reduction may be split under three conditions. It is a sum of floats. It is a result of the group, stored row by
+    row. No step reads it.
     """
     read = {index for step in group.steps for index in step.operands}
     found = [index for index in range(len(group.operands), len(group.values)) if _reduces(group, index)]
@@ -173,21 +167,15 @@ def _lies_by_columns(loops: Loops) -> bool:
 
 
 def write_source(group: Group, names: Sequence[str], purpose: str) -> Source:
-    """Return the source of a group's kernel and its launch configuration.
+    """Return the source of a group's kernel and its launch configuration, or raise `NoLoopsError` if there is none.
 
-    Args:
-        group: the operators to compute.
-        names: a name for every value, used for variables and pointers.
-        purpose: the first lines of the kernel's docstring.
-
-    Raises:
-        NoLoopsError: no kernel can compute the group; the message is the reason.
+    `names` has a name for every value. `purpose` is the first lines of the kernel's docstring.
     """
     return _KernelSource(group, _identifiers(names), purpose).write()
 
 
 def _identifiers(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names, with "_" added to a name that is repeated or reserved in a kernel."""
+    """Return `names` with "_" appended to names that are repeated or reserved in a kernel."""
     found: dict[str, None] = {}
     for name in names:
         while name in found or name in _RESERVED:
@@ -268,7 +256,10 @@ class _KernelSource:
         return write_reduction(step, value, text, "inside")
 
     def _text(self, index: int) -> str:
-        """Return the expression of value number `index`. For an operand, first write the line that loads it, once."""
+        """Return the Triton expression of value number `index`.
+
+        For an operand that the kernel has not read yet, also write the line that loads the operand.
+        """
         if index not in self.texts:
             name, triton_type = self.names[index], TRITON_TYPES[self.group.values[index].dtype]
             place, mask = self._place(index)
@@ -286,7 +277,7 @@ class _KernelSource:
     # Indices.
 
     def _place(self, index: int) -> tuple[str, str]:
-        """Return the texts of the offset and the mask with which value number `index` is loaded or stored.
+        """Return source texts of the offset and the mask with which a program loads or stores value number `index`.
 
         The offset starts with " + ". Both texts are empty for a single element.
         """
@@ -308,13 +299,14 @@ class _KernelSource:
         return "row" if self.loops.columns else "index"
 
     def _offset(self, flat: str, sizes: Sequence[int], strides: Sequence[int], first: int) -> str:
-        """Return the text of a tensor's offset along the rows or along the columns, empty if all strides are 0.
+        """Return the source text of a tensor's offset along the axes of the rows, or of the columns.
+
+        For example, "row * 4" if the tensor is contiguous over the axes, "i0 * 8 + i1" if not, "" if all strides are 0.
 
         Args:
-            flat: the variable of the flat index: "row", "column" or "index".
-            sizes: the sizes of the axes of the flat index.
-            strides: the strides of the tensor along these axes.
-            first: the number of the first of these axes, for the variables `i0`, `i1`, ...
+            flat: the variable with the flat index over the axes: "row", "column" or "index".
+            sizes, strides: size of each axis, and the tensor's stride along the axis, in elements.
+            first: number of the first axis. The index along axis number n is the variable `i{n}`.
         """
         if not any(strides):
             return ""
@@ -328,7 +320,6 @@ class _KernelSource:
         return " + ".join(terms)
 
     def _split_body(self) -> Iterator[str]:
-        """Yield the lines of a kernel with split sums: a loop over the tiles of a chunk, then stores of the sums."""
         for index in self.layout.split:
             yield f"{self.names[index]} = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)"
         yield "for step in range(STEPS):"
@@ -365,7 +356,6 @@ class _KernelSource:
                     yield f"i{first + at} = {_digit(flat, sizes, at)}"
 
     def _is_large(self) -> bool:
-        """Whether some offset into a tensor does not fit into 32 bits."""
         loops = self.loops
         sizes = (*loops.rows, *loops.columns)
         ends = [
@@ -388,7 +378,6 @@ class _KernelSource:
     # Registers.
 
     def _check_registers(self) -> None:
-        """Raise `NoLoopsError` if the tiles that a program needs at one time do not fit into registers."""
         tile = [size for name, size in self.layout.blocks.items() if name != "STEPS"]
         elements = math.prod(tile) / (32 * self.layout.num_warps)
         alive = _most_alive(self.group, self.loops) + len(self.layout.split)
@@ -397,9 +386,9 @@ class _KernelSource:
 
 
 def _most_alive(group: Group, loops: Loops) -> int:
-    """Return the largest number of tiles that a program holds at one time.
+    """Return the greatest number of tiles that a kernel holds at one time.
 
-    Each tile is loaded or computed right before its first use, and freed after its last use.
+    A kernel holds the tile of a value from just before its first use to its last use.
     """
     first = len(group.operands)
     last: dict[int, int] = {index: len(group.steps) for index in group.results}
@@ -420,7 +409,10 @@ def _most_alive(group: Group, loops: Loops) -> int:
 
 
 def _digit(flat: str, sizes: Sequence[int], at: int) -> str:
-    """Return the text of the index along axis number `at`, computed from the flat index over all axes of `sizes`."""
+    """Return the source text of the index along axis number `at`. `sizes` has the sizes of all axes, major to minor.
+
+    `flat` is the variable that has the flat index over all axes.
+    """
     below = math.prod(sizes[at + 1 :])
     divided = flat if below == 1 else f"{flat} // {below}"
     return divided if at == 0 else f"{divided} % {sizes[at]}"

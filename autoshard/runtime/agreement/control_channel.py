@@ -1,11 +1,8 @@
-"""`ControlChannel`: ranks send each other messages through the store of their run, within a time limit.
+"""`ControlChannel`: ranks send each other messages through the key-value store of their run, within a time limit.
 
-Ranks exchange messages in turns. In each turn every rank sends one message, and all ranks receive all messages or raise
-the same error. A rank that works for long shows signs of life, and the other ranks wait for it beyond the time limit.
-
-The store carries the messages, and no collective does. So a waiting rank can read which rank is missing, whether it
-shows signs of life, and the verdict of another rank. The verdict on a turn is one key of the store that is written
-once: "all", or a text that names the missing ranks.
+In each turn every rank sends one message, and all ranks receive all messages or raise the same error. A rank that works
+for long writes a changing value to the store: a sign of life. The other ranks wait for it beyond the time limit.
+The verdict on a turn is one key that is written once: "all", or a text that names the missing ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from autoshard.runtime.agreement.lost_ranks import naming_a_lost_store
 from autoshard.runtime.agreement.meeting import refuse_a_kept_store
 
 TIMEOUT_S = 60.0
-"""Seconds that ranks wait for a rank that shows no sign of life, by default."""
+"""The default seconds that ranks wait for a rank that neither comes nor shows a sign of life."""
 
 _ALL_CAME = "all"
 _SLICE_S = 0.25
@@ -43,7 +40,7 @@ class ControlChannel:
     """Exchanges messages among `ranks`, in turns. This process has one of the ranks.
 
     Args:
-        ranks: the ranks of the processes, in order.
+        ranks: ranks of the default process group, in the order of the messages.
         timeout_s: seconds without a message or a sign of life after which a rank is lost.
     """
 
@@ -58,7 +55,7 @@ class ControlChannel:
         self._parts: dict[int, int] = {}
 
     def say(self, value: bytes) -> None:
-        """Send this rank's message of the next turn, without waiting for the other ranks."""
+        """Send this rank's message of the next turn. Unlike `exchange`, this does not wait for the other ranks."""
         with naming_a_lost_store(self.rank):
             self._say(value)
 
@@ -67,11 +64,11 @@ class ControlChannel:
 
         Args:
             value: this rank's message.
-            action: the action that follows, for the error message if a rank is lost.
-            timeout_s: seconds without a sign of life after which a rank is lost; default: `timeout_s` of the channel.
+            action: the next action of the ranks, for error messages.
+            timeout_s: time limit of this turn in seconds; default: the channel's.
 
         Raises:
-            LostRankError: on every rank, also on a late one, if a rank did not come in time.
+            LostRankError: on every rank, also on a late rank, if a rank does not come in time.
         """
         with naming_a_lost_store(self.rank):
             turn = self._say(value)
@@ -86,7 +83,7 @@ class ControlChannel:
 
     @contextmanager
     def showing_life(self, action: str) -> Iterator[None]:
-        """Within the context, show other ranks that this rank is working, so that they wait for it."""
+        """Within the context, a thread writes signs of life to the store, so that other ranks wait for this rank."""
         ended = threading.Event()
         thread = threading.Thread(target=self._show_life, args=(action, ended), daemon=True)
         thread.start()
@@ -109,7 +106,10 @@ class ControlChannel:
         return turn
 
     def _whole(self, turn: int, rank: int, first: bytes) -> bytes:
-        """Return a rank's message: its `first` part, which begins with the number of parts, and the stored parts."""
+        """Return a rank's message.
+
+        `first` is the number of its parts, and the first part. The other parts are in the store.
+        """
         (count,) = _COUNT.unpack_from(first)
         others = (self._store.get(f"{turn}/{rank}/{number}") for number in range(1, count))
         return b"".join((first[_COUNT.size :], *others))
@@ -129,7 +129,7 @@ class ControlChannel:
         return self._store.get(key).decode()
 
     def _has_come(self, key: str) -> bool:
-        """Wait up to `_slice_s` seconds for a key of the store; return whether it exists.
+        """Wait up to `_slice_s` seconds for a key, and return whether the store has it.
 
         The store's own wait would log a line for each time-out.
         """
@@ -165,7 +165,7 @@ class ControlChannel:
             return  # the store is gone; the rank's next message raises the error
 
     def _forget(self, turn: int) -> None:
-        """Delete this rank's message of a turn that all ranks have read."""
+        """Delete this rank's message of a turn from the store, once all ranks have read it."""
         if turn < 0:
             return
         self._store.delete_key(f"{turn}/{self.rank}")
@@ -174,10 +174,10 @@ class ControlChannel:
 
 
 def _store_of(ranks: tuple[int, ...], rank: int) -> dist.Store:
-    """Return the run's store for the next channel of `ranks`. A prefix keeps the channel's keys apart from other keys.
+    """Return the run's store, with a prefix that no other channel of `ranks` has.
 
-    The prefix has the number of channels that this rank has made for `ranks`. All ranks make their channels in the same
-    order, so they get equal prefixes.
+    The prefix counts the channels of `ranks`. All ranks make their channels in the same order, so they get equal
+    prefixes.
     """
     world = dist.group.WORLD
     assert world is not None, "there is a process group"

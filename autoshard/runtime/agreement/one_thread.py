@@ -1,7 +1,4 @@
-"""Lets one thread at a time call a compiled model, because all ranks must make the same calls in the same order.
-
-Two threads would take turns differently on each rank, and ranks would match collectives of different calls.
-"""
+"""Lets one thread at a time call a compiled model, because all ranks must make the same calls in the same order."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from autoshard.errors import NotAvailableError
 
 
 class OneThread:
-    """A context that one thread may enter, repeatedly if it wishes. Meanwhile another thread that enters gets an error.
+    """A context for one thread at a time. The thread may enter it repeatedly; another thread then gets an error.
 
     Example:
         >>> within = OneThread()

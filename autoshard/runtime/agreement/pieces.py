@@ -1,4 +1,4 @@
-"""The piece of a tensor that this rank holds, and its coordinates, which are equal on ranks with the same piece."""
+"""The piece of a tensor that this rank holds, and the coordinates of the piece, equal on ranks with the same piece."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class TensorPiece:
     """This rank's piece of a tensor.
 
     Args:
-        local: the piece, or the whole tensor.
+        local: the piece; the whole tensor if it is not split.
         shard_coordinates: for each mesh axis that splits the tensor, the number of the axis and this rank's index along
-            it. Ranks with equal coordinates hold the same piece. Empty if every rank holds the whole tensor.
+            it. Ranks with equal coordinates hold the same piece.
     """
 
     local: torch.Tensor
@@ -34,7 +34,7 @@ class TensorPiece:
 
 
 def piece_of(tensor: torch.Tensor) -> TensorPiece:
-    """Return this rank's piece of a tensor. A plain tensor is the same on all ranks."""
+    """Return this rank's piece of a tensor. A plain tensor is its own piece, as every rank holds it whole."""
     if not isinstance(tensor, DTensor):
         return TensorPiece(tensor, ())
     coordinate = tensor.device_mesh.get_coordinate()
@@ -43,12 +43,10 @@ def piece_of(tensor: torch.Tensor) -> TensorPiece:
 
 
 def copies_of(tensor: torch.Tensor, ranks: int) -> int:
-    """Return the number of ranks that hold the same piece of a tensor. All ranks hold a plain tensor whole.
+    """Return the number of ranks that hold the same piece of a tensor: all `ranks` for a plain tensor.
 
-    Args:
-        tensor: the tensor.
-        ranks: the number of ranks that hold a piece of the tensor. For an input, this is the number of ranks in all
-            pipeline stages, because each stage has a copy of the input.
+    `ranks` counts the ranks that hold a piece of the tensor. For an input, these are the ranks of all pipeline stages,
+    because each stage has a copy of the input.
     """
     parts = [tensor.device_mesh.size(dim) for dim in _cut_dims(tensor)] if isinstance(tensor, DTensor) else []
     return ranks // math.prod(parts)
@@ -60,7 +58,7 @@ def _cut_dims(tensor: DTensor) -> list[int]:
 
 
 def facts_of(named: Iterable[tuple[str, torch.Tensor]]) -> Facts:
-    """Return the digest of this rank's piece of each tensor, as facts that ranks with the same piece compare."""
+    """Return a digest of this rank's piece of each named tensor, as facts. Ranks with the same piece compare them."""
     pieces = ((name, piece_of(tensor)) for name, tensor in named if not is_elsewhere(tensor))
     return {PieceFact(name, str(piece.shard_coordinates)): digest_of(piece.local) for name, piece in pieces}
 

@@ -1,10 +1,8 @@
-"""An exchange of a few numbers among all ranks, at every step.
+"""An exchange of a few integers among all ranks, at every step.
 
 It is the all-gather of Bruck, Ho, Kipnis, Upfal and Weathersby (1997, section 3): log2(ranks) rounds of messages
-between pairs. The first round travels while the rank works; with two ranks it is the only round.
-
-Messages travel over sockets that only the rank's own thread reads and writes. A message of Gloo wakes Gloo's threads
-several times. Such messages took 3 ms of a step on two ranks; a message here takes 0.05 ms.
+between pairs. The first round travels while the rank works. Messages travel over sockets that only the rank's own
+thread reads and writes. With Gloo's threads, a message took 3 ms of a step on two ranks; here it takes 0.05 ms.
 """
 
 from __future__ import annotations
@@ -31,28 +29,26 @@ from autoshard.runtime.agreement.control_channel import ControlChannel
 _LOGGER = logging.getLogger(__name__)
 
 LENGTH = 9
-"""The number of numbers that each rank sends."""
+"""The number of integers that each rank sends."""
 
 _BYTES = 8 * LENGTH
 
 _GRACE_S = 5.0
-"""If a rank is lost, the other ranks wait this many seconds for each other, to tell which rank is lost."""
+"""If a rank is lost, the other ranks wait this many seconds for each other, to find out which rank is lost."""
 
 _CONNECT_S = 10.0
-"""Seconds that ranks try to reach each other."""
+"""Seconds that ranks try to connect to each other."""
 
 Row = tuple[int, ...]
-"""The `LENGTH` numbers of one rank."""
+"""The `LENGTH` integers of one rank."""
 
 
 class VectorExchange:
-    """Exchanges `LENGTH` numbers of each rank: call `post`, then `collect`.
-
-    All ranks of a channel make this object together, right after a turn of the channel; see `connect`.
+    """Exchanges `LENGTH` integers of each rank, by `post` and then `collect`. All ranks make it together, by `connect`.
 
     Args:
-        channel: the channel of the ranks, which finds out which rank is lost.
-        links: for each round, the socket to the receiving rank, and the socket to the sending rank.
+        channel: finds out which rank is lost.
+        links: for each round, the socket to the receiving rank and the socket from the sending rank.
     """
 
     def __init__(self, channel: ControlChannel, links: Sequence[tuple[socket.socket, socket.socket]]) -> None:
@@ -65,7 +61,7 @@ class VectorExchange:
         weakref.finalize(self, _close, [*chain(*links)])
 
     def post(self, numbers: Sequence[int], action: Callable[[], str]) -> None:
-        """Send this rank's numbers; `action` describes the call, for errors."""
+        """Send this rank's integers to the first receiver. `action` returns a text of the call, for errors."""
         self._said = array("q", numbers).tobytes()
         try:
             self._links[0][0].sendall(self._said)
@@ -73,10 +69,12 @@ class VectorExchange:
             self._name_the_lost(action, error)
 
     def collect(self, action: Callable[[], str]) -> list[Row]:
-        """Wait for the numbers of all ranks, and return them in rank order.
+        """Wait for the integers of all ranks, and return them in rank order.
+
+        `action` returns a text of the call, for errors.
 
         Raises:
-            LostRankError: on every remaining rank, if a rank does not send its numbers in time.
+            LostRankError: on every remaining rank, if a rank does not send its integers in time.
         """
         said = self._said
         try:
@@ -93,10 +91,7 @@ class VectorExchange:
         return rows[self._size - self._place :] + rows[: self._size - self._place]
 
     def _name_the_lost(self, action: Callable[[], str], error: OSError) -> NoReturn:
-        """Raise a `LostRankError`, which is the same on every rank and names the lost ranks.
-
-        If all ranks are running, the error says instead that this rank lost its connection to another rank.
-        """
+        """Raise `LostRankError` on all ranks: it names the lost ranks, or says that only a connection is lost."""
         _reset(chain(*self._links))
         timeout_s = min(self._channel.timeout_s, _GRACE_S)
         self._channel.exchange(b"", f"{action()}, and lost another rank", timeout_s)
@@ -107,10 +102,7 @@ class VectorExchange:
 
 
 def connect(channel: ControlChannel) -> VectorExchange | None:
-    """Connect all ranks of a channel by sockets. All ranks must call.
-
-    Return None on every rank if a rank cannot reach another.
-    """
+    """Connect all ranks of a channel by sockets. Return None on every rank if any two ranks cannot connect."""
     size, place = len(channel.ranks), channel.ranks.index(channel.rank)
     rounds = range((size - 1).bit_length())
     with _listen() as server:
@@ -144,7 +136,7 @@ def _listen() -> socket.socket:
 
 
 def _call(address: str, port: int, token: bytes, number: int) -> socket.socket:
-    """Return a connection to the rank that receives from this rank in round `number`."""
+    """Connect to the rank that receives this rank's messages in round `number`, and show it `token`."""
     end = socket.create_connection((address, port), _CONNECT_S)
     try:
         end.sendall(token + bytes([number]))
@@ -155,7 +147,7 @@ def _call(address: str, port: int, token: bytes, number: int) -> socket.socket:
 
 
 def _answer(server: socket.socket, token: bytes, rounds: int) -> dict[int, socket.socket]:
-    """Accept the connections of the ranks that send to this rank; return each socket by the number of its round.
+    """Accept a connection from the sending rank of each round; return the sockets by the number of the round.
 
     A connection without the token is closed.
     """
@@ -192,7 +184,7 @@ def _store_host() -> str:
 
 
 def _address_towards(host: str) -> str:
-    """Return this machine's address on the route to `host`; return `host` if it is this machine."""
+    """Return this machine's address on the route to `host`, or `host` itself if it is this machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -204,7 +196,6 @@ def _address_towards(host: str) -> str:
 
 
 def _receive(source: socket.socket, count: int) -> bytes:
-    """Return the next `count` bytes from a socket; wait until all have come."""
     said = b""
     while len(said) < count:
         more = source.recv(count - len(said))
@@ -215,7 +206,7 @@ def _receive(source: socket.socket, count: int) -> bytes:
 
 
 def _check_was_not_reset(source: socket.socket) -> None:
-    """Raise `OSError` if the other rank sent its numbers, waited for this rank, and then gave up.
+    """Raise `OSError` if the other rank has sent its integers, waited for this rank in vain, and reset the connection.
 
     A connection that was closed in order is no error.
     """
@@ -224,7 +215,7 @@ def _check_was_not_reset(source: socket.socket) -> None:
 
 
 def _reset(ends: Iterable[socket.socket]) -> None:
-    """Close connections with a reset, so that a late rank sees that this rank gave up."""
+    """Close connections with a reset, which tells a late rank that this rank has given up."""
     for end in ends:
         with suppress(OSError):  # it is closed
             end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -232,9 +223,9 @@ def _reset(ends: Iterable[socket.socket]) -> None:
 
 
 def _prepare(end: socket.socket, timeout_s: float) -> None:
-    """Set a socket to send without delay, and to raise after `timeout_s` of waiting.
+    """Make a socket send without delay, and raise `OSError` after `timeout_s` seconds.
 
-    The kernel keeps the time; Python's own timeout would add a system call to each message.
+    Python's own timeout would cost system calls.
     """
     end.settimeout(None)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

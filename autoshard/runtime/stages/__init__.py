@@ -1,1 +1,1 @@
-"""Stages of a pipeline: their meshes, engines and messages."""
+"""The stages of a pipeline, as processes run them: meshes, engines, and messages between stages."""

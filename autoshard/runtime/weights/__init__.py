@@ -1,1 +1,1 @@
-"""Initialise the weights of compiled models, load them from files, and export them to files."""
+"""Initialises, loads and exports the weights of compiled models, shard by shard."""

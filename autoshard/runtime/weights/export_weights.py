@@ -1,8 +1,7 @@
 """Write a model's weights as files that `load_weights` and transformers' `from_pretrained` can read.
 
 Ranks gather one block of a tensor at a time, and the first rank writes it. So a rank holds no more than its shards and
-one block. The folder is written under a temporary name, and renamed when it is complete. A crash leaves the old folder
-or the new one, never a mixture.
+one block. The folder is renamed when it is complete: a crash leaves the old folder or the new one, never a mixture.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from autoshard.runtime.weights.weight_files import INDEX, SINGLE
 from autoshard.runtime.weights.weight_names import names_by_tensor, persistent_tensors, to_write
 
 MAX_FILE_BYTES = 5_000_000_000
-"""The most bytes of tensors per file, by default."""
+"""The default for the most bytes of tensors in a file."""
 
 BLOCK_BYTES = 8 * 2**20
 """At most this many bytes are gathered and written at a time."""
@@ -61,9 +60,10 @@ def export_weights(
     merge: bool = False,
     pipeline_rank_of: Mapping[str, int] = NO_PIPELINE_RANKS,
 ) -> None:
-    """Write the weights of `model`, and the files that transformers needs beside them.
+    """Write the weights of `model`, and the files that transformers needs beside them. All ranks must call.
 
-    All ranks must call. The arguments are those of `HasWeights.export`, and of `Engine.place` for `pipeline_rank_of`.
+    The arguments are those of `HasWeights.export`. `pipeline_rank_of` has the pipeline rank that alone holds a
+    parameter, by the parameter's name.
     """
     if max_file_bytes < 1:
         raise WeightsError(f"max_file_bytes={max_file_bytes} holds no tensor; pass at least 1.")
@@ -90,7 +90,7 @@ def export_weights(
 
 @contextmanager
 def _removed_on_failure(aside: Path | None) -> Iterator[None]:
-    """If an error leaves the context, remove the temporary folder `aside`, which frees a full disk.
+    """Remove the temporary folder `aside` if the context raises `WeightsError`, to free a full disk.
 
     `aside` is None on ranks that do not write.
     """
@@ -103,7 +103,7 @@ def _removed_on_failure(aside: Path | None) -> Iterator[None]:
 
 
 def _tensors(model: nn.Module, engine: Engine, pipeline_rank_of: Mapping[str, int]) -> Mapping[str, Unread]:
-    """Return the tensors of the model's state dict, by name, each of which is gathered when it is read."""
+    """Return the tensors of the model's state dict by name. Each is gathered only when it is read."""
 
     def unread_of(name: str, tensor: torch.Tensor) -> Unread:
         gather = partial(engine.gather_region, tensor, pipeline_rank=pipeline_rank_of.get(name))
@@ -117,9 +117,9 @@ class _FolderContent:
     """The content of a folder of weights.
 
     Args:
-        files: the tensors of each file, by the file's name and the tensor's name.
-        write_beside: writes the other files, such as the configuration, into a folder.
-        replaced: matches the names of files in an old folder that the new folder does not keep.
+        files: name of a file → name of a tensor → the tensor.
+        write_beside: writes the folder's other files, such as the configuration, into a folder.
+        replaced: matches the names of an old folder's files that the new folder does not keep.
     """
 
     files: Mapping[str, Mapping[str, Unread]]
@@ -128,7 +128,7 @@ class _FolderContent:
 
 
 def _adapters(model: nn.Module, engine: Engine, tensors: Mapping[str, Unread]) -> _FolderContent:
-    """Return the adapters of a peft model as files. Only the first rank asks peft for names, which may use the hub."""
+    """Return the content of a folder of adapters. Only the first rank asks peft for names, as peft may use the hub."""
     named = engine.share(lambda: peft_weights.adapters_of(model))
     files = {file: {name: tensors[own] for name, own in names.items()} for file, names in named.items()}
     for held in files.values():
@@ -137,7 +137,7 @@ def _adapters(model: nn.Module, engine: Engine, tensors: Mapping[str, Unread]) -
 
 
 def _weights(model: nn.Module, tensors: Mapping[str, Unread], max_file_bytes: int) -> _FolderContent:
-    """Return the weights of a model as files, with adapters merged into them."""
+    """Return the content of a folder with all weights of a model, with adapters merged into them."""
     if peft_weights.has_adapters(model):
         model, tensors = peft_weights.merged(model, tensors)
     written = to_write(model, tensors, names_by_tensor(persistent_tensors(model)))
@@ -147,9 +147,9 @@ def _weights(model: nn.Module, tensors: Mapping[str, Unread], max_file_bytes: in
 
 
 def _files(tensors: Mapping[str, Unread], max_file_bytes: int) -> dict[str, dict[str, Unread]]:
-    """Share the tensors out to files of at most `max_file_bytes`; return the tensors of each file, by the file's name.
+    """Return the tensors of each file by the file's name, with at most `max_file_bytes` of tensors in a file.
 
-    A tensor above the limit has a file of its own.
+    A larger tensor has a file of its own. The tensors of a file are a dict by tensor name.
     """
     parts: list[dict[str, Unread]] = [{}]
     held_bytes = 0
@@ -165,11 +165,7 @@ def _files(tensors: Mapping[str, Unread], max_file_bytes: int) -> dict[str, dict
 
 
 def _begin(path: Path, aside: Path) -> None:
-    """Undo an interrupted swap of the folder `path`, and make the empty temporary folder `aside`.
-
-    Raises:
-        WeightsError: `path` is a file.
-    """
+    """Undo an interrupted `_swap` of the folder `path`, and make the empty temporary folder `aside`."""
     if path.exists() and not path.is_dir():
         raise WeightsError(f"{path} is a file; export writes a folder. Name another.")
     _put_back(path)
@@ -178,7 +174,7 @@ def _begin(path: Path, aside: Path) -> None:
 
 
 def _write(path: Path | None, tensors: Mapping[str, Unread]) -> None:
-    """Write the file `path` of tensors; a rank with `path=None` only takes part in gathering the tensors."""
+    """Write a file of tensors. A rank with `path=None` writes nothing, and only takes part in gathering the tensors."""
     blocks = _blocks(tensors)
     try:
         if path is not None:
@@ -193,7 +189,6 @@ def _write(path: Path | None, tensors: Mapping[str, Unread]) -> None:
 
 
 def _blocks(tensors: Mapping[str, Unread]) -> Iterator[tuple[Unread, Region]]:
-    """Yield the blocks of a file in the order of writing, each as a tensor and a region of it."""
     for name in in_file_order(tensors):
         tensor = tensors[name]
         for region in blocks_of(tensor.shape, tensor.dtype.itemsize, BLOCK_BYTES):
@@ -201,13 +196,13 @@ def _blocks(tensors: Mapping[str, Unread]) -> Iterator[tuple[Unread, Region]]:
 
 
 def _gather(blocks: Iterator[tuple[Unread, Region]]) -> None:
-    """Gather the remaining blocks and drop them, on a rank that does not write or whose write failed."""
+    """Take part in gathering tensors block by block, on a rank that does not write, or whose write failed."""
     for tensor, region in blocks:
         tensor.read(region)
 
 
 def _write_beside(model: nn.Module, files: Mapping[str, Mapping[str, Unread]], folder: Path) -> None:
-    """Write into a folder the index, if there are several files, and the model's configuration, if it has one."""
+    """Write the index of several files, and the model's configuration if it has one, into a folder."""
     if len(files) > 1:
         total_bytes = sum(tensor.nbytes for held in files.values() for tensor in held.values())
         places = {name: file for file, held in files.items() for name in held}
@@ -222,7 +217,6 @@ def _write_beside(model: nn.Module, files: Mapping[str, Mapping[str, Unread]], f
 
 
 def _finish(content: _FolderContent, path: Path, aside: Path) -> None:
-    """Write the other files into the temporary folder, and rename the folder to `path`."""
     content.write_beside(aside)
     _keep_others(path, aside, content.replaced)
     for folder, _, files in os.walk(aside):
@@ -232,7 +226,7 @@ def _finish(content: _FolderContent, path: Path, aside: Path) -> None:
 
 
 def _keep_others(path: Path, aside: Path, replaced: re.Pattern[str]) -> None:
-    """Link the other files of the old folder, such as a tokenizer's, into the new folder, unless `replaced` matches."""
+    """Link the files of the old folder that the export does not replace, such as a tokenizer's, into the new folder."""
     for old in path.iterdir() if path.exists() else ():
         new = aside / old.name
         if new.exists() or replaced.fullmatch(old.name):
@@ -244,7 +238,7 @@ def _keep_others(path: Path, aside: Path, replaced: re.Pattern[str]) -> None:
 
 
 def _link(old: str | Path, new: str | Path) -> None:
-    """Make a hard link to a file, or a copy if the file system has no links."""
+    """Make a hard link `new` to the file `old`; a copy if the file system has no links."""
     try:
         os.link(old, new, follow_symlinks=False)
     except OSError:
@@ -252,9 +246,9 @@ def _link(old: str | Path, new: str | Path) -> None:
 
 
 def _swap(path: Path, aside: Path) -> None:
-    """Rename the new folder to `path`, after renaming an old folder away.
+    """Replace the folder `path` by the folder `aside`, by renaming both.
 
-    A crash between the two renames leaves both folders complete; see `_put_back`.
+    After a crash in between, both folders are complete, and `_put_back` restores the old one.
     """
     replaced = _replaced(path)
     try:
@@ -283,12 +277,11 @@ def _put_back(path: Path) -> None:
 
 
 def _replaced(path: Path) -> Path:
-    """Return the name of the old folder during a swap."""
     return path.with_name(f".{path.name}.replaced")
 
 
 def _sync(path: Path) -> None:
-    """Write a file's bytes, or the names in a folder, to the disk."""
+    """Wait until a file's bytes, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Gather a region of a DTensor on every rank, with memory for about the region only.
+"""Gather a region (a slice of each dim) of a DTensor on every rank, with memory for about the region only.
 
 `full_tensor` briefly takes two to six times the memory of the whole tensor, because it runs a collective for each axis
 that splits a dim. Here, the ranks that hold parts of the region broadcast them, one after another.
@@ -20,12 +20,10 @@ _C10D = torch.ops._c10d_functional
 
 @torch.no_grad()
 def gather_region(tensor: DTensor, region: Region, group: str) -> torch.Tensor:
-    """Return the values of a region of `tensor`. All ranks of its mesh must call together.
+    """Return the values in a region of the whole tensor, on every rank of its mesh. All of them must call together.
 
-    Args:
-        tensor: sharded by `Shard` and `Replicate` only.
-        region: a region of the whole tensor.
-        group: torch's name of the process group of all ranks of the mesh, in rank order.
+    The tensor is sharded by `Shard` and `Replicate` only. `group` is torch's name of the process group of all ranks of
+    the mesh, in rank order.
     """
     mine = LocalPart.of(tensor)
     place = tuple(tensor.device_mesh.get_coordinate() or ())
@@ -43,10 +41,7 @@ def gather_region(tensor: DTensor, region: Region, group: str) -> torch.Tensor:
 
 
 def _parts(tensor: DTensor) -> Iterator[tuple[tuple[int, ...], int, Region]]:
-    """Yield each distinct shard once: coordinates and number of the first rank that holds it, and the shard's region.
-
-    The coordinates and the number are those of the rank on the mesh.
-    """
+    """Yield each distinct shard of a tensor: the coordinates and the number of its first rank, and its region."""
     sizes = tuple(tensor.device_mesh.shape)
     for rank, place in enumerate(product(*map(range, sizes))):
         pairs = zip(place, tensor.placements, strict=True)
@@ -62,7 +57,7 @@ def _intersection(first: Region, second: Region) -> Region | None:
 
 
 def _within(region: Region, outer: Region) -> Region:
-    """Return `region` in indices relative to `outer`, a region that contains it."""
+    """Return `region` in indices that count from the start of `outer`, a region that contains it."""
     return tuple(
         slice(part.start - around.start, part.stop - around.start) for part, around in zip(region, outer, strict=True)
     )

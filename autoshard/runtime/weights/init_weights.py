@@ -1,8 +1,8 @@
 """Weights of a compiled model, computed by the initialisers of its modules; each rank computes its shards.
 
-The operations of initialisers are recorded without values (`Compiler.record_initialisation`), and computed for the
-rank's shards (`replay`). A random number depends on the seed, the position of the draw among all draws of the model,
-and the global index of the element. So weights are equal, bit by bit, under every plan and on any number of ranks.
+The operators of initialisers are recorded without values (`Compiler.record_initialisation`), and computed for the
+rank's shards (`replay`). A random number depends on the seed, the number of the draw, and the element's global index.
+So weights are equal, bit by bit, under every plan and on any number of ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autoshard.runtime.weights.local_part import LocalPart
 from autoshard.runtime.weights.replay import Replay
 
 Record = Callable[[], Initialisation]
-"""Runs the initialisers of a model, and returns the record of their operations."""
+"""Function that runs the initialisers of a model, and returns the record of their operations."""
 
 
 @torch.no_grad()
@@ -34,16 +34,18 @@ def init_weights(
     only: Collection[str] | None = None,
     pipeline_rank_of: Mapping[str, int] = NO_PIPELINE_RANKS,
 ) -> None:
-    """Initialise the weights of a model by its initialisers. All ranks must call.
+    """Initialise the weights of a model, which are sharded over ranks, by its modules' initialisers.
+
+    All ranks must call.
 
     Args:
-        model: the user's model, sharded over the ranks.
-        engine: the engine that runs it.
-        record: records the initialisers.
+        model: the model.
+        engine: the engine that shards its weights.
+        record: returns the record of the model's initialisers.
         seed: the seed of random numbers.
         unset: names of weights without values, on any rank.
         only: names of the weights to initialise; None: all.
-        pipeline_rank_of: see `Engine.place`.
+        pipeline_rank_of: name of a parameter → the pipeline rank that alone holds it.
 
     Raises:
         TraceError: an initialiser cannot be recorded, or an unset weight has no initialiser.
@@ -63,9 +65,9 @@ def init_weights(
 
 
 def _write(weight: torch.Tensor, name: str, replay: Replay) -> None:
-    """Compute this rank's part of a weight, and write it in place.
+    """Write initial values into this rank's part of a weight, even if it is empty.
 
-    An empty part is written too: the write raises the tensor's version, which marks the weight as set.
+    A write raises the tensor's version, which marks the weight as set.
     """
     part = LocalPart.of(weight)
     box = Box(part.offset, tuple(part.tensor.shape))
@@ -86,14 +88,12 @@ def _check_have_sources(names: list[str], sources: dict[str, frozenset[str]], un
 
 
 def _in_order(names: list[str], sources: dict[str, frozenset[str]]) -> list[str]:
-    """Order weights so that a weight is written after all weights that are computed from its previous value.
+    """Return the names in an order in which each weight is written after all weights that read its old value.
 
-    Args:
-        names: the weights to order.
-        sources: for each weight, the weights whose previous values it is computed from.
+    `sources` maps a weight to the weights from whose old values it is computed.
 
     Raises:
-        TraceError: there is no such order.
+        TraceError: weights are computed from each other's old values.
     """
     waiting, result = dict.fromkeys(names), []
     while waiting:

@@ -1,9 +1,7 @@
-"""Write a safetensors file block by block.
+"""Write a safetensors file block by block, so that not all tensors are in memory.
 
-The library safetensors writes a file from tensors that are all in memory. This module writes and frees each block.
 The format (https://github.com/huggingface/safetensors#format) begins with the length of the header in 8 bytes,
-little-endian. The header is JSON of each tensor's dtype, shape and offsets. The values of all tensors follow, without
-gaps.
+little-endian. The header is JSON of each tensor's dtype, shape and offsets. The values follow, without gaps.
 """
 
 from __future__ import annotations
@@ -30,26 +28,21 @@ _ALIGNMENT = 8
 
 
 def check_types(tensors: Mapping[str, Unread]) -> None:
-    """Raise `WeightsError` for tensors whose dtype the format lacks."""
+    """Raise `WeightsError` if a tensor has a dtype that the format lacks."""
     without = [f"{name!r} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in _NAMES]
     if without:
         raise WeightsError(f"Safetensors files have no dtype for {', '.join(without)}. Convert the model first.")
 
 
 def in_file_order(tensors: Mapping[str, Unread]) -> list[str]:
-    """Return the names of a file's tensors in the order of writing.
-
-    Wide dtypes come first, so that each tensor's offset is a multiple of its dtype's size.
-    """
+    """Return the tensors' names in the order of the file: wide dtypes first, so that values are aligned."""
     return sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
 
 
 class SafetensorsWriter:
-    """Writes a file of tensors. Pass the values to `write` block by block, in the order of `in_file_order`.
+    """A context that writes the file `path`.
 
-    Args:
-        path: the file.
-        tensors: shape and dtype of each tensor, by name.
+    Pass the values of `tensors` to `write` in blocks, in the order of `in_file_order`.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, Unread]) -> None:
@@ -66,19 +59,18 @@ class SafetensorsWriter:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, values: torch.Tensor) -> None:
-        """Append the values of the next block."""
+        """Append the values of the next block to the file."""
         flat = values.detach().cpu().contiguous().reshape(-1)
         if flat.numel():
             self._file.write(flat.view(torch.uint8).numpy().data)
 
     def __enter__(self) -> SafetensorsWriter:
-        """Return the writer."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the file. Without an error, first wait until the whole file is on the disk."""
+        """Close the file. If the context raised no error, first wait until the whole file is on the disk."""
         try:
             if error is None:
                 self._file.flush()

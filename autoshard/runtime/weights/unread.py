@@ -1,9 +1,8 @@
 """Tensors that are read only when needed, and only the needed region.
 
-A tensor in a file, or a sharded tensor, has a shape and a dtype before it is read. Functions that only move values
-(`torch.cat`, `stack`, `chunk`, `split`, `transpose`, ...) map an `Unread` to another `Unread`, whose regions consist of
-regions of the first. So a library's code that makes a model's tensors from files' tensors can run before any value is
-read. Any other function runs on whole operands when its result is read.
+Functions that only move values (`torch.cat`, `stack`, `chunk`, `split`, `transpose`, ...) map an `Unread` to another
+`Unread`, whose regions consist of regions of the first. So a library's code that makes a model's tensors from files'
+tensors can run before any value is read. Any other function runs on whole operands when its result is read.
 """
 
 from __future__ import annotations
@@ -23,16 +22,18 @@ Region = tuple[slice, ...]
 """A slice of each dim, with a start and a stop, and a step of 1."""
 
 Read = Callable[[Region], torch.Tensor]
-"""Returns the values of a region of one tensor."""
+"""Function that returns the values of a region of one tensor."""
 
 
 def whole_region(shape: Sequence[int]) -> Region:
-    """Return the region that covers a whole tensor of the given shape."""
+    """Return the region that covers a whole tensor of this shape."""
     return tuple(slice(0, size) for size in shape)
 
 
 def blocks_of(shape: Sequence[int], itemsize: int, most_bytes: int) -> Iterator[Region]:
-    """Yield regions of at most `most_bytes` that make up a tensor of this shape, in row-major order.
+    """Yield regions of at most `most_bytes` each that make up a tensor of this shape, in row-major order.
+
+    `itemsize` is the bytes of an element.
 
     Example:
         >>> list(blocks_of((3, 2), 4, 16))
@@ -52,24 +53,19 @@ def blocks_of(shape: Sequence[int], itemsize: int, most_bytes: int) -> Iterator[
 
 
 def shape_of(region: Region) -> tuple[int, ...]:
-    """Return the shape of a region."""
+    """Return the shape of a region: the size of each slice."""
     return tuple(part.stop - part.start for part in region)
 
 
 class Unread:
-    """A tensor of known shape and dtype whose values are not read yet.
-
-    Args:
-        shape: the shape.
-        dtype: the dtype.
-        read: returns the values of a region.
+    """A tensor of known shape and dtype whose values are not read yet. `read` returns the values of a region.
 
     Example:
         >>> whole = torch.arange(6.0).reshape(2, 3)
         >>> unread = torch.cat([Unread(whole.shape, whole.dtype, whole.__getitem__)] * 2)
         >>> tuple(unread.shape), unread.read((slice(1, 3), slice(0, 1)))
         ((4, 3), tensor([[3.],
-                         [0.]]))
+                [0.]]))
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, read: Read) -> None:
@@ -78,7 +74,6 @@ class Unread:
         self._read = read
 
     def __repr__(self) -> str:
-        """Return the shape and dtype as text."""
         return f"Unread(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @property
@@ -87,11 +82,11 @@ class Unread:
         return self.shape.numel() * self.dtype.itemsize
 
     def read(self, region: Region | None = None) -> torch.Tensor:
-        """Return the values of a region, by default of the whole tensor. They may share memory with the source."""
+        """Return the values of a region; None: of the whole tensor. They may share memory with their source."""
         return self._read(whole_region(self.shape) if region is None else region)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method of `torch.Tensor` for this unread tensor; it runs as functions do (`__torch_function__`)."""
+        """Return a method of `torch.Tensor` that acts on this unread tensor as a torch function does."""
         method = getattr(torch.Tensor, name) if not name.startswith("__") else None
         if not callable(method):
             raise AttributeError(f"a tensor that is not read yet has no {name!r}")
@@ -101,21 +96,20 @@ class Unread:
     def __torch_function__(
         cls, function: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Apply a torch function to unread tensors; the result is unread too."""
+        """Apply a torch function to unread tensors, and return an unread result."""
         return _call(function, args, kwargs or {})
 
 
 def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Apply `function` to unread tensors, and return its result, whose tensors are unread.
+    """Apply a torch function to unread tensors, and return an unread result.
 
-    If the function only moves values, reading the result reads regions of the operands, else whole operands.
+    If the function only moves values, reading a region of the result reads regions of operands, else whole operands.
     """
     moved = _MOVES.get(getattr(function, "__name__", ""), _computed_by(function))
     return moved(*args, **kwargs)
 
 
 def _joined(parts: Sequence[Unread], dim: int = 0) -> Unread:
-    """Apply `torch.cat` to unread tensors."""
     dim %= len(parts[0].shape)
     shape = list(parts[0].shape)
     others = {(*part.shape[:dim], *part.shape[dim + 1 :], part.dtype) for part in parts}
@@ -140,12 +134,10 @@ def _joined(parts: Sequence[Unread], dim: int = 0) -> Unread:
 
 
 def _stacked(parts: Sequence[Unread], dim: int = 0) -> Unread:
-    """Apply `torch.stack` to unread tensors."""
     return _joined([_unsqueezed(part, dim) for part in parts], dim)
 
 
 def _unsqueezed(tensor: Unread, dim: int) -> Unread:
-    """Apply `torch.unsqueeze` to an unread tensor."""
     dim %= len(tensor.shape) + 1
     shape = (*tensor.shape[:dim], 1, *tensor.shape[dim:])
 
@@ -157,7 +149,7 @@ def _unsqueezed(tensor: Unread, dim: int) -> Unread:
 
 
 def _squeezed(tensor: Unread, dim: int | None = None) -> Unread:
-    """Apply `torch.squeeze` to one dim of an unread tensor, or to all dims."""
+    """Return the tensor without dim `dim`, if its size is one; with None, without all dims of size one."""
     if dim is None:
         return reduce(_squeezed, range(len(tensor.shape) - 1, -1, -1), tensor)
     dim %= len(tensor.shape)
@@ -172,7 +164,6 @@ def _squeezed(tensor: Unread, dim: int | None = None) -> Unread:
 
 
 def _narrowed(tensor: Unread, dim: int, start: int, length: int) -> Unread:
-    """Apply `torch.narrow` to an unread tensor."""
     shape = list(tensor.shape)
     shape[dim] = length
 
@@ -184,7 +175,6 @@ def _narrowed(tensor: Unread, dim: int, start: int, length: int) -> Unread:
 
 
 def _split(tensor: Unread, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Unread, ...]:
-    """Apply `torch.split` to an unread tensor."""
     dim %= len(tensor.shape)
     size, sizes = tensor.shape[dim], split_size_or_sections
     if isinstance(sizes, int):
@@ -194,12 +184,10 @@ def _split(tensor: Unread, split_size_or_sections: int | Sequence[int], dim: int
 
 
 def _chunked(tensor: Unread, chunks: int, dim: int = 0) -> tuple[Unread, ...]:
-    """Apply `torch.chunk` to an unread tensor."""
     return _split(tensor, -(-tensor.shape[dim] // chunks), dim)
 
 
 def _transposed(tensor: Unread, dim0: int, dim1: int) -> Unread:
-    """Apply `torch.transpose` to an unread tensor."""
     shape = _swapped(tensor.shape, dim0, dim1)
 
     def read(region: Region) -> torch.Tensor:
@@ -218,9 +206,9 @@ def _size(tensor: Unread, dim: int | None = None) -> Any:
 
 
 def _computed_by(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function to run on whole operands when its result is read.
+    """Return a function with unread results, which calls `function` on whole operands when a result is read.
 
-    It runs once on the meta device at the call, for the shapes and dtypes of its results.
+    At the call, `function` runs once on the meta device, for the shapes and dtypes of its results.
     """
 
     def compute(*args: Any, **kwargs: Any) -> Any:
@@ -271,4 +259,4 @@ _MOVES: Mapping[str, Callable[..., Any]] = {
     "dim": lambda tensor: len(tensor.shape),
     "numel": lambda tensor: tensor.shape.numel(),
 }
-"""Functions that only move values, or return a shape, by their names in torch."""
+"""Name of a torch function that only moves values, or returns a shape → its version for unread tensors."""

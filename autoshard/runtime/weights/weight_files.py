@@ -1,9 +1,8 @@
 """Safetensors files as one set of named tensors that can be read by regions.
 
-The files are one file, the files of an index (`model.safetensors.index.json`), or all files of a folder, as
-transformers, diffusers and safetensors write them. The library maps a file into memory, and reads only the pages that a
-region touches. The pages count as memory of this process until the file is closed, so files are reopened from time to
-time.
+The files are one file, the files of an index (`model.safetensors.index.json`), or all files of a folder. The library
+maps a file into memory, and reads only the pages that a region touches. These count as memory of this process until the
+file is closed, so files are reopened from time to time.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ _MOST_MAPPED_BYTES = 32 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class _IndexedFiles:
-    """Files to read.
+    """The files to read.
 
     Args:
         paths: the files.
-        index: the index that lists them; None without an index.
-        promised: the file of each tensor according to the index, by the tensor's name.
+        index: the file that lists them, or None.
+        promised: name of a tensor → its file, according to the index.
     """
 
     paths: tuple[Path, ...]
@@ -45,14 +44,11 @@ class _IndexedFiles:
 
 
 class WeightFiles:
-    """The tensors of a set of safetensors files.
-
-    Args:
-        path: a folder, a file, or an index.
+    """The tensors of a set of safetensors files: of a folder, a file, or an index.
 
     Attributes:
-        tensors: the tensors by name; their values are read when needed.
-        homes: the file of each tensor, by the tensor's name.
+        tensors: name → tensor; values are read when needed.
+        homes: name of a tensor → its file.
 
     Raises:
         WeightsError: the message names each missing or damaged file, and each tensor that is not where the index says.
@@ -68,11 +64,11 @@ class WeightFiles:
             raise WeightsError(f"{self.path} cannot be read: {'; '.join(problems)}.")
 
     def describe(self) -> str:
-        """Return the names, shapes and dtypes of all tensors as text."""
+        """Return a text with the names, shapes and dtypes of all tensors."""
         return ", ".join(f"{name}: {describe(tensor)}" for name, tensor in sorted(self.tensors.items()))
 
     def _find_all(self, found: _IndexedFiles) -> Iterator[str]:
-        """Add the tensors of each file to the attributes `tensors` and `homes`; yield a text for each problem."""
+        """Add the tensors of all files to `tensors` and `homes`; yield a text for each problem."""
         for path in found.paths:
             try:
                 tensors = {name: _outline(file, name) for file in [_opened(path)] for name in file.keys()}  # noqa: SIM118
@@ -92,7 +88,7 @@ class WeightFiles:
 
 
 class _RegionReader:
-    """Reads regions of tensors in files, and keeps the last file open."""
+    """Reads regions of tensors in files, and keeps the file that was read last open."""
 
     def __init__(self) -> None:
         self._path: Path | None = None
@@ -100,7 +96,6 @@ class _RegionReader:
         self._mapped_bytes = 0
 
     def read(self, path: Path, name: str, region: Region) -> torch.Tensor:
-        """Return the values of a region of the tensor `name` in a file."""
         if path != self._path or self._mapped_bytes > _MOST_MAPPED_BYTES:
             self._file = None  # closed before it is opened again
             self._file, self._path, self._mapped_bytes = _opened(path), path, 0
@@ -112,7 +107,7 @@ class _RegionReader:
 
 
 def _touched_bytes(values: torch.Tensor) -> int:
-    """Return the number of bytes in the file from the first to the last of the values."""
+    """Return the bytes in the file from the first to the last of `values`, which are a view of it."""
     steps = zip(values.shape, values.stride(), strict=True)
     return (sum((size - 1) * stride for size, stride in steps) + 1) * values.itemsize if values.numel() else 0
 
@@ -134,14 +129,13 @@ def _opened(path: Path) -> Any:
 
 
 def _outline(file: Any, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return the shape and dtype of a tensor in a file, without reading its values."""
     part = file.get_slice(name)
     shape = tuple(part.get_shape())
     return shape, (part[0:0] if shape else file.get_tensor(name)).dtype
 
 
 def _find(path: Path) -> _IndexedFiles:
-    """Return the files that a path stands for: a file, the files of an index, or the files of a folder."""
+    """Return the files at a path: a file, the files of an index, or the files of a folder."""
     if path.is_file():
         return _of_index(path) if path.name.endswith(".json") else _IndexedFiles((path,), None, {})
     if not path.is_dir():
@@ -168,7 +162,6 @@ def _find(path: Path) -> _IndexedFiles:
 
 
 def _of_index(path: Path) -> _IndexedFiles:
-    """Return the files that an index lists."""
     try:
         names = parse(path.read_text(encoding="utf-8"))["weight_map"]
         outside = [file for file in names.values() if not _stays_inside(file)]
@@ -184,11 +177,10 @@ def _of_index(path: Path) -> _IndexedFiles:
 
 
 def _stays_inside(file: str) -> bool:
-    """Whether a file name in an index stays in the index's folder."""
     path = PurePosixPath(file)
     return not (path.is_absolute() or ".." in path.parts or "\0" in file or "\\" in file)
 
 
 def describe(tensor: torch.Tensor | Unread) -> str:
-    """Return dtype and shape as text, such as `float32[4, 2]`."""
+    """Return a tensor's dtype and shape as text, such as `float32[4, 2]`."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

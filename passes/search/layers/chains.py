@@ -1,8 +1,8 @@
-"""Find the calls of a folded program that run as one fused kernel in the usual libraries, and the kernel's operands.
+"""Find the calls of a folded program that usual training libraries run as one fused kernel, and the kernel's operands.
 
-A chain of pointwise operators is one kernel. A softmax may end the chain. Norms that are one operator are kernels of
-their own. Intermediate values of a chain are neither written nor saved. The backward computes them again from the
-chain's operands.
+A chain of pointwise operators is one kernel. A softmax may end the chain. A norm that is one operator is a kernel of
+its own. Intermediate values of a chain are neither written nor saved. The backward computes them again from the chain's
+operands.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ class Chains:
     """The chains of fused calls of a program.
 
     Args:
-        folded: the program.
         working: names of the calls that run a kernel.
         varying: names of the values that depend on inputs or parameters.
         fused: whether calls are fused; otherwise each call is a chain of its own.
@@ -45,22 +44,21 @@ class Chains:
         self.last = self._chains() if fused else {}
 
     def chain_of(self, call: fx.Node) -> str:
-        """Return the name of the last call of the chain that has `call`."""
+        """Return the name of the chain that contains `call`. A chain has the name of its last call."""
         return self.last.get(call.name, call.name)
 
     def readers(self, node: fx.Node, index: int | None = None) -> list[fx.Node]:
-        """Return the calls that read the results of a node from memory, or only result `index`.
+        """Return the calls that read the results of a node from memory; with `index`, only the readers of this result.
 
-        Backward calls that recompute the value instead do not read it.
+        Calls of the backward that recompute the value are left out.
         """
         return [item for item in readers_of(node, index) if not self._is_remade(node, item)]
 
     def operands(self, chain: Sequence[fx.Node]) -> tuple[tuple[fx.Node, int], ...]:
-        """Return the values that a chain reads from memory, each as a call of the chain and the index of the call's
-        operand.
+        """Return the values that a chain reads from memory, each as (call of the chain, index of the call's operand).
 
-        The calls of `chain` are in one layer class. A chain of several calls reads each value once. A value that a
-        backward chain recomputes counts as an operand too.
+        A chain of several calls reads each value once. A forward value that a backward chain recomputes is also
+        returned.
         """
         inside = {node.name for node in chain}
         found: dict[tuple[str, int], tuple[fx.Node, int]] = {}
@@ -73,8 +71,8 @@ class Chains:
     def _cheap_values(self) -> frozenset[str]:
         """Return the names of forward calls whose results the backward recomputes instead of reading them.
 
-        Such a call is pointwise, and its operands are saved anyway or constant. In the backward only memory-bound calls
-        read its result.
+        These calls are pointwise. Their operands are constant or saved anyway, and in the backward only memory-bound
+        calls read their results.
         """
         cheap: set[str] = set()
         for node in self.folded.single.graph.nodes:
@@ -98,7 +96,6 @@ class Chains:
         return _is_memory_bound(node) and node.target not in _ENDS and not is_layout(node)
 
     def _chains(self) -> dict[str, str]:
-        """Return a dict from the name of each call to the name of the last call of its chain."""
         order = [node for node in self.folded.single.graph.nodes if node.name in self.working]
         last = {node.name: node.name for node in order}
         for node in reversed(order):

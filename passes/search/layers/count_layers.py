@@ -1,13 +1,13 @@
-"""Count the work and memory of each layer class of a folded program, so that the price of any recipe is plain
-arithmetic.
+"""Count the work and memory of each layer class of a folded program, from which any recipe is priced.
 
-The data of a layer class are its kernels, with their operators and tensors, its collectives on each axis, and the
-values that it saves. The size of a tensor is linear in the batch, and each dim has the axes that split it.
+A layer class has kernels, with their operators and tensors, collectives on each axis, and values that it saves. The
+size of a tensor is linear in the batch, and each dim has the axes that split it.
 
 Each call of the program is a kernel, with these exceptions, which hold for the usual training libraries:
+
 * The product before a bias adds the bias (cuBLASLt's epilogue, `addmm`).
-* A copy that only changes the layout in memory is not made next to attention or a batched product. Kernels of attention
-  and of batched products read and write strided tensors.
+* A copy that only changes the layout in memory is not made next to attention or a batched product. Their kernels read
+  and write strided tensors.
 * Position tables, causal masks and all other values that depend on no input or parameter are made once, not per step.
 * A chain of memory-bound calls is one kernel (`chains.py`).
 """
@@ -59,7 +59,7 @@ class Sized:
         first: the global shape for one sequence.
         step: the growth of each dim with each further sequence.
         itemsize, dtype: bytes of an element, and the name of the dtype.
-        splits: for each dim, the axes that split it.
+        splits: for each dim, the axes of the recipe that split the dim.
     """
 
     first: tuple[int, ...]
@@ -69,7 +69,7 @@ class Sized:
     splits: tuple[tuple[str, ...], ...]
 
     def shape(self, batch: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the local shape on a rank for `batch` sequences; `sizes` maps each axis to its number of ranks."""
+        """Return the shape on one rank for `batch` sequences; `sizes` has the number of ranks of each axis."""
         result = []
         for first, step, axes in zip(self.first, self.step, self.splits, strict=True):
             dim = first + step * (batch - 1)
@@ -79,7 +79,7 @@ class Sized:
         return tuple(result)
 
     def local_bytes(self, batch: int, sizes: Mapping[str, int]) -> int:
-        """Bytes of the tensor on each rank, for `batch` sequences and these sizes of axes."""
+        """Return the bytes on one rank for `batch` sequences; `sizes` has the number of ranks of each axis."""
         return math.prod(self.shape(batch, sizes)) * self.itemsize
 
 
@@ -88,9 +88,9 @@ class LayerKernel:
     """A kernel on the device: one call, or a fused chain of calls.
 
     Args:
-        operator: its name in the cost models; `FUSED` for a chain.
+        operator: name of the call's operator in the cost models; `FUSED` for a chain.
         inputs, outputs: tensors that the kernel reads and writes.
-        arguments: positional arguments of the call, with None for tensors, see `cost_models.operators.work`.
+        arguments: positional arguments of the call, with None for tensors, as `cost_models.operators.work` takes them.
         has_weight: whether an operand is a parameter, or a view of one.
         makes_gradient: whether a result is a parameter's gradient.
         is_core: whether all its calls belong to attention's core, between its first and its last product.
@@ -107,7 +107,10 @@ class LayerKernel:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A collective of an axis. `value` is the exchanged tensor, split by all axes but this axis."""
+    """A collective over one axis.
+
+    `value` is the exchanged tensor as if this axis did not split it. All other axes split it as in the layout.
+    """
 
     axis: str
     kind: MoveKind
@@ -127,7 +130,6 @@ class Saved:
     """A value that the forward keeps for the backward.
 
     Args:
-        value: the value.
         is_core: whether the value belongs to attention's core.
         is_operand: whether only products that make parameters' gradients read the value. Then it may have the precision
             of these products.
@@ -143,12 +145,11 @@ class LayerClass:
     """The work and memory of one layer of a class.
 
     Args:
-        forward, backward: the kernels and collectives of each phase.
         saved: the values that the forward keeps for the backward.
         entering: the values of other layer classes that the forward reads. A recomputed layer keeps only these values.
-        parameters: a dict from the qualified name of each parameter to the parameter.
+        parameters: the parameters by qualified name.
         expert_parameters: the names of the parameters that the expert axis splits.
-        workspaces: for each kernel, the values that it reads or writes and that are not kept between the phases.
+        workspaces: for each kernel, the values that it reads or writes and that are freed before the next phase.
     """
 
     forward: Phase
@@ -161,7 +162,10 @@ class LayerClass:
 
     @property
     def splits(self) -> frozenset[tuple[int, tuple[str, ...]]]:
-        """The dims of tensors that axes split: pairs of a dim's size for one sequence and the axes that split it."""
+        """The dims that axes split in the tensors of the layer class.
+
+        A pair has the dim's size for one sequence, and the axes that split the dim.
+        """
         kernels = (*self.forward.kernels, *self.backward.kernels)
         values = [*self.parameters.values(), *(each for item in kernels for each in (*item.inputs, *item.outputs))]
         dims = (pair for value in values for pair in zip(value.first, value.splits, strict=True))
@@ -172,8 +176,7 @@ def count_layers(folded: FoldedProgram, layouts: Mapping[str, AxisLayout], *, fu
     """Return every layer class of a folded program, by name.
 
     Args:
-        folded: the program.
-        layouts: a dict from each axis to the axis' split of the program.
+        layouts: axis → how the axis splits the program.
         fused: whether a chain of memory-bound calls is one kernel.
     """
     counter = _LayerCounter(folded, layouts, fused=fused)
@@ -181,8 +184,6 @@ def count_layers(folded: FoldedProgram, layouts: Mapping[str, AxisLayout], *, fu
 
 
 class _LayerCounter:
-    """Count the layer classes of a folded program: `layer` returns one layer class by name."""
-
     def __init__(self, folded: FoldedProgram, layouts: Mapping[str, AxisLayout], *, fused: bool) -> None:
         self.folded, self.layouts = folded, layouts
         self.nodes = folded.single.nodes_by_name()
@@ -197,7 +198,6 @@ class _LayerCounter:
             self.calls.setdefault((folded.layer_of.get(node.name), node.meta["phase"]), []).append(node)
 
     def layer(self, name: str) -> LayerClass:
-        """Return the layer class `name`."""
         nodes, expert = self.folded.parameters.get(name, ()), self.layouts.get("expert")
         shared = (node for node in nodes if expert is not None and expert.dim_of((node, 0)) is not None)
         return LayerClass(
@@ -211,7 +211,7 @@ class _LayerCounter:
         return Phase(tuple(kernels), tuple(self._sent(layer, phase)))
 
     def _chains_in(self, layer: str, phase: str) -> list[list[fx.Node]]:
-        """Return the calls of a layer class in a phase that run on the device, one list for each chain."""
+        """Return the calls of a layer class that run kernels in a phase, one list for each chain."""
         chains: dict[str, list[fx.Node]] = {}
         for node in self.calls.get((layer, phase), ()):
             chains.setdefault(self.chains.chain_of(node), []).append(node)
@@ -233,17 +233,17 @@ class _LayerCounter:
         )  # fmt: skip
 
     def _operator(self, node: fx.Node) -> str:
-        """Return the operator's name in the cost models.
+        """Return the name of a call's operator in the cost models.
 
-        A call of experts that are shared out over ranks has another name than a call of all experts.
+        A layer of experts that are shared out over ranks has another name than a layer with all experts.
         """
         is_shared = node.target in LAYERS and "expert" in self.layouts
         return str(_EXCHANGED[node.target]) if is_shared else operator_name(node)
 
     def _rows(self, layer: fx.Node, width: int | None = None) -> Sized:
-        """Return the tensor with one row for each token and each of the experts that the token is sent to.
+        """Return a tensor with one row for each token and each of its experts.
 
-        A row has `width` elements; None: as many elements as a token.
+        `layer` is the call of the experts' operator. A row has `width` elements; None: as many as a token.
         """
         is_backward = layer.target is kernels.experts_backward
         x, index = (self._operand(layer, place + is_backward) for place in (0, 1))
@@ -268,14 +268,16 @@ class _LayerCounter:
     # Sizes.
 
     def _operand(self, node: fx.Node, index: int) -> Sized:
-        """Return operand `index` of a call, with the splits that the call needs."""
         one = operands_of(node)[index].meta["val"]
         two = operands_of(self.folded.twin[node.name])[index].meta["val"]
         specs = {axis: layout.operands[node.name][index] for axis, layout in self.layouts.items()}
         return _sized(one, two, specs)
 
     def _sized(self, node: fx.Node, index: int) -> Sized:
-        """Return result `index` of a node. The index counts absent results (None) too."""
+        """Return the tensor that is result number `index` of a node.
+
+        `index` also counts results that are None.
+        """
         values = tensor_values(node)
         one = values[index]
         assert one is not None
@@ -304,9 +306,9 @@ class _LayerCounter:
         return [item for item in self.chains.readers(node, index) if item.meta["phase"] == "backward"]
 
     def _workspaces(self, layer: str) -> tuple[tuple[Sized, ...], ...]:
-        """Return, for each kernel of a layer class, the values that take memory only while the phase runs.
+        """Return for each kernel of a layer class the values that are in memory only within the kernel's phase.
 
-        Views of one value count once, as the whole value.
+        A value and its views count once.
         """
         found: dict[tuple[Sized, ...], None] = {}
         for phase in ("forward", "backward"):
@@ -321,9 +323,9 @@ class _LayerCounter:
         return tuple(found)
 
     def _inside(self, layer: fx.Node) -> Sized:
-        """Return a tensor as large as the memory that a call of experts needs while it runs.
+        """Return a tensor as large as the temporary memory of a call of experts.
 
-        Its dim 0 is the tokens' rows, so its size grows with the batch.
+        Dim 0 has one row for each token and expert.
         """
         rows = self._rows(layer, 1)
         width = math.ceil(workspace_bytes(layer) / (math.prod(rows.first) * rows.itemsize))
@@ -334,9 +336,9 @@ class _LayerCounter:
         return chain[-1].name in self.gradients and all(node.target is aten.add.Tensor for node in chain)
 
     def _passes(self, node: fx.Node, index: int, phase: str) -> bool:
-        """Whether a value is made in a phase, and not kept after the phase.
+        """Whether result `index` of a node is made in the phase `phase`, and freed before the next phase.
 
-        A forward value is not kept if the backward recomputes it instead of reading it.
+        An example is a value that the backward recomputes.
         """
         if node.op != "call_function" or node.name not in self.varying or node.meta["phase"] != phase:
             return False
@@ -371,10 +373,10 @@ class _LayerCounter:
         return sent + self._exchanged(layer, phase)
 
     def _exchanged(self, layer: str, phase: str) -> list[Sent]:
-        """Return the all-to-alls of calls of experts in a phase.
+        """Return the all-to-alls that the experts of a layer class need in a phase.
 
-        In the forward, tokens' rows go to the ranks of their experts, and results come back. In the backward, rows and
-        gradients of results go to the experts' ranks, and gradients of rows come back.
+        In the forward, the rows of tokens go to the ranks of their experts, and results come back. In the backward,
+        rows and gradients of results go to the experts' ranks, and gradients of rows come back.
         """
         if "expert" not in self.layouts:
             return []
@@ -383,10 +385,9 @@ class _LayerCounter:
         return [Sent("expert", MoveKind.EXCHANGE, self._rows(node)) for node in layers] * times
 
     def _base_value(self, key: _Key) -> Sized:
-        """Return the value that owns the memory of a value.
+        """Return the tensor that owns the memory of the value `key`.
 
-        If `key` names a view of a whole value, return this whole value with its splits. If `key` names a view of a
-        part, or no view, return the value of `key`.
+        If the value is a view of only a part of that tensor, return the value itself.
         """
         node = self.nodes[key[0]]
         present = [index for index, value in enumerate(tensor_values(node)) if value is not None]
@@ -403,7 +404,10 @@ class _LayerCounter:
 
 
 def _works(node: fx.Node, varying: frozenset[str]) -> bool:
-    """Whether a node is a call that runs a kernel in each step."""
+    """Whether a node is a call that runs a kernel in each step.
+
+    `varying` has the names of the values that depend on inputs or parameters.
+    """
     return node.op == "call_function" and node.name in varying and not is_free(node) and not _is_bias(node)
 
 

@@ -1,7 +1,7 @@
 """Price layer classes: seconds of computation by kind, bytes of every collective, bytes of memory.
 
-Computation is priced kernel by kernel with `cost_models`, as in planning. Seconds of products, of attention and of
-memory-bound kernels are kept apart, because communication overlaps with each in another way (`price_phases`).
+Kernels are priced with `cost_models`, as in planning. Seconds of products, of attention and of memory-bound kernels are
+kept apart, because communication overlaps with each in another way (`price_phases`).
 
 A search prices a model under thousands of layouts, which have most kernels in common. The time of a kernel depends only
 on the sizes of axes that split its tensors. So kernels are priced in groups that depend on the same axes.
@@ -33,15 +33,15 @@ from passes.search.layers.propagate_axis import MoveKind
 EXPERT = "expert"
 
 Sizes = Mapping[str, int]
-"""The number of ranks of each axis."""
+"""The number of ranks of each axis, by the axis' name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Busy:
     """Seconds of a device in kernels of each kind (products, attention, memory-bound), and the number of kernels.
 
-    Some products make parameters' gradients, and no other kernel waits for these products. `weight_gradient_s` is their
-    part of `matmul_s`, and `weight_gradient_kernels` is their number.
+    Products that make parameters' gradients also count in `weight_gradient_s` and `weight_gradient_kernels`. No other
+    kernel waits for them.
     """
 
     matmul_s: float = 0.0
@@ -57,15 +57,17 @@ class Busy:
 
     @property
     def total_s(self) -> float:
-        """Seconds of computation in all kernels."""
+        """Seconds of one device in all kernels, without communication."""
         return self.matmul_s + self.attention_s + self.memory_s
 
 
 @dataclass(frozen=True, slots=True)
 class AxisTraffic:
-    """A collective: its axis, kind, and bytes of the value that each rank would hold if the axis did not split it.
+    """A collective over one axis.
 
-    `copies` says how often `bytes` counts each token: once, or once for each of its experts.
+    Args:
+        bytes: bytes of the value that each rank would hold if the axis did not split it.
+        copies: how often `bytes` counts each token: once, or once for each of the token's experts.
     """
 
     axis: str
@@ -76,7 +78,7 @@ class AxisTraffic:
 
 @dataclass(frozen=True, slots=True)
 class PhasePrice:
-    """The price of one layer in one phase, forward or backward.
+    """The price of one layer in one phase, forward or backward, for one micro-batch on one rank.
 
     Args:
         busy: all kernels of the phase.
@@ -103,7 +105,7 @@ class LayerPrice:
         parameters: elements on each rank, before ZeRO, of the parameters that all replicas hold.
         matrices: the number of these parameters that have two dims or more.
         expert_parameters: elements on each rank of the parameters that the expert axis splits.
-        phase: a function that prices the "forward" or the "backward".
+        phase: prices the "forward" or the "backward".
     """
 
     saved_bytes: int
@@ -117,21 +119,20 @@ class LayerPrice:
 
     @cached_property
     def forward(self) -> PhasePrice:
-        """Price of the forward."""
+        """Kernels and collectives of the layer's forward for one micro-batch on one rank."""
         return self.phase("forward")
 
     @cached_property
     def backward(self) -> PhasePrice:
-        """Price of the backward."""
+        """Kernels and collectives of the layer's backward for one micro-batch on one rank, without recomputation."""
         return self.phase("backward")
 
 
 @dataclass(frozen=True, slots=True)
 class KernelPricer:
-    """A pricer of kernels: the hardware and software that run them.
+    """The hardware and software that run kernels.
 
     Args:
-        device: the hardware.
         precision: the precision of products in blocks. Outside of blocks, "f8" counts as 16 bits.
         separate_experts: whether each expert's product is a kernel of its own.
     """
@@ -141,7 +142,7 @@ class KernelPricer:
     separate_experts: bool = False
 
     def price(self, kernel: LayerKernel, batch: int, sizes: Sizes, *, is_block: bool) -> Busy:
-        """Return the time of a kernel for `batch` sequences on axes of these sizes.
+        """Return one rank's time of a kernel for `batch` sequences, with axes of the given sizes.
 
         `is_block` says whether the kernel is in a block. Only products in blocks run in 8 bits.
         """
@@ -188,10 +189,9 @@ class KernelPricer:
 
 
 def _shared_out(done: Work, kernel: LayerKernel, ranks: int) -> Work:
-    """Return the work of a kernel on one rank, if its experts are shared out over `ranks` ranks.
+    """Return the work of one rank in a kernel whose experts are shared out over `ranks` ranks.
 
-    The rank has fewer experts, and computes each of them for the tokens of all ranks. `done` is the work without
-    sharing.
+    The rank has fewer experts, but each expert gets tokens from all ranks.
     """
     batch = max(1, max(item.first[0] for item in kernel.inputs) // ranks)
     dim = "k" if kernel.makes_gradient else "m"
@@ -201,11 +201,11 @@ def _shared_out(done: Work, kernel: LayerKernel, ranks: int) -> Work:
 
 @dataclass(slots=True)
 class _KernelGroup:
-    """Kernels of a phase whose price depends on the same axes.
+    """Kernels of a phase whose prices depend on the sizes of the same `axes`.
+
+    With `varies`, they also depend on the micro-batch.
 
     Args:
-        axes: the axes.
-        varies: whether the price depends on the micro-batch.
         kernels: pairs of a kernel and three flags: whether it counts in the phase's `busy`, `core` and `tail`.
         prices: known sums over the kernels for `busy`, `core` and `tail`. The key is (is_block, micro-batch, sizes of
             the axes).
@@ -239,10 +239,10 @@ class _Parts(NamedTuple):
     """A layer class prepared for pricing.
 
     Args:
-        groups: for each phase, its groups of kernels.
+        groups: phase → its kernels, in groups.
         held: its values.
         axes: the axes on whose sizes its price depends.
-        is_block: whether it is a class of blocks.
+        is_block: whether it is a kind of block.
     """
 
     groups: Mapping[str, list[_KernelGroup]]
@@ -270,9 +270,9 @@ class LayerPricer:
     _prices: dict[tuple[object, ...], LayerPrice] = field(default_factory=dict)
 
     def price(self, key: Key, layer: LayerClass, batch: int, sizes: Sizes) -> LayerPrice:
-        """Return the price of the layer class `key`, for `batch` sequences on axes of these sizes.
+        """Return the price of a layer class for `batch` sequences, on axes of the given sizes.
 
-        `layer` has the kernels, collectives and values of the class.
+        Layer classes with equal `key` are equal, and are prepared once.
         """
         if key not in self._parts:
             self._parts[key] = self._parts_of(layer, is_block=key[1] not in (BEFORE, AFTER))
@@ -311,7 +311,10 @@ class LayerPricer:
         return _Parts(groups, held, tuple(sorted(axes)), is_block)
 
     def _groups_in(self, phase: Phase) -> list[_KernelGroup]:
-        """Return the kernels of a phase in groups. Kinds of recipes with the same kernels share the group objects."""
+        """Return the kernels of a phase in groups.
+
+        Equal groups of several kinds of recipes are one object with shared prices.
+        """
         alone = {"tensor": 1, "context": 1, EXPERT: 1}
         products = [self.kernel_pricer.price(kernel, 1, alone, is_block=False).matmul_s > 0 for kernel in phase.kernels]
         lasts = [place for place, kernel in enumerate(phase.kernels) if products[place] and kernel.has_weight]
@@ -325,10 +328,9 @@ class LayerPricer:
 
 
 def _traffic(sent: Sent, batch: int, sizes: Sizes, entering: int) -> AxisTraffic:
-    """Return a collective for `batch` sequences.
+    """Return a collective for `batch` sequences, on axes of the given sizes.
 
-    `entering` is the bytes of the values that enter the layer class. On the expert axis, `copies` is the ratio of the
-    exchanged bytes to these bytes, and at least 1.
+    `entering` has the bytes of values that enter the layer class, from which `copies` follows.
     """
     size = sent.value.local_bytes(batch, {**sizes, EXPERT: 1})
     copies = max(1.0, size / entering) if sent.axis == EXPERT and entering else 1.0
@@ -360,15 +362,15 @@ def _held(layer: LayerClass, *, is_narrow: bool) -> _Held:
 
 
 def _whole(item: Sized) -> Sized:
-    """Return a value of tokens' rows as if the expert axis did not split it.
+    """Return a tensor of tokens' rows as if the expert axis did not split it.
 
-    The ranks of this axis exchange rows, so that each rank has as many rows as without the axis.
+    The exchange over this axis leaves each rank as many rows as before.
     """
     return replace(item, splits=tuple(tuple(axis for axis in axes if axis != EXPERT) for axes in item.splits))
 
 
 def _held_sizes(held: _Held, batch: int, sizes: Sizes) -> dict[str, int]:
-    """Return the fields of a `LayerPrice` that are bytes or numbers of parameters, as a dict by the field's name."""
+    """Return the fields of a `LayerPrice` that are bytes or numbers of parameters, by name, for `batch` sequences."""
     shapes = np.array([value.local_bytes(batch, sizes) for value in held.values], dtype=np.int64)
     saved, core, entering, *workspaces = (held.kept @ shapes).tolist()
     elements = np.array([math.prod(value.shape(1, sizes)) for value in held.values], dtype=np.int64)

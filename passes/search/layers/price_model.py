@@ -54,7 +54,7 @@ class CountedModel:
     Args:
         blocks: the layer class of every block, in order.
         tokens: elements of the first integer input of one sequence; 0 without such an input.
-        count: a function from a kind of recipe to the layer classes, by name.
+        count: function from a kind of recipe to its layer classes by name.
         has_experts: whether the model has experts to share out.
     """
 
@@ -69,9 +69,7 @@ class CountedModel:
     _cores: dict[RecipeKind, bool] = field(default_factory=dict, init=False, repr=False)
 
     def splits(self, kind: RecipeKind) -> frozenset[tuple[int, tuple[str, ...]]]:
-        """Return the dims of blocks that a kind of recipe splits.
-
-        Each dim is a pair of its size for one sequence, and the names of the axes that split it.
+        """Return the dims that axes split in the blocks, as pairs (size for one sequence, axes that split the dim).
 
         For a model without blocks, the dims of all layer classes are returned.
         """
@@ -80,7 +78,7 @@ class CountedModel:
         return self._splits[kind]
 
     def has_core(self, kind: RecipeKind) -> bool:
-        """Whether blocks have values that selective recomputation recomputes. Fused attention has no such values."""
+        """Whether blocks have values that selective recomputation recomputes; fused attention has none."""
         if kind not in self._cores:
             parts = (part for each in self._blocks_of(kind) for part in (*each.forward.kernels, *each.saved))
             self._cores[kind] = bool(self.blocks) and any(part.is_core for part in parts)
@@ -109,7 +107,7 @@ class CountedModel:
 
 @dataclass
 class PricedModel:
-    """A folded program with its data for prices. Each property is computed when it is first read."""
+    """A folded program with its data for prices, each computed when it is first read."""
 
     folded: FoldedProgram
     _tensor: dict[tuple[bool, bool], AxisLayout] = field(default_factory=dict)
@@ -117,12 +115,11 @@ class PricedModel:
 
     @cached_property
     def counted(self) -> CountedModel:
-        """The model's data for prices."""
+        """The part of the model's data from which recipes are priced. It does not refer to the traced program."""
         return CountedModel(self.folded.blocks, self.tokens, self.layers, bool(self._experts))
 
     @cached_property
     def _space(self) -> SearchSpace:
-        """The strategies of each operator on a mesh of one axis."""
         return axis_space(self.folded.single)
 
     @cached_property
@@ -145,7 +142,7 @@ class PricedModel:
         return self._layers[kind]
 
     def layouts(self, kind: RecipeKind) -> dict[str, AxisLayout]:
-        """Return, for each axis of a kind of recipe, how the axis splits the program.
+        """Return how each axis of a kind of recipe splits the program, by axis.
 
         Raises:
             RecipeError: the recipe divides experts among ranks, and the model has none.

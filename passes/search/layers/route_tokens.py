@@ -41,9 +41,7 @@ _SELECTIONS = frozenset({aten.index_select.default, aten.index_add.default})
 def routed_calls(folded: FoldedProgram, axis: str) -> dict[str, Strategy]:
     """Return the calls on tokens sorted by expert, by name, with their strategy on an axis that splits tokens.
 
-    Args:
-        folded: the program; its two traces tell which dims grow with the number of sequences.
-        axis: the axis, on which each rank has some of the tokens.
+    The two traces of `folded` tell which dims grow with the number of sequences.
     """
     found: dict[str, Strategy] = {}
     for node in (*_in_experts_order(folded), *layers_of_experts(folded)):
@@ -65,18 +63,15 @@ def matrices_of_layers(folded: FoldedProgram) -> list[fx.Node]:
 
 
 def shared_layers(folded: FoldedProgram, axis: str) -> dict[str, Strategy]:
-    """Return the strategy of each call of `LAYERS` on the expert axis, by the call's name.
+    """Return the strategy of each layer of experts that is one operator, on the expert axis, by the call's name.
 
-    Each rank has its own tokens.
+    On this axis each rank has its own tokens.
     """
     return {node.name: _shared(node, axis) for node in layers_of_experts(folded)}
 
 
 def _shared(node: fx.Node, axis: str) -> Strategy:
-    """Return the strategy that splits the matrices of a call of experts along dim 0.
-
-    In the backward the strategy also splits the gradients of the matrices, which are the last results.
-    """
+    """Return the strategy that splits experts' matrices along dim 0, and in the backward also their gradients."""
     split, whole = PartitionSpec(axis), PartitionSpec()
     is_backward = node.target is kernels.experts_backward
     first = FIRST_MATRIX + is_backward
@@ -123,18 +118,18 @@ def _strategy(node: fx.Node, twins: Mapping[str, fx.Node], axis: str) -> Strateg
 
 
 def _along_tokens(node: fx.Node, twins: Mapping[str, fx.Node], axis: str) -> tuple[PartitionSpec, ...]:
-    """Return, for each result of a node, the spec that splits the dim that grows with the number of sequences.
+    """Return the spec of each result of a node, in which `axis` splits the dim that grows with the number of sequences.
 
-    `twins` maps the node's name to the same node in the program of two sequences.
+    `twins` has each node of the program of two sequences, by the name of the same node for one sequence.
     """
     values = zip(tensor_values(node), tensor_values(twins[node.name]), strict=True)
     return tuple(_growing(one.shape, two.shape, axis) for one, two in values if one is not None and two is not None)
 
 
 def _growing(one: Sequence[int], two: Sequence[int], axis: str) -> PartitionSpec:
-    """Return the spec in which `axis` splits the first dim in which two shapes differ.
+    """Return the spec in which `axis` splits the first dim that differs between the shapes `one` and `two`.
 
-    The shapes are those of one tensor for one and for two sequences.
+    They are the shapes of one value for one sequence and for two sequences.
     """
     grows = [before != after for before, after in zip(one, two, strict=True)]
     return PartitionSpec(*(None,) * grows.index(True), axis) if any(grows) else PartitionSpec()

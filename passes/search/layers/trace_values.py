@@ -1,7 +1,4 @@
-"""Follow values through a folded program: which call made a value, and which calls read it.
-
-Views are skipped, and so are layout copies that kernels do not need.
-"""
+"""Follow values of a folded program to their makers and readers, through views and copies that kernels do not need."""
 
 from __future__ import annotations
 
@@ -23,8 +20,8 @@ def is_free(node: fx.Node) -> bool:
 def _is_copy(node: fx.Node) -> bool:
     """Whether a call is a layout copy that really runs.
 
-    A copy next to attention or a batched product does not run, because their kernels read strided tensors. Views
-    between the copy and these kernels do not matter.
+    A copy next to attention or a batched product, even through views, does not run, because their kernels read strided
+    tensors.
     """
     if node.target is not aten.clone.default:
         return False
@@ -40,7 +37,10 @@ def _is_copy(node: fx.Node) -> bool:
 
 
 def source_of(node: fx.Node) -> tuple[fx.Node, int]:
-    """Return the node that made a value, and the index of the value among the node's results. Views are skipped."""
+    """Return the node that made a value, and the index of the value among the node's results.
+
+    `node` is the value, or a view or needless copy of it.
+    """
     while is_free(node) and node.all_input_nodes:
         parent = node.all_input_nodes[0]
         if getattr(node.target, "__name__", "") == "getitem" and not is_layout(parent):
@@ -65,12 +65,11 @@ def readers_of(node: fx.Node, index: int | None = None) -> list[fx.Node]:
 
 
 def _is_other(user: fx.Node, node: fx.Node, index: int) -> bool:
-    """Whether a user selects another result of a node than `index`."""
     return len(tensor_values(node)) > 1 and bool(user.args[1] != index)
 
 
 def depending(folded: FoldedProgram, sources: set[str]) -> frozenset[str]:
-    """Return the names of the nodes whose values depend on the placeholders `sources`, with the sources."""
+    """Return `sources`, and the names of all nodes whose values depend on these placeholders."""
     found = set(sources)
     for node in folded.single.graph.nodes:
         if any(item.name in found for item in node.all_input_nodes):
@@ -85,9 +84,9 @@ def makers_of_outputs(folded: FoldedProgram) -> frozenset[str]:
 
 
 def attention_cores(folded: FoldedProgram) -> frozenset[str]:
-    """Return the names of the forward calls in the cores of attention.
+    """Return the names of the forward calls in attention's cores.
 
-    A core is two batched products of activations and the calls between them: scores, softmax, dropout.
+    A core is two products of activations, and the calls between them.
     """
     nodes = [node for node in folded.single.graph.nodes if node.op == "call_function"]
     forward = [node for node in nodes if node.meta["phase"] == "forward"]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import fx
 
 from autoshard.errors import VerificationError
-from autoshard.ir.collectives import is_collective, is_wait
+from autoshard.ir.collectives import ALL_GATHER, WAIT, is_collective, is_wait
 from passes.lowering.rewrite_phases import only_moves, only_returned
 from passes.lowering.wait_late import WaitLate
 from passes.verification.verify_phases import verify_phases
@@ -37,6 +38,22 @@ def test_gradients_are_waited_for_when_the_backward_has_computed_them_all() -> N
     assert len(returned) > 5
     behind = nodes[nodes.index(returned[0]) : -1]
     assert not [node for node in behind if is_collective(node) or "mm" in str(node.target)]
+
+
+def test_a_product_of_two_gathered_values_stays_where_it_is() -> None:
+    """A weight's gradient is computed at once: at the end, each block would still hold its gathered operands."""
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    first, second = (graph.call_function(ALL_GATHER, (value, 2, "model")) for value in (x, y))
+    waits = [graph.call_function(WAIT, (start,)) for start in (first, second)]
+    product = graph.call_function(torch.ops.aten.mm.default, tuple(waits))
+    cast = graph.call_function(torch.ops.aten._to_copy.default, (product,), {"dtype": torch.float32})
+    other = graph.call_function(torch.ops.aten.exp.default, (x,))
+    graph.output((cast, other))
+    phased = plain("gpt", "tensor")
+    made = WaitLate()(replace(phased, backward=fx.GraphModule({}, graph))).backward
+    names = [str(node.target) for node in made.graph.nodes if node.op == "call_function"]
+    assert names.index("aten.mm.default") < names.index("aten.exp.default")
 
 
 def test_a_wait_behind_its_reader_is_refused() -> None:
