@@ -1,4 +1,4 @@
-"""`python -m autoshard`: the command line, where the command `autoshard` is not on the path."""
+"""`python -m autoshard`: the command line, for use if the command `autoshard` is not on the path."""
 
 from autoshard.cli import main
 

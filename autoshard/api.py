@@ -87,11 +87,11 @@ def compile(
         precision: "bf16", "f16" or "f32": compute in this type if parameters and inputs are wider. Parameters,
             gradients and optimizer state keep the model's types (master weights). Training in "f16" needs `optimizer`,
             and scales the loss (`Options(loss_scaling=)`). None: the model's own types, or the precision of `plan`.
-        micro_batches: with an optimizer: number of equal parts of each batch, see `TrainStep`. None: the number in
-            `plan`, or the batch of `example_inputs` divided by `recipe.micro_batch`.
+        micro_batches: with an optimizer: number of equal parts of each batch, which run one after another and share one
+            update. None: the number in `plan`, or the batch of `example_inputs` divided by `recipe.micro_batch`.
         max_grad_norm: with an optimizer: clip gradients to this norm.
-        strict: refuse operators without a sharding rule, and optimizers whose update is not traced. By default, an
-            operator without a rule runs whole on every rank.
+        strict: raise an error for an operator without a sharding rule, and for an optimizer whose update is not traced.
+            By default, such an operator runs whole on every rank, and such an optimizer runs its own step.
         backend: "auto": torch's kernel for each operator; on a GPU cross-entropy runs on our kernel, because torch has
             no fused one. "inductor" (with processes): Inductor compiles forward and backward. "triton": our fused
             kernels, hand-written and generated; on a CPU their references run, unless TRITON_INTERPRET=1.
@@ -100,8 +100,8 @@ def compile(
         time_budget_s: most seconds that the search for a plan may take. A search usually ends after a fixed amount of
             work, so that a plan does not depend on the machine. If the time ends the search first, `plan.was_cut` is
             true. Ctrl-C ends a search too.
-        cluster: with a mesh: the hardware to plan for, such as the result of `calibrate`. Default: this machine; hosts
-            of `torchrun` are then joined by gigabit Ethernet.
+        cluster: with a mesh: the hardware to plan for, such as the `cluster` that `calibrate` measured. Default: this
+            machine, where gigabit Ethernet is assumed between hosts of `torchrun`.
         options: settings of calls, see `Options`.
 
     Raises:
@@ -162,7 +162,7 @@ def plan(
     The model may be on the meta device. `compile(plan=)` runs the plan.
 
     Args:
-        model, example_inputs, loss_fn, strict, time_budget_s: see `compile`.
+        model, example_inputs, loss_fn, strict, time_budget_s: the same as for `compile`.
         target: a `Cluster`, and the planner chooses the axes; or `cluster.mesh({"data": 8, "model": 8})`. An
             `autoshard.Mesh` is priced for this machine.
         optimizer: a name in torch.optim ("adamw"), or an optimizer over the model's parameters. The update of SGD,
@@ -173,17 +173,18 @@ def plan(
             step is the batch of `example_inputs`.
         recipe: plan within this `Recipe`: `Recipe(tensor=8)` fixes the tensor axis and leaves the other fields to the
             search. A recipe with `micro_batch` cuts `global_batch` into micro-batches of this size on each replica.
-        constraints: see `compile`. With `global_batch` on a cluster, also values of fields of `Recipe`:
-            {"tensor": 8, "pipeline": (1, 2, 4), "recompute": "none"}.
-        memory_budget: see `compile`; with a `recipe`, the memory that the recipe must fit in.
-        precision: see `compile`, which takes the precision from the plan. If the parameters already have this type,
-            or the model has no parameters, the model computes in its own types.
+        constraints: specs that values must have, by name: {"*.weight": P("data", None)}. With `global_batch` on a
+            cluster, also values of fields of `Recipe`: {"tensor": 8, "pipeline": (1, 2, 4), "recompute": "none"}.
+        memory_budget: limit in bytes for the values on each device, also under a `recipe`. None: the device's memory,
+            less the share of the libraries as for `compile`.
+        precision: type of computation, "bf16", "f16" or "f32", which `compile` takes from the plan. If the parameters
+            already have this type, or the model has no parameters, the model computes in its own types.
         previous: an earlier plan of this model, for another cluster, batch or budget. The search starts from this plan.
             The result is at least as fast as the earlier plan here, if the earlier plan fits. With `global_batch`, the
             search starts at the plan's recipe. If this recipe does not fit, the search starts at the best recipe that
             splits a micro-batch in the same way. Without `global_batch`, the search starts at the plan's specs; on
             another mesh the plan's recomputation is left out.
-        backend: the kernels that the prediction assumes; see `compile`. "triton": our kernels, listed in
+        backend: the kernels that the prediction assumes, by the names of `compile`. "triton": our kernels, listed in
             `predicted.kernels`; needs a mesh of this machine's GPUs. "inductor": predicted as if Inductor fused the
             operators that our generated kernels fuse. Other backends: predicted operator by operator.
         runtime: the framework that runs the plan. "autoshard": `compile` runs it. "megatron", "fsdp2", "deepspeed" or a
@@ -192,7 +193,7 @@ def plan(
         progress: show the best plan and the bound of the search on standard error. None: show both on a terminal.
 
     Raises:
-        AutoshardError: see `compile`.
+        AutoshardError: each kind of mistake has its own class; see `autoshard.errors`.
         KeyboardInterrupt: by Ctrl-C, if no plan that fits was found yet. Otherwise Ctrl-C returns the best plan
             (`was_interrupted`) with its proven bound. A second Ctrl-C always raises.
 
@@ -253,7 +254,8 @@ def price(
             offload; `data` is the number of devices left.
         example_inputs: positional (a tuple) or keyword (a dict) arguments. The first dim of every input is the batch;
             its size does not matter.
-        loss_fn: for a model that returns no loss, see `compile`.
+        loss_fn: `loss_fn(outputs, *targets)` for a model that returns no loss; targets are the last arguments of a
+            call.
         runtime: the framework: "megatron", "fsdp2", "deepspeed", or a `Runtime` of your own. None: the defaults of
             `Runtime`, which fit most frameworks. `autoshard.plan(recipe=)` prices our own runtime.
         optimizer: "sgd", "sgd_momentum", "adam" or "adamw": its state takes memory and bandwidth.
@@ -323,15 +325,15 @@ def prove(
 ) -> VerificationReport:
     """Plan a call, lower the plan to the program of each rank, and prove the program; run nothing.
 
-    All arguments but `target` are those of `plan`. The model may be on the meta device.
+    The arguments have the same meaning as for `plan`, except `target`. The model may be on the meta device.
 
     Args:
-        target: the hardware, see `plan`. A `Plan` is proven without a search, in its own precision.
+        target: a cluster or a mesh to plan for; or a `Plan`, which is proven without a search, in its own precision.
 
     Raises:
         VerificationError: the proof fails.
         PlanMismatchError: the plan is for another model, other inputs or another optimizer.
-        AutoshardError: see `plan`.
+        AutoshardError: each other kind of mistake has its own class; see `autoshard.errors`.
     """
     place, cluster = checked_target(target.mesh if isinstance(target, Plan) else target)
     call = Call(

@@ -113,11 +113,11 @@ def checked_plan(plan: Any) -> Plan | None:
 
 
 def check_previous(previous: Any, model: nn.Module, *, of_recipes: bool, is_priced: bool) -> None:
-    """Raise `NotAvailableError` for a `previous` plan from which the search of `plan` cannot start.
+    """Raise `NotAvailableError` if the search for a plan cannot start from the plan `previous`.
 
     Args:
-        model: the model to plan; a plan of specs for another model raises `PlanMismatchError`.
-        of_recipes: whether the search is over recipes.
+        model: the model to plan. A search over specs raises `PlanMismatchError` if `previous` is for another model.
+        of_recipes: whether the search is over recipes; otherwise over specs.
         is_priced: whether the recipe is complete, so that there is no search.
     """
     if previous is None:
@@ -223,7 +223,10 @@ def check_programs(*, dynamic_lengths: Any, max_programs: Any) -> None:
 
 
 def checked_reduce_dtype(model: nn.Module, reduce_dtype: Any) -> torch.dtype | None:
-    """Return the dtype in which ranks send gradients, or None; raise `NotAvailableError` if unknown or unsuitable."""
+    """Return the dtype in which ranks send gradients: bfloat16 for "bf16"; None for None.
+
+    Raises `NotAvailableError` for any other text, or if no trained parameter is float32.
+    """
     if reduce_dtype is None:
         return None
     if reduce_dtype != "bf16":
@@ -390,7 +393,7 @@ def check_traced(program: Program, constraints: Mapping[str, PartitionSpec], opt
 
     Raises:
         InvalidSpecError: a constraint names an output that the program does not have.
-        TraceError: a training step has nothing to train; see `check_has_loss`.
+        TraceError: a training step has no loss, or a loss that trains no parameter.
     """
     if optimizer is not None:
         check_has_loss(program)
@@ -403,7 +406,7 @@ def check_traced(program: Program, constraints: Mapping[str, PartitionSpec], opt
 
 
 def checked_target(target: Any) -> tuple[DeviceMesh | Mesh | Cluster, Cluster | None]:
-    """Return the mesh or cluster to plan for, and the cluster that gives prices, or None for this machine.
+    """Return the mesh or cluster to plan for, and the cluster whose hardware is priced; None stands for this machine.
 
     Raises `MeshError` if the argument is neither a mesh nor a cluster.
     """
@@ -418,7 +421,7 @@ def checked_target(target: Any) -> tuple[DeviceMesh | Mesh | Cluster, Cluster | 
 
 
 def checked_hardware(cluster: Any, mesh: Any) -> tuple[Any, Cluster | None]:
-    """Return the mesh of `compile`, and the cluster that gives prices, or None for this machine.
+    """Return the mesh or cluster for `compile`, and the cluster whose hardware is priced; None stands for this machine.
 
     Raises:
         MeshError: `cluster` is no cluster, comes without a mesh, or has another number of devices than the mesh.
@@ -460,7 +463,10 @@ def _is_whole(value: Any) -> bool:
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the class's `step` needs arguments, as LBFGS's does; schedules replace the `step` of the object."""
+    """Whether the `step` of the optimizer's class needs an argument, as LBFGS's does.
+
+    The object's own `step` says nothing, because learning rate schedules replace it.
+    """
     _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return any(item.default is inspect.Parameter.empty and item.kind in kinds for item in parameters)

@@ -38,9 +38,15 @@ def calibrate(
     budget_s: float = 20.0,
     on_progress: OnProgress | None = None,
 ) -> Calibration:
-    """Measure this machine, and return it as `.cluster` of the result, for `autoshard.plan`.
+    """Measure this machine, and return the result, whose `cluster` is an argument of `autoshard.plan`.
 
-    With a process group, all ranks measure at once. The arguments are those of `cost_models.calibration.calibrate`.
+    With a process group, all ranks measure at once.
+
+    Args:
+        name: name of the measured cluster.
+        memory_bytes: usable bytes per rank; default: the device's own (GPU), or this machine's split over its ranks.
+        budget_s: seconds, a rough limit of all timed runs.
+        on_progress: called before each measurement, e.g. to draw a progress bar.
     """
     found = calibration.calibrate(
         name=name,

@@ -103,12 +103,14 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """The checked arguments of `compile`, `plan` or `prove`. Fields that are not listed below have the given values.
+    """The checked arguments of `compile`, `plan` or `prove`.
+
+    A field that is not listed below has the value of the argument with its name.
 
     Args:
         fixed: the plan to run or prove; None: search for a plan.
-        constraints: specs by name; with `global_batch`, also values of fields of `Recipe`.
-        cluster: the hardware to price a mesh for, or None for this machine.
+        constraints: specs by name of a value; with `global_batch`, also values by name of a field of `Recipe`.
+        cluster: the hardware for which times on a mesh are predicted; None for this machine.
         runtime: another framework; None for autoshard.
     """
 

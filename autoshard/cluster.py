@@ -26,7 +26,10 @@ from cost_models.topology import GroupLinks
 
 @contextmanager
 def _errors_of_ours() -> Iterator[None]:
-    """Turn errors of cost models, which import nothing of `autoshard`, into `UnknownHardwareError`."""
+    """Raise `UnknownHardwareError` of `autoshard` in place of an error of `cost_models` in this context.
+
+    `cost_models` imports nothing of `autoshard`, so it has errors of its own.
+    """
     try:
         yield
     except CostModelError as error:
@@ -98,7 +101,7 @@ class Cluster(PricedCluster):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a cluster file of `save` or `autoshard calibrate`; raise `UnknownHardwareError` for other files."""
+        """Read a cluster file of `save` or `autoshard calibrate`. Raises `UnknownHardwareError` for any other file."""
         with _errors_of_ours():
             found = PricedCluster.load(path)
         return cls(found.node, found.nodes, found.devices_per_node)
@@ -111,7 +114,9 @@ def device_of_plans(target: Any) -> torch.device:
 
 
 def distinct_meshes(meshes: Iterable[Mesh], cluster: PricedCluster) -> list[Mesh]:
-    """Return the meshes without those whose axes equal an earlier mesh's axes in sizes and links.
+    """Return the meshes without repeats; names and order of a mesh's axes are ignored.
+
+    Two axes are the same if they have equal sizes, and equal links on `cluster`. The first of equal meshes is kept.
 
     Example:
         >>> meshes = [Mesh({"data": 8}), Mesh({"model": 8}), Mesh({"data": 4, "model": 2})]

@@ -41,12 +41,12 @@ class RankSampler(Sampler[int]):
     Args:
         length: samples of the dataset. Samples behind the last whole batch are not drawn.
         global_batch: samples of a batch on all ranks.
-        pieces: number of equal pieces of each micro-batch, over ranks.
+        pieces: number of equal pieces into which the ranks divide each micro-batch.
         index: number of this rank's piece.
         micro_batches: number of equal parts of a batch, run one after another. This rank has rows in every part.
         shuffle: draw each epoch in another random order, the same on all ranks.
         seed: seed of the random order.
-        layout: placement of this rank's rows for `whole`; None if this rank has the whole batch.
+        layout: placement of the DTensors that `whole` makes of this rank's rows; None if this rank has the whole batch.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RankSampler(Sampler[int]):
         return self.global_batch // self.pieces
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, and with it the random order; see `torch.utils.data.DistributedSampler`."""
+        """Set the epoch, which with `seed` determines the random order. Call it before each epoch, on all ranks."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -90,7 +90,8 @@ class RankSampler(Sampler[int]):
     def whole(self, batch: Any) -> Any:
         """Return the global batch as DTensors of this rank's rows; without processes, the rows themselves.
 
-        For a step with micro-batches a tensor becomes a `CutBatch` of DTensors, for the step alone.
+        For a step with micro-batches, each tensor becomes a `CutBatch`, with one DTensor for each micro-batch. Only the
+        step can read a `CutBatch`.
 
         Args:
             batch: a pytree from the loader: tensors of `batch_size` rows, and other values.
@@ -123,7 +124,8 @@ def sampler(dataset: Sized, sharded: ShardedModule | TrainStep, *, shuffle: bool
     Args:
         dataset: a dataset for `torch.utils.data.DataLoader`, with a length.
         sharded: result of `compile` for the batch of a step: pass `example_inputs=`, or call it once.
-        shuffle, seed: see `RankSampler`.
+        shuffle: draw each epoch in another random order, the same on all ranks.
+        seed: seed of the random order.
 
     Raises:
         TraceError: `sharded` is not a result of `compile`, or nothing is compiled yet.

@@ -34,11 +34,11 @@ class NoShardingRuleError(AutoshardError):
 
 
 class OperatorError(AutoshardError, ValueError):
-    """An operator name is unknown or ambiguous, has a rule already, or refuses the call."""
+    """An operator name is unknown or ambiguous, has a rule already, or does not accept the given arguments."""
 
 
 class RuleInferenceError(AutoshardError):
-    """No sharding rule can be inferred, because an operator is random, in-place, or refuses drawn inputs."""
+    """No sharding rule can be inferred: the operator is random or in-place, or raises on the drawn inputs."""
 
 
 class DoesNotFitError(AutoshardError):

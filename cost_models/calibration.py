@@ -5,8 +5,8 @@ number is a mean over sustained, back-to-back runs, averaged over the ranks, whi
 
 Launch latency is the time of the smallest add. The rate of matrix products is the median over sizes. On a CPU, kernels
 that move bytes and composite kernels get curves over bytes (`throughput`). The measured collectives are those of
-lowered programs (`_c10d_functional`), on the whole group and on all groups of two at once. Each runs behind a matrix
-product, and its time is the time that it adds. So it meets busy cores and late ranks, as it does inside a step.
+lowered programs (`_c10d_functional`), on the whole group and on all groups of two at once. A collective runs right
+after a matrix product, with cores busy and ranks late as in a step. Its time is the time that it adds.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Calibration:
         return {name: exp(residual) for name, residual in self.residuals.items()}
 
     def save(self, path: str | Path) -> None:
-        """Write the cluster as a TOML file. The source of each number names the median absolute residual of the fit."""
+        """Write the cluster as a TOML file; the source of each number states the median absolute error of the fit."""
         typical = statistics.median(abs(value) for value in self.residuals.values())
         source = f"calibrate() on this machine, {self.cluster.size} ranks at once; median |log residual| {typical:.3f}"
         self.cluster.save(path, source=source, date=self.date)
@@ -93,6 +93,7 @@ def calibrate(
     """Measure this machine within its present process group (all ranks must call), or alone without a process group.
 
     Args:
+        name: name of the measured cluster.
         memory_bytes: usable bytes per rank; default: the device's own (GPU), or this machine's split over its ranks.
         budget_s: seconds, a rough limit of all timed runs. Each measurement gets a share, and runs at least twice.
         kernels: further operator calls to measure on a CPU; one operator may have calls of several sizes.
@@ -154,7 +155,10 @@ def _place() -> torch.device:
 
 
 def _mean_time(action: Callable[[], object], share_s: float) -> float:
-    """Time runs back to back for `share_s` seconds and at least twice, after one untimed run to warm up."""
+    """Return the mean seconds of a run of `action`, after one untimed run to warm up.
+
+    Runs follow each other without a pause, at least twice, until `share_s` seconds have passed.
+    """
     action()
     _synchronize()
     if distributed.is_initialized():
@@ -195,9 +199,9 @@ def _device_actions() -> dict[str, Callable[[], Callable[[], object]]]:
 
 
 def _matmul_sizes(dtype: str, place: torch.device) -> Sequence[tuple[int, int, int]]:
-    """Return the sizes (m, n, k): all for f32, the smallest for f16 on a CPU, the third for other dtypes.
+    """Return the sizes (m, n, k) to measure: all for f32, the smallest for f16 on a CPU, the third for other dtypes.
 
-    A product of f16 of the third size takes 1.6 s on an AMD EPYC, which has no instructions for it (2026-11-28).
+    A product of f16 of the third size takes 1.6 s on an AMD EPYC, which has no instructions for f16 (2026-11-28).
     """
     if dtype == "f32":
         return MATMUL_SIZES
@@ -207,7 +211,7 @@ def _matmul_sizes(dtype: str, place: torch.device) -> Sequence[tuple[int, int, i
 def _measure_device(
     actions: Mapping[str, Callable[[], Callable[[], object]]], share_s: float, note: _Note
 ) -> dict[str, float]:
-    """Time each action in seconds. The action "launch" makes many launches, and counts as one of them."""
+    """Return the mean seconds of one run of each action, by name; for "launch", those of one launch of the run."""
     measured: dict[str, float] = {}
     for name, action in actions.items():
         note.next(name)
@@ -252,7 +256,7 @@ def _group_of(size: int, ranks: int) -> distributed.ProcessGroup:
 def functional_collectives(
     full: torch.Tensor, part: torch.Tensor, group: distributed.ProcessGroup
 ) -> Mapping[str, Callable[[], object]]:
-    """Return PyTorch's functional collectives, each with its wait, as described at `CollectiveCalls`."""
+    """Return, by name, functions that each run one of PyTorch's functional collectives once, and wait for it."""
     ops, size, name = torch.ops._c10d_functional, group.size(), group.group_name
     pieces = [part.numel()] * size
     return {
@@ -302,7 +306,10 @@ def _added_time(collective: Callable[[], object], product: Callable[[], object],
 
 
 def _turn_time(product: Callable[[], object], then: Callable[[], object]) -> float:
-    """Time one turn, which all ranks begin together: `product` n times, then `then`, for each n in `PRODUCTS`."""
+    """Return the seconds of one turn: for each n in `PRODUCTS`, `product` runs n times, then `then` runs once.
+
+    All ranks begin the turn together.
+    """
     _synchronize()
     distributed.barrier()
     start = time.perf_counter()
@@ -315,7 +322,7 @@ def _turn_time(product: Callable[[], object], then: Callable[[], object]) -> flo
 
 
 def _nothing() -> None:
-    """Turns without a collective call this function in its place."""
+    """Do nothing: a turn without a collective calls this function in place of the collective."""
 
 
 def _agree(measured: Mapping[str, float], ranks: int) -> dict[str, float]:
@@ -358,7 +365,7 @@ def _with_curves(cluster: Cluster, samples: Sequence[KernelSample], measured: Ma
 
 
 def _kernel_residuals(unit: Device, samples: Sequence[KernelSample], measured: Mapping[str, float]) -> dict[str, float]:
-    """Return log(predicted / measured): zero, unless a larger sample was faster than a smaller one."""
+    """Return log(predicted / measured) by a sample's key: 0 unless a larger sample was faster than a smaller one."""
     return {
         sample.key: log(work_time(sample.work, unit, sample.name) / measured[sample.key])
         for sample in samples
@@ -380,7 +387,7 @@ def _fit_link(measured: Mapping[str, float], ranks: int) -> Link:
     """Fit a link. A phase takes start + (n - 1) * latency + (n - 1)/n * bytes / bandwidth; an all-reduce is two phases.
 
     1. The smallest collectives of two group sizes give start and latency. With one group size, the latency is zero.
-    2. The large collectives give bandwidth: bytes over the time without start and latency (at least a tenth of all).
+    2. The large collectives give bandwidth: bytes over the time without start and latency, at least 1/10 of the time.
     3. The phases of a reduce-scatter are the median of its measured time over the fitted time of one phase, at least 1.
     """
     if ranks == 1:

@@ -81,8 +81,9 @@ def all_to_all_time(local_bytes: float, group: GroupLinks) -> float:
 def shift_time(message_bytes: float, group: GroupLinks) -> float:
     """Seconds for every member to send `message_bytes` to the next member around a ring, all at the same time.
 
-    The time is start, latency and bytes / bandwidth of the slowest link, as one message leaves each node and each pod.
-    An all-gather around the ring is size - 1 shifts, so a measured all-gather is divided by size - 1.
+    The time is start, latency and bytes / bandwidth of the slowest link. Over the network and the spine, one message
+    leaves each node and each pod. An all-gather around the ring is size - 1 shifts, so a measured all-gather is divided
+    by size - 1.
     """
     if measured := _measured("all_gather", group.size * message_bytes, group):
         return measured / (group.size - 1)
@@ -92,9 +93,10 @@ def shift_time(message_bytes: float, group: GroupLinks) -> float:
 def dispatch_time(local_bytes: float, copies: float, group: GroupLinks) -> float:
     """Seconds to send each token's row to the ranks of its experts, or to send the experts' sums back.
 
-    `local_bytes` counts a row `copies` times, once for each of its experts. Experts are on any rank with equal
-    probability. A row crosses the network once for each node that has some of its experts. The node then sends the row
-    once to each rank with such an expert (DeepSeek-V3, Liu et al. 2024, section 3.2.2).
+    A row is the values of one token, and `copies` is the number of experts for each token. `local_bytes` counts each
+    row `copies` times. Each expert of a token is on any rank with equal probability. A row crosses the network once for
+    each node that has some of its experts. The node then sends the row once to each rank with such an expert
+    (DeepSeek-V3, Liu et al. 2024, section 3.2.2).
     """
     _check(local_bytes)
 
@@ -131,7 +133,7 @@ def _measured(collective: str, full_bytes: float, group: GroupLinks) -> float:
 
 
 def _fastest(time: Callable[[float, GroupLinks], float], moved_bytes: float, group: GroupLinks) -> float:
-    """Seconds with the fastest protocol, starts included; 0 for a group of one."""
+    """Seconds of `time(moved_bytes, group)` with the fastest protocol of the group; 0 for a group of one rank."""
     _check(moved_bytes)
     if group.size == 1:
         return 0.0
@@ -172,13 +174,13 @@ def _ring_phase(full_bytes: float, group: GroupLinks) -> float:
 
 
 def _tree(operand_bytes: float, group: GroupLinks) -> float:
-    """Seconds of a ring in each node and a tree over the nodes, pipelined."""
+    """Seconds of an all-reduce by a ring within each node and a tree over the nodes; the two run at once, in chunks."""
     n = group.per_node
     return _over_nodes(operand_bytes, group, 2 * _transfer((n - 1) / n * operand_bytes, group.intra), 2 * (n - 1))
 
 
 def _switch(operand_bytes: float, group: GroupLinks) -> float:
-    """Seconds of a reduction in each node's switch and a tree over the nodes, pipelined."""
+    """Seconds of an all-reduce by each node's switch and a tree over the nodes; the two run at once, in chunks."""
     link, n = group.intra, group.per_node
     assert link is not None
     carried = (n + 1) / n * operand_bytes
@@ -187,7 +189,7 @@ def _switch(operand_bytes: float, group: GroupLinks) -> float:
 
 
 def _over_nodes(operand_bytes: float, group: GroupLinks, inside: float, steps: int) -> float:
-    """Seconds of a tree over nodes, given the seconds of transfer (`inside`) and the hops (`steps`) in each node."""
+    """Seconds of an all-reduce by a tree over nodes, given `inside` seconds of transfer and `steps` hops per node."""
     if group.nodes == 1:
         return 2 * _start(group) + inside + _steps(steps, 0, group)
     crossings = 1 if group.nodes == 2 else 2
@@ -208,9 +210,10 @@ def _shift(message_bytes: float, group: GroupLinks) -> float:
 
 
 def _starts(group: GroupLinks) -> float:
-    """Start and latency of an exchange in which every rank has a message for every other rank.
+    """Seconds of start and latency of an exchange in which every rank has a message for every other rank.
 
-    A message to another node first goes to the rank there that has the sender's place in its node.
+    A message to another node first goes to the rank that has, in that node, the same place as the sender has in its
+    own.
     """
     return _start(group) + _steps(group.per_node - 1, group.nodes - 1, group)
 
@@ -221,7 +224,7 @@ def _direct(carried_bytes: float, link: Link | None) -> float:
 
 
 def _outside(carried_bytes: float, group: GroupLinks) -> float:
-    """Seconds of bytes out of each node, over all its cards in use, and at the same time out of each pod."""
+    """Seconds to move bytes out of each node over all used network cards, and at the same time out of each pod."""
     network = _transfer(carried_bytes / group.used_cards, group.inter)
     return max(network, _transfer(carried_bytes / (group.size / group.pods), group.spine))
 
@@ -239,13 +242,13 @@ def _transfer(carried_bytes: float, link: Link | None) -> float:
 
 
 def _ramp(carried_bytes: float, link: Link) -> float:
-    """Seconds to fill the pipeline: 2 * sqrt(t * r), at most t, with t and r as in the module's docstring."""
+    """Seconds to fill the pipeline: 2 * sqrt(t * r), at most t = bytes / bandwidth; r is the time of `ramp_bytes`."""
     bulk = carried_bytes / link.reached_bytes_per_s
     return min(bulk, 2 * sqrt(bulk * link.ramp_bytes / link.reached_bytes_per_s))
 
 
 def _around(group: GroupLinks) -> float:
-    """Seconds of latency of a ring's round: size - 1 hops, nodes - 1 of them over the network, as in NCCL's tuner."""
+    """Seconds of latency of a round along a ring: size - 1 hops, nodes - 1 of them over the network, as in NCCL."""
     return _steps(group.size - group.nodes, group.nodes - 1, group)
 
 

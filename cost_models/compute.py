@@ -79,7 +79,7 @@ def matmul_time(m: int, n: int, k: int, batch: int, dtype: str, device: Device) 
 def work_time(work: Work, device: Device, operator: str = "") -> float:
     """Seconds of one operator from its `Work`: products by tiles, attention by its kernel, all else by roofline.
 
-    If a measured device has a curve for the operator's name, the curve counts instead (`Device.throughput`).
+    If the device has a measured curve for the operator's name (`Device.throughput`), the seconds come from the curve.
     """
     moved, kernel = work.bytes_read + work.bytes_written, kernel_of(operator)
     if kernel in device.throughput:
@@ -95,7 +95,10 @@ def work_time(work: Work, device: Device, operator: str = "") -> float:
 
 
 def known_time(work: Work, device: Device) -> float:
-    """Seconds of an operator that its measured curve leaves out: launches, and products except attention's."""
+    """Seconds of an operator's launches and matrix products, which its measured curve does not contain.
+
+    Curves of attention contain attention's products.
+    """
     products = sum(_product_time(product, work.dtype, device) for product in work.products)
     return work.steps * device.launch_latency_s + products
 

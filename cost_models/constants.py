@@ -71,7 +71,10 @@ class HardwareFile:
         return constant.value
 
     def count(self, path: str, unit: str) -> int:
-        """Return the constant at a dotted path as an int. Raises HardwareFileError as `number`, or for a fraction."""
+        """Return the constant at a dotted path as an int.
+
+        Raises HardwareFileError if the constant is missing, has another unit, or is no whole number.
+        """
         value = self.number(path, unit)
         if value != int(value):
             raise HardwareFileError(f"{self.origin}: {path!r} has value={value!r}; a whole number of {unit} is needed.")
@@ -89,7 +92,7 @@ class HardwareFile:
 
 
 def check_file(path: object) -> Path:
-    """Check the path of a hardware file. Raises HardwareFileError if the file is missing."""
+    """Return the path of a hardware file. Raises HardwareFileError if there is no such file."""
     if not isinstance(path, str | Path):
         raise HardwareFileError(f"path={path!r} is a {type(path).__name__}; pass the path of a file.")
     if not Path(path).is_file():
@@ -167,7 +170,7 @@ def _constant(table: Mapping[str, object], path: str, origin: str) -> Constant:
 
 
 def _check_range(value: float, unit: str, path: str, origin: str) -> None:
-    """Refuse a negative or infinite number, a zero divisor, and an unreasonably large number."""
+    """Raise `HardwareFileError` for a negative, infinite or unreasonably large number, or for a divisor of zero."""
     largest = _LARGEST.get(unit, _LARGEST_OF_OTHERS)
     divides = unit in _RATES or any(part in _DIVISORS for part in path.split("."))
     if not 0 <= value <= largest or (divides and not value):
@@ -196,7 +199,10 @@ def names(folder: str) -> tuple[str, ...]:
 
 
 def load(folder: str, name: str) -> HardwareFile:
-    """Read the data file of a device, node type etc. Raises UnknownHardwareError, which lists the known names."""
+    """Read the data file `name` in a folder of `data`, such as "devices" or "nodes".
+
+    Raises UnknownHardwareError, with the known names, if there is no such file.
+    """
     if not isinstance(name, str):
         kind = folder.removesuffix("s")
         raise UnknownHardwareError(f"{kind}={name!r} is a {type(name).__name__}; pass the name of a {kind}.")
@@ -210,7 +216,7 @@ def load(folder: str, name: str) -> HardwareFile:
 
 
 def _suggestion(folder: str, name: str) -> str:
-    """Suggest known names that contain the name or are spelled like it; without any, all known names."""
+    """Return a sentence with the known names that contain `name` or are spelled like it; else with all names."""
     known = names(folder)
     lowered = name.lower()
     near = [item for item in known if lowered and lowered in item] or get_close_matches(lowered, known)

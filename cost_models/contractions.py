@@ -29,7 +29,7 @@ def _products(inputs: Tensors, outputs: Tensors, products: tuple[MatmulShape, ..
     *("aten.mv.default", "aten._scaled_mm.default", "aten._int_mm.default", "aten.inner.default"),
 )
 def matmul(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count [..., m, k] @ [k, n] (or a weight [n, k]): 2 * m * n * k FLOPs; leading dims count as rows."""
+    """Return the work of [..., m, k] @ [k, n] (or a weight [n, k]): 2 * m * n * k FLOPs; leading dims count as rows."""
     left, result = inputs[0].shape, outputs[0].shape
     k = left[-1]
     rows = prod(left[:-1])
@@ -39,41 +39,44 @@ def matmul(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("aten.addmm.default", "aten.addmv.default")
 def addmm(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count bias + [m, k] @ [k, n] as the product alone."""
+    """Return the work of bias + [m, k] @ [k, n]: that of the product alone."""
     (m, k), n = inputs[1].shape, outputs[0].shape[-1] if len(outputs[0].shape) > 1 else 1
     return _products(inputs, outputs, (MatmulShape(m, n, k),))
 
 
 @operator_cost("aten.bmm.default")
 def bmm(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count [b, m, k] @ [b, k, n] as b products."""
+    """Return the work of [b, m, k] @ [b, k, n]: b products."""
     batch, m, k = inputs[0].shape
     return _products(inputs, outputs, (MatmulShape(m, inputs[1].shape[2], k, batch),))
 
 
 @operator_cost("aten.addbmm.default")
 def addbmm(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count bias [m, n] + the sum over b of [b, m, k] @ [b, k, n] as one product that contracts b * k."""
+    """Return the work of bias [m, n] + the sum over b of [b, m, k] @ [b, k, n]: one product that contracts b * k."""
     batch, m, k = inputs[1].shape
     return _products(inputs, outputs, (MatmulShape(m, inputs[2].shape[2], batch * k),))
 
 
 @operator_cost("aten.ger.default", "aten.outer.default", "aten.addr.default", "aten.kron.default")
 def outer(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count an outer product, one multiplication for each element of the result, as bound by memory."""
+    """Return the work of an outer product: one FLOP for each element of the result, in a time bound by memory."""
     return memory_bound(inputs, outputs)
 
 
 @operator_cost("aten.baddbmm.default")
 def baddbmm(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count bias + [b, m, k] @ [b, k, n] as b products."""
+    """Return the work of bias + [b, m, k] @ [b, k, n]: that of b products."""
     batch, m, k = inputs[1].shape
     return _products(inputs, outputs, (MatmulShape(m, inputs[2].shape[2], k, batch),))
 
 
 @operator_cost("aten.einsum.default")
 def einsum(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count an einsum (equation, tensors) as products of two operands, from left to right. An ellipsis raises."""
+    """Return the work of an einsum (equation, tensors): products of two operands at a time, from left to right.
+
+    Raises `UnknownOperatorError` for an equation with an ellipsis.
+    """
     equation = str(arguments[0]).replace(" ", "")
     terms, _, result = equation.partition("->")
     if "." in equation:
@@ -109,7 +112,10 @@ def _pair_product(left: str, right: str, needed: set[str], extents: Mapping[str,
 
 @operator_cost("aten.tensordot.default")
 def tensordot(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count a tensordot as one product. arguments: (left, right, dims of left, dims of right)."""
+    """Return the work of a tensordot, which is one product.
+
+    arguments: (left, right, dims of left, dims of right).
+    """
     dims = tuple(arguments[2])  # type: ignore[arg-type]
     contracted = prod(inputs[0].shape[dim] for dim in dims)
     rows, columns = prod(inputs[0].shape) // contracted, prod(inputs[1].shape) // contracted
@@ -118,7 +124,7 @@ def tensordot(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("aten.chain_matmul.default", "aten.linalg_multi_dot.default")
 def chain(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count a chain of products in the cheapest order (Cormen et al., Introduction to Algorithms, section 15.2)."""
+    """Return the work of a chain of products in the cheapest order (Cormen et al., Introduction to Algorithms)."""
     shapes = [tensor.shape if len(tensor.shape) == 2 else (1, *tensor.shape) for tensor in inputs[:1]]
     shapes += [tensor.shape if len(tensor.shape) == 2 else (*tensor.shape, 1) for tensor in inputs[1:]]
     return _products(inputs, outputs, _cheapest_chain((shapes[0][0], *(shape[1] for shape in shapes))))
@@ -142,7 +148,10 @@ def _cheapest_chain(extents: tuple[int, ...]) -> tuple[MatmulShape, ...]:
 
 @operator_cost("aten.bilinear.default")
 def bilinear(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count a bilinear layer: weights [o, i, j] by x1 [..., i], then rows by rows of x2 [..., j]."""
+    """Return the work of a bilinear layer: two products.
+
+    Weights [o, i, j] are multiplied by x1 [..., i], and the resulting rows by rows of x2 [..., j].
+    """
     rows = prod(inputs[0].shape[:-1])
     out, left, right = inputs[2].shape
     return _products(inputs, outputs, (MatmulShape(rows, out * right, left), MatmulShape(out, 1, right, rows)))
@@ -150,9 +159,9 @@ def bilinear(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("aten._cdist_forward.default")
 def cdist(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count the distances from [..., p, m] to [..., r, m] as a product of 2 * p * r * m FLOPs.
+    """Return the work of the distances from [..., p, m] to [..., r, m]: a product of 2 * p * r * m FLOPs.
 
-    The count is exact for Euclidean distances of many points, which torch computes by a product.
+    The number is exact for Euclidean distances of many points, which torch computes by a product.
     """
     batch, points, depth = _rows_of(inputs[0])
     return _products(inputs, outputs, (MatmulShape(points, inputs[1].shape[-2], depth, batch),))
@@ -160,7 +169,7 @@ def cdist(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("aten._cdist_backward.default")
 def cdist_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count the gradient of distances as two products: each distance's m terms count twice.
+    """Return the work of the gradient of distances: two products, because each distance's m terms count twice.
 
     inputs: (grad [..., p, r], x1 [..., p, m], x2 [..., r, m], distances).
     """
@@ -178,7 +187,10 @@ def _rows_of(tensor: TensorInfo) -> tuple[int, int, int]:
     *("aten._grouped_mm.default", "aten._scaled_grouped_mm.default", "transformers.grouped_mm_fallback.default")
 )
 def grouped_mm(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count one product for each group. The grouped dim (rows, columns or contracted) is taken to be cut evenly."""
+    """Return the work of a grouped product, one product for each group.
+
+    The grouped dim (rows, columns or the contracted dim) is assumed to be cut evenly.
+    """
     left, right = inputs[0].shape, inputs[1].shape
     rows, contracted, columns = left[-2], left[-1], right[-1]
     match len(left), len(right):
@@ -196,7 +208,10 @@ def grouped_mm(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("transformers.grouped_mm_fallback_backward.default")
 def grouped_mm_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count one grouped product for each of the gradients of x [s, k] and weight [e, k, n], the first arguments."""
+    """Return the work of the gradients of x [s, k] and weight [e, k, n], the first arguments.
+
+    Each gradient is a grouped product.
+    """
     (rows, contracted), (groups, _, columns) = inputs[0].shape, inputs[1].shape
     mean = ceil(rows / groups)
     products = (MatmulShape(mean, contracted, columns, groups), MatmulShape(contracted, columns, mean, groups))
@@ -214,7 +229,7 @@ def _pixels(tensor: TensorInfo) -> int:
 
 @operator_cost("aten.convolution.default", "aten._convolution.default")
 def convolution(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count a convolution as an implicit matrix product.
+    """Return the work of a convolution: that of its implicit matrix product.
 
     arguments: (input, weight, bias, stride, padding, dilation, transposed, output_padding, groups).
     """
@@ -225,7 +240,9 @@ def convolution(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work
 
 @operator_cost("aten.convolution_backward.default")
 def convolution_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count one product of the forward's size for each requested gradient, of the input and of the weight.
+    """Return the work of a convolution's gradients: one product of the forward's size for each requested gradient.
+
+    The gradients of the input and of the weight count, that of the bias does not.
 
     arguments: (grad, input, weight, bias, stride, padding, dilation, transposed, output_padding, groups, mask).
     """
@@ -238,9 +255,9 @@ def convolution_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments
 def _attention(
     inputs: Tensors, outputs: Tensors, operands: Tensors, causal: bool, backward: bool, arguments: tuple[object, ...]
 ) -> Work:
-    """If ranks have pieces of causal queries, count the rank with the last piece, for which all other ranks wait.
+    """Return the work of an attention call on one rank, the slowest rank if each rank has a piece of causal queries.
 
-    With K keys and Q queries on this rank, a query sees K - Q / 2 keys on average.
+    That rank has the last piece. With K keys and Q queries, a query there sees K - Q / 2 keys on average.
     """
     q, k, v = operands
     *batch, queries, depth = q.shape

@@ -141,7 +141,10 @@ class Device:
         return self.peak_flops[dtype]
 
     def matmul_rate(self, dtype: str) -> float:
-        """Return the FLOP/s of large matrix products: peak * efficiency. Raises UnknownHardwareError as `peak` does."""
+        """Return the FLOP/s of large matrix products: peak * efficiency.
+
+        Raises UnknownHardwareError if the device's file lacks the peak of the dtype.
+        """
         peak = self.peak(dtype)
         if dtype not in self.matmul.efficiency:
             raise UnknownHardwareError(
@@ -151,7 +154,10 @@ class Device:
         return peak * self.matmul.efficiency[dtype]
 
     def with_attention(self, kernel: str) -> Device:
-        """Return the device with another fused attention kernel in use ("flash3"). Raises UnknownHardwareError."""
+        """Return the device with another fused attention kernel in use, such as "flash3".
+
+        Raises UnknownHardwareError if the device has no kernel of this name.
+        """
         if kernel not in self.attention:
             raise UnknownHardwareError(
                 f"Device {self.name!r} has no attention kernel {kernel!r}. Known: {', '.join(self.attention)}. "
@@ -173,9 +179,9 @@ class Device:
         )
 
     def dispatch(self, how: str) -> float:
-        """Return the seconds of host time to issue one operator; 0 if the device is its own host.
+        """Return the seconds of host time to issue one operator under `how`, a key of `dispatch_s` such as "eager".
 
-        Raises UnknownHardwareError if the device's file lacks the runtime `how`.
+        The time is 0 if the device is its own host. Raises UnknownHardwareError if the device's file lacks `how`.
         """
         if not self.dispatch_s:
             return 0.0
@@ -187,7 +193,7 @@ class Device:
 
 
 def device(name: str) -> Device:
-    """Load a device of the data files. Raises UnknownHardwareError, which lists the known names."""
+    """Load a device of the data files. Raises UnknownHardwareError, with the known names, for an unknown name."""
     return read_device(load("devices", name), name)
 
 
@@ -226,7 +232,7 @@ def _host_link(file: HardwareFile) -> HostLink | None:
 
 
 def _plain_attention_efficiency(file: HardwareFile) -> float:
-    """Read the attention efficiency, by default the forward efficiency of the kernel in use."""
+    """Return `attention_efficiency` of a device's file; by default, the forward efficiency of the kernel in use."""
     names = _kernel_names(file)
     if names and "attention_efficiency" not in file.constants:
         return _kernel(file, names[0]).forward.efficiency

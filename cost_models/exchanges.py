@@ -31,11 +31,14 @@ class Exchanged(NamedTuple):
     overlapped_share: float = 0.0
 
     def sent_bytes(self, ranks: int) -> float:
-        """Return the bytes that leave the rank, in a group of `ranks` members."""
+        """Return the bytes that leave the busiest rank in this exchange, in a group of `ranks` members."""
         return self.size_bytes if self.is_shift else (1 - 1 / ranks) * self.size_bytes
 
     def waited_s(self, group: GroupLinks, computed_s: float, overlap: Overlap | None) -> float:
-        """Return the seconds by which the exchange prolongs its call's `computed_s`: all, if `overlap` is None."""
+        """Return the seconds by which the exchange prolongs a call that computes for `computed_s` seconds.
+
+        If `overlap` is None, these are all seconds of the exchange.
+        """
         sent_s = (shift_time if self.is_shift else all_to_all_time)(self.size_bytes, group)
         if overlap is None:
             return sent_s

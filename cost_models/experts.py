@@ -36,13 +36,19 @@ def busiest_rows(rows: float, ranks: int) -> float:
 
 
 def _forward(inputs: Tensors, outputs: Tensors, rows: float) -> Work:
-    """Count both products. inputs: (x [T, H], index [T, k], weights, gate_up, its optional bias, down)."""
+    """Return the work of a forward: both products of the layer.
+
+    inputs: (x [T, H], index [T, k], weights, gate_up, its optional bias, down).
+    """
     first, second = _products(inputs, rows)
     return _work(inputs, outputs, (first, second), rows, 1)
 
 
 def _backward(inputs: Tensors, outputs: Tensors, rows: float) -> Work:
-    """Count the first product again, and the gradients' products. inputs: result's gradient, forward's inputs."""
+    """Return the work of a backward: the first product again, and the products of all gradients.
+
+    inputs: the gradient of the result, then the inputs of the forward.
+    """
     first, second = _products(inputs[1:], rows)
     found = _work(inputs, outputs, (first, *_gradients(first, second)), rows, 2)
     return found._replace(recomputed_flops=first.flops)
@@ -59,9 +65,9 @@ def _turned(shape: MatmulShape) -> MatmulShape:
 
 
 def _products(inputs: Tensors, rows: float) -> tuple[MatmulShape, MatmulShape]:
-    """Return the forward's products, with an equal number of rows for each expert, rounded up to `_ALIGNED`.
+    """Return the forward's two products, with an equal number of rows for each expert, rounded up to `_ALIGNED`.
 
-    A grouped kernel takes any number of rows as fast as an aligned number, because its operands' rows stay aligned.
+    A grouped kernel needs no aligned number of rows to be fast, because the elements within each row stay aligned.
     """
     hidden, intermediate, gated = _widths(inputs)
     experts = inputs[-1].shape[0]
@@ -78,7 +84,7 @@ def _widths(inputs: Tensors) -> tuple[int, int, int]:
 
 
 def _work(inputs: Tensors, outputs: Tensors, products: tuple[MatmulShape, ...], rows: float, passes: int) -> Work:
-    """Count `passes` copies of rows [R, H] to experts, one copy back, and each product's operands and results."""
+    """Return the work of the products, of `passes` copies of rows [R, H] to experts, and of one copy of rows back."""
     dtype, itemsize = compute_dtype(inputs), inputs[0].itemsize
     hidden = inputs[0].shape[1]
     inner = sum(shape.m * shape.batch * (shape.n + shape.k) for shape in products) * itemsize
@@ -88,7 +94,7 @@ def _work(inputs: Tensors, outputs: Tensors, products: tuple[MatmulShape, ...], 
 
 
 def _own_rows(x: Tensors, held: int, experts: int) -> float:
-    """Count the busiest rank's rows, if each rank holds `held` of `experts`; x = (tokens, index, ...)."""
+    """Return the expected rows of the busiest rank, if a rank holds `held` of `experts`; x = (tokens, index, ...)."""
     return busiest_rows(_assignments(x), max(1, experts // held))
 
 
@@ -99,7 +105,7 @@ def _assignments(x: Tensors) -> int:
 
 @operator_cost("autoshard.experts.default")
 def experts(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count a layer on the busiest rank. A rank may hold some of the experts, and computes the rows that choose these.
+    """Return the work of a layer on the busiest rank. A rank computes the rows of the experts that it holds.
 
     arguments: (x, index, weights, gate_up, gate_up_bias, down, experts, ...).
     """
@@ -108,31 +114,31 @@ def experts(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("autoshard.experts_backward.default")
 def experts_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count the backward of `experts`. arguments: the gradient of the result, then those of `experts`."""
+    """Return the work of the backward of `experts`. arguments: the gradient of the result, then those of `experts`."""
     return _backward(inputs, outputs, _own_rows(inputs[1:], inputs[-1].shape[0], _count(arguments[7])))
 
 
 @operator_cost("autoshard.exchanged_experts.default")
 def exchanged_experts(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count a layer whose rows are exchanged between ranks, on the rank that receives most rows."""
+    """Return the work of a layer that exchanges rows between ranks, on the rank that receives most rows."""
     return _forward(inputs, outputs, _arriving(inputs, _count(arguments[6])))
 
 
 @operator_cost("autoshard.exchanged_experts_backward.default")
 def exchanged_experts_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count the backward of `exchanged_experts`, on the rank that receives most rows."""
+    """Return the work of the backward of `exchanged_experts`, on the rank that receives most rows."""
     return _backward(inputs, outputs, _arriving(inputs[1:], _count(arguments[7])))
 
 
 @operator_cost("autoshard.exchanged_experts_keeping.default")
 def exchanged_experts_keeping(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count `exchanged_experts` with values saved for the backward: its work is that of `exchanged_experts`."""
+    """Return the work of `exchanged_experts` that saves values for the backward. Saving adds no work."""
     return exchanged_experts(inputs, outputs[:1], arguments)
 
 
 @operator_cost("autoshard.exchanged_experts_kept_backward.default")
 def exchanged_experts_kept_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count the backward with saved rows and saved first products: the products of all gradients.
+    """Return the work of a backward with saved rows and saved first products: the products of all gradients.
 
     arguments: (grad_out, index, weights, gate_up, gate_up_bias, down, rows, u, counts, experts, ...).
     """
@@ -142,12 +148,12 @@ def exchanged_experts_kept_backward(inputs: Tensors, outputs: Tensors, arguments
 
 
 def _operands_of_kept(inputs: Tensors) -> Tensors:
-    """Let the gradient, which is like x, stand for x among the forward's operands."""
+    """Return operands in the order of the forward, with the result's gradient in the place of x (of equal shape)."""
     return inputs[:-3]
 
 
 def _arriving(x: Tensors, experts: int) -> float:
-    """Count rows that reach the busiest rank, if each rank has own operands x = (tokens, index, ..., down)."""
+    """Return the expected rows that reach the busiest rank; x = (tokens, index, ..., down): a rank's own operands."""
     ranks = experts // x[-1].shape[0]
     return busiest_rows(ranks * _assignments(x), ranks)
 
@@ -158,14 +164,19 @@ def _count(experts: object) -> int:
 
 
 def _sent_forward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
-    """Send numbers of rows and rows to experts, and results back, for the rank that receives most rows."""
+    """Return the exchanges of a forward, on the rank that receives most rows.
+
+    Numbers of rows and the rows go to the experts, and results come back.
+    """
     experts = _count(arguments[6])
     rows = _arriving(inputs, experts) * _row_bytes(inputs[0])
     return [Exchanged(size) for size in (_counts_bytes(experts), rows, rows)]
 
 
 def _sent_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
-    """Send numbers of rows, rows, and gradients with router weights to experts; gradients of rows and weights back.
+    """Return the exchanges of a backward, on the rank that receives most rows.
+
+    Numbers of rows, rows, gradients and router weights go to the experts. Gradients of rows and of weights come back.
 
     The first product overlaps with the arrival of gradients. The gradients of matrices overlap with the gradients of
     rows on their way back.
@@ -180,7 +191,9 @@ def _sent_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
 
 
 def _sent_kept_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
-    """Gradients of results and router weights go to the experts. Gradients of rows and of weights go back.
+    """Return the exchanges of a backward with saved rows, on the rank that receives most rows.
+
+    Gradients of results and router weights go to the experts. Gradients of rows and of weights come back.
 
     The gradients of rows overlap with half of the call's computation.
     """
@@ -195,18 +208,20 @@ def _row_bytes(x: TensorInfo) -> int:
 
 
 def _counts_bytes(experts: int) -> float:
-    """Count the bytes of one eight-byte number for each expert of all ranks."""
+    """Return the bytes of one eight-byte number for each expert of all ranks."""
     return 8.0 * experts
 
 
 def _workspace_forward(inputs: Tensors, rows: float, activation: object) -> float:
-    """Bytes of `_workspace_keeping` plus those of the first product's result."""
+    """Return the bytes of a forward's workspace, if the first product's result is not saved for the backward."""
     _, _, gated = _widths(inputs)
     return _workspace_keeping(inputs, rows, activation, also=gated)
 
 
 def _workspace_keeping(inputs: Tensors, rows: float, activation: object, also: int = 0) -> float:
     """Return the bytes of a forward's workspace, for `rows` rows on a rank: the larger of two peaks.
+
+    `also` is a further number of values for each row, such as those of the first product's result.
 
     * Around the second product, a row needs `also` values and the larger of two numbers of values. The gate needs I
       values (five I if its activation is clamped). The second product's operand and result are I + H values.
@@ -223,16 +238,17 @@ def _workspace_keeping(inputs: Tensors, rows: float, activation: object, also: i
 
 
 def _workspace_backward(inputs: Tensors, rows: float, activation: object) -> float:
-    """Bytes of `_workspace_kept_backward` plus those of the rows and of the first product's result."""
+    """Return the bytes of a backward's workspace, if the rows and the first product's result are not saved."""
     hidden, _, gated = _widths(inputs[1:])
     return _workspace_kept_backward(inputs[1:], rows, activation, also=hidden + gated)
 
 
 def _workspace_kept_backward(operands: Tensors, rows: float, activation: object, also: int = 0) -> float:
-    """Return the bytes of a backward's workspace, for `rows` rows on a rank.
+    """Return the bytes of a backward's workspace, for `rows` rows on a rank, if the forward saved values.
 
-    A row needs `also` values and the larger of two peaks. At the gate it needs a gradient and five I values (nine I if
-    the activation is clamped). Behind the gate it needs the operands and results of the last products.
+    A row needs `also` values, such as those of its copy, and the larger of two peaks. At the gate it needs a gradient
+    and five I values (nine I if the activation is clamped). Behind the gate it needs the operands and results of the
+    last products.
     """
     hidden, intermediate, gated = _widths(operands)
     at_gate = hidden + (9 if activation == _CLAMPED_SILU else 5) * intermediate
@@ -241,7 +257,7 @@ def _workspace_kept_backward(operands: Tensors, rows: float, activation: object,
 
 
 def _order_bytes(inputs: Tensors) -> int:
-    """Count the bytes of two eight-byte numbers for each row: its expert, and its place before sorting."""
+    """Return the bytes of two eight-byte numbers for each row: its expert, and its place before sorting."""
     return 2 * 8 * _assignments(inputs)
 
 

@@ -46,7 +46,10 @@ def _matrix(tensor: TensorInfo) -> tuple[int, int, int]:
 def _factor(
     inputs: Tensors, outputs: Tensors, flops: float, columns: int, extra_bytes: float = 0.0, panel: int = PANEL
 ) -> Work:
-    """Count a blocked algorithm: `columns / panel` sequential steps, which read `extra_bytes` beside operands."""
+    """Return the work of a blocked algorithm with `columns / panel` sequential steps.
+
+    The steps read `extra_bytes` beside the operands.
+    """
     flops *= 4 if is_complex(inputs) else 1
     steps = max(1, ceil_div(columns, panel))
     read, written = size_bytes(inputs) + extra_bytes, size_bytes(outputs)
@@ -54,7 +57,7 @@ def _factor(
 
 
 def _register(flops: Callable[[int, int], float], *names: str) -> None:
-    """Register operators that factorise their first operand; `flops` counts one matrix."""
+    """Register the costs of operators that factorise their first operand; `flops(rows, columns)` is for one matrix."""
 
     def count(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
         batch, rows, columns = _matrix(inputs[0])
@@ -75,7 +78,7 @@ _register(q_flops, "aten.linalg_householder_product.default")
 
 @operator_cost("aten.linalg_matrix_exp.default")
 def matrix_exp(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count a matrix exponential: a Taylor polynomial of degree 18 in 5 products, then squarings.
+    """Return the work of a matrix exponential: a Taylor polynomial of degree 18 in 5 products, then squarings.
 
     The number of squarings is log2 of the matrix's norm (Bader, Blanes, Casas 2019). The norm depends on the values, so
     two squarings are assumed.
@@ -86,14 +89,20 @@ def matrix_exp(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("aten._linalg_solve_ex.default")
 def solve(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count an LU factorisation and two triangular solves for r right-hand sides: 2/3 n^3 + 2 n^2 r FLOPs."""
+    """Return the work of an LU factorisation and two triangular solves.
+
+    For r right-hand sides it has 2/3 n^3 + 2 n^2 r FLOPs.
+    """
     batch, n, _ = _matrix(inputs[0])
     columns = _right_hand_sides(inputs[1], batch * n)
     return _factor(inputs, outputs, batch * (lu_flops(n, n) + 2 * n * n * columns), n)
 
 
 def _register_triangular(matrix: int, right: int, factor: float, *names: str) -> None:
-    """Register solves of factor * n^2 FLOPs for each right-hand side; `matrix` and `right` index the operands."""
+    """Register the costs of solves of factor * n^2 FLOPs for each right-hand side.
+
+    `matrix` and `right` are the indices of the matrix and of the right-hand sides among the operands.
+    """
 
     def count(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
         batch, n, _ = _matrix(inputs[matrix])
@@ -110,13 +119,13 @@ _register_triangular(0, 2, 2.0, "aten.linalg_lu_solve.default", "aten.linalg_ldl
 
 
 def _right_hand_sides(tensor: TensorInfo, rows: int) -> int:
-    """Count the right-hand sides of each matrix in a batch, which has `rows` rows in all."""
+    """Return the number of right-hand sides of each matrix, if the matrices of a batch have `rows` rows in all."""
     return max(1, prod(tensor.shape) // max(1, rows))
 
 
 @operator_cost("aten._linalg_eigh.default")
 def eigh(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count eigenvalues of a symmetric matrix as 4/3 n^3 FLOPs, or 9 n^3 with eigenvectors (argument compute_v)."""
+    """Return the work of a symmetric matrix's eigenvalues: 4/3 n^3 FLOPs, or 9 n^3 with eigenvectors (compute_v)."""
     vectors = bool(arguments[2]) if len(arguments) > 2 else True
     batch, n, _ = _matrix(inputs[0])
     flops = batch * (9 if vectors else 4 / 3) * n**3
@@ -125,16 +134,16 @@ def eigh(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("aten.linalg_eig.default")
 def eig(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count eigenvalues and eigenvectors of a general matrix, by shifted QR, as 25 n^3 FLOPs (Golub, Van Loan, 7.5)."""
+    """Return the work of a matrix's eigenvalues and eigenvectors by shifted QR: 25 n^3 FLOPs (Golub, Van Loan, 7.5)."""
     batch, n, _ = _matrix(inputs[0])
     return _factor(inputs, outputs, batch * 25 * n**3, n, extra_bytes=3 * _trailing_bytes(inputs[0]), panel=1)
 
 
 @operator_cost("aten._linalg_svd.default")
 def svd(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count singular values of an m x n matrix, m >= n, as 4 m n^2 - 4/3 n^3 FLOPs.
+    """Return the work of the singular values of an m x n matrix, m >= n: 4 m n^2 - 4/3 n^3 FLOPs.
 
-    With singular vectors the count is 6 m n^2 + 20 n^3 (reduced) or 4 m^2 n + 8 m n^2 + 9 n^3 (full matrices).
+    With singular vectors the FLOPs are 6 m n^2 + 20 n^3 (reduced) or 4 m^2 n + 8 m n^2 + 9 n^3 (full matrices).
 
     arguments: (A, full_matrices, compute_uv).
     """
@@ -151,7 +160,7 @@ def svd(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("aten.linalg_pinv.atol_rtol_tensor")
 def pinv(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count a pseudo-inverse: a reduced singular value decomposition, and 2 m n^2 FLOPs to multiply its parts."""
+    """Return the work of a pseudo-inverse: a reduced singular value decomposition, and a product of 2 m n^2 FLOPs."""
     batch, rows, columns = _matrix(inputs[0])
     m, n = max(rows, columns), min(rows, columns)
     flops = batch * (6 * m * n * n + 20 * n**3 + 2 * m * n * n)
@@ -165,7 +174,7 @@ def _trailing_bytes(matrix: TensorInfo) -> float:
 
 @operator_cost("aten.linalg_lstsq.default")
 def least_squares(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count least squares by QR with r right-hand sides: 2 n^2 (m - n/3) + r (4 m n - n^2) FLOPs.
+    """Return the work of least squares by QR with r right-hand sides: 2 n^2 (m - n/3) + r (4 m n - n^2) FLOPs.
 
     After QR, the reflectors are applied to the right-hand sides, and a triangular solve follows.
     """

@@ -117,7 +117,7 @@ class NodeType:
         return replace(self, inter=link, wiring=wiring)
 
     def with_device(self, unit: str | Device) -> NodeType:
-        """Return the node with another device. Raises UnknownHardwareError if no data file describes it."""
+        """Return the node with another device. Raises UnknownHardwareError if no data file has the device's name."""
         return replace(self, device=device(unit) if isinstance(unit, str) else unit)
 
 
@@ -186,8 +186,8 @@ class Cluster:
     Args:
         node: a node type's name ("h100_sxm") or a `NodeType`.
         devices_per_node: number of devices used in each node; None for all.
-        in_step: slowdown of kernels and collectives in a step, compared with a benchmark. The default is the fitted
-            factors for several GPUs, else `ALONE`.
+        in_step: slowdown of kernels and collectives in a step, compared with a benchmark. Default: the fitted factors
+            for a cluster of several GPUs, and no slowdown (`ALONE`) for any other cluster.
 
     Raises:
         UnknownHardwareError: the node type is unknown, or several nodes have no network.
@@ -233,7 +233,7 @@ class Cluster:
 
     @classmethod
     def of(cls, unit: str | Device, devices: int, **parts: Unpack[NodeParts]) -> Self:
-        """Make a cluster of `devices` devices from parts. If they do not fill a node, they are a part of one node.
+        """Make a cluster of `devices` devices from parts. Fewer devices than a node has are a part of one node.
 
         Args:
             unit: a device of the data files ("a100_sxm_40gb"), or a `Device`.
@@ -289,13 +289,16 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a cluster file, as written by `save` or by calibration. Raises HardwareFileError."""
+        """Read a cluster file that `save` or a calibration wrote. Raises HardwareFileError for any other file."""
         file = constants.read(constants.check_file(path))
         return cls.of_file(file)
 
     @classmethod
     def of_file(cls, file: HardwareFile) -> Self:
-        """Make a cluster of a parsed file of `save`. Raises HardwareFileError."""
+        """Make a cluster of a parsed file that `save` wrote.
+
+        Raises HardwareFileError if a constant is missing or wrong.
+        """
         kind = _node(file, read_device(file, file.text("device")))
         used = file.count("used_devices_per_node", "devices")
         return cls(kind, nodes=file.count("nodes", "nodes"), devices_per_node=used)
@@ -315,7 +318,7 @@ class Cluster:
 
 
 def node_type(name: str) -> NodeType:
-    """Load a node type of the data files. Raises UnknownHardwareError, which lists the known names."""
+    """Load a node type of the data files. Raises UnknownHardwareError, with the known names, for an unknown name."""
     file = constants.load("nodes", name)
     for key, folder, prefix in (("fabric", "fabrics", "intra."), ("network", "networks", "inter.")):
         if key in file.texts:

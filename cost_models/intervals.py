@@ -38,9 +38,10 @@ RECIPES, EIGHT_BITS, KERNELS, MEASURED = "gpu", "gpu_f8", "gpu_kernels", "cpu"
 
 
 def step_time_uncertainty(kind: str) -> Uncertainty | None:
-    """Return the uncertainty of a kind of prediction, from past errors; None without past predictions.
+    """Return the uncertainty of predicted step times of `kind`, from past errors; None without past predictions.
 
-    The numbers are in `data/runtime/step_time.toml`: `[gpu.log_half_width]` and `[gpu.coverage]`, unit "1".
+    A kind, such as "gpu", is the name of tables in `data/runtime/step_time.toml`: `[gpu.log_half_width]` and
+    `[gpu.coverage]`, both without unit.
     """
     if "step_time" not in constants.names("runtime"):
         return None

@@ -70,8 +70,8 @@ class KernelSample:
     ) -> KernelSample:
         """Make a sample of an `OpOverload` on tensors. The operator runs once, for the shapes of its results.
 
-        `name` is that of the sample's curve, by default the operator's kernel. Programs call `runs`, by default the
-        operator.
+        `name` is that of the sample's curve, by default the operator's kernel. `runs` is the function that is timed,
+        because programs call it in place of the operator; by default it is the operator.
         """
         runs = operator if runs is None else runs
         inputs = [_info(leaf) for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
@@ -92,7 +92,10 @@ class KernelSample:
         return f"kernel.{self.name}.{round(self.bytes_moved)}"
 
     def point(self, seconds: float, device: Device) -> tuple[float, float]:
-        """Return (bytes, seconds) on the curve, without launches and products that are priced separately."""
+        """Return (bytes, seconds), the sample's point on its curve, for a run of `seconds`.
+
+        Launches and products that are priced separately on `device` are subtracted from the seconds.
+        """
         return self.bytes_moved, max(seconds - known_time(self.work, device), 0.1 * seconds)
 
 

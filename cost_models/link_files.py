@@ -28,7 +28,10 @@ _MEASURED_FIELDS = {  # key in a file: (field of MeasuredCollective, unit)
 
 
 def read_link(file: HardwareFile, prefix: str = "") -> Link:
-    """Read the link whose numbers have keys that begin with `prefix` ("intra."). Raises HardwareFileError."""
+    """Read the link whose numbers have keys that begin with `prefix` ("intra.").
+
+    Raises HardwareFileError if a number is missing, or has another unit.
+    """
     numbers = {name: file.number(f"{prefix}{key}", unit) for key, (name, unit) in _LINK_FIELDS.items()}
     below = f"{prefix}protocol."
     names = dict.fromkeys(path[len(below) :].split(".")[0] for path in file.constants if path.startswith(below))

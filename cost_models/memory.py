@@ -42,7 +42,7 @@ def workspace_bytes(architecture: str, handles: int | None = None) -> int:
     """Bytes of cuBLAS workspaces that PyTorch takes from its allocator, for an architecture such as "hopper".
 
     `handles` counts the threads and streams that issue products; by default two, the forward thread and that of
-    autograd. Raise `UnknownHardwareError`, which lists the architectures, for any other one.
+    autograd. Raises `UnknownHardwareError`, with the known architectures, for an unknown architecture.
     """
     file = load("software", "torch_cublas")
     known = file.family("workspace", "B")

@@ -1,8 +1,8 @@
 """FLOPs and bytes of operators, in one table by operator name ("aten.mm.default"); shapes are those on a rank.
 
 Operands and results are each moved once, with three corrections: views move nothing, factories read nothing, and
-lookups read only the returned rows. An operator without an entry counts as memory-bound, unless it sounds like a
-contraction, which raises.
+lookups read only the returned rows. An operator without an entry counts as memory-bound. If its name is like that of a
+contraction ("solve"), `UnknownOperatorError` is raised instead.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ def work(
 
 
 def seems_to_contract(operator_name: str) -> bool:
-    """Whether an operator without a formula sounds like a contraction, whose time does not follow from its bytes."""
+    """Whether an operator has no formula, and a name like that of a contraction, such as "einsum" or "solve".
+
+    The time of a contraction does not follow from its bytes.
+    """
     parts = operator_name.replace("::", ".").split(".")
     name = parts[1] if len(parts) > 1 else parts[0]
     return operator_name not in TABLE and _CONTRACTING_WORDS.search(name) is not None
@@ -97,7 +100,7 @@ VIEWS = tuple(_VIEW_NAMES.split())
     *("aten.empty_like.default", "aten.new_empty_strided.default", "aten.empty_strided.default"),
 )
 def view(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """Count a view: nothing is moved and nothing is launched, so its work is `FREE`."""
+    """Return the work of a view, `FREE`: nothing is moved and nothing is launched."""
     return FREE
 
 
@@ -106,7 +109,7 @@ def view(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments:
     *("aten.new_ones.default", "aten.new_full.default", "aten.rand_like.default", "aten.randn_like.default"),
 )
 def factory(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """Count a factory: the result is written, and the operand gives only its shape."""
+    """Return the work of a factory such as `zeros_like`: the result is written, and operands give only a shape."""
     return memory_bound((), outputs)
 
 
@@ -121,7 +124,7 @@ _WORD_BYTES = 8
 
 def _register_random(name: str) -> None:
     def count(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-        """Count kernels that each read and write 64 bits of each element, and compute one FLOP for it."""
+        """Return the work of a random operator: each kernel reads and writes 64 bits per element, with one FLOP."""
         kernels, elements = RANDOM_KERNELS[name], numel(outputs[0])
         moved = kernels * elements * _WORD_BYTES
         return Work(kernels * elements, moved, moved, Kind.POINTWISE, "f32", steps=kernels)
@@ -138,7 +141,7 @@ for _name in RANDOM_KERNELS:
     *("aten.index_select.default", "aten.take_along_dim.default", "aten.take.default"),
 )
 def lookup(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """Count a lookup: it reads the indices and the looked-up rows, not the whole table, and writes the result."""
+    """Return the work of a lookup: it reads indices and the looked-up rows of the table, and writes the result."""
     result = size_bytes(outputs)
     return Work(0, result + size_bytes(inputs[1:]), result, Kind.GATHER, compute_dtype(inputs))
 
@@ -147,7 +150,7 @@ def lookup(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], argument
 def embedding_backward(
     inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]
 ) -> Work:
-    """Count an embedding's gradient on the local table.
+    """Return the work of the gradient of an embedding's local table.
 
     All rows of the table's gradient are set to zero, then each row of the result's gradient is added to its row.
     """
@@ -163,7 +166,7 @@ def embedding_backward(
 
 @operator_cost("aten._fft_c2c.default", "aten._fft_r2c.default", "aten._fft_c2r.default")
 def fft(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """Count a Fourier transform of N points: 5 N log2 N FLOPs if complex, half if real (FFTW's count).
+    """Return the work of a Fourier transform of N points: 5 N log2 N FLOPs if complex, half if real (as FFTW).
 
     It reads and writes x once for each transformed dim. Complex numbers count as pairs of float32.
 
@@ -183,13 +186,16 @@ def fft(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: 
     "aten._thnn_fused_gru_cell_backward.default",
 )
 def bytes_alone(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """Count operators bound by memory whose names sound like contractions, such as recurrent cells without products."""
+    """Return the work of moving the operands and results, with one FLOP for each element of the largest.
+
+    Without this entry, `work` would raise for these operators, because their names match `_CONTRACTING_WORDS`.
+    """
     return memory_bound(inputs, outputs)
 
 
 @operator_cost("autoshard.ctc_loss.default")
 def ctc_loss(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """Count the CTC loss by the elements of its second result, log_alpha [N, T, 2 S + 1].
+    """Return the work of the CTC loss, from the elements of its second result, log_alpha [N, T, 2 S + 1].
 
     Each element adds three exponentials and one log-probability, some 10 operations in torch's kernel. Each column of
     log_alpha is read once for the next column.
@@ -203,7 +209,10 @@ def ctc_loss(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], argume
 def ctc_loss_backward(
     inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]
 ) -> Work:
-    """Count the CTC loss's gradient: backward variables, as large as log_alpha (last operand), are written and read."""
+    """Return the work of the CTC loss's gradient.
+
+    Backward variables, as large as log_alpha (the last operand), are written and read.
+    """
     table = inputs[-1]
     read, written = size_bytes(inputs) + 2 * size_bytes([table]), size_bytes(outputs) + size_bytes([table])
     return Work(20 * numel(table), read, written, Kind.GATHER, compute_dtype(inputs))
@@ -217,7 +226,10 @@ _SORTING_NAMES = """
 
 @operator_cost(*(f"aten.{name}" for name in _SORTING_NAMES.split()))
 def sort(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """Count a radix sort (Merrill, Grimshaw 2011): for each byte of the key, keys and indices are read and written."""
+    """Return the work of a radix sort (Merrill, Grimshaw 2011).
+
+    For each byte of the key, keys and indices are read and written once.
+    """
     passes = inputs[0].itemsize
     moved = passes * (size_bytes(inputs[:1]) + 8 * numel(inputs[0]))
     return Work(0, moved, moved, Kind.REDUCTION, compute_dtype(inputs), steps=passes)
@@ -225,7 +237,7 @@ def sort(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments:
 
 @operator_cost("aten.topk.default", "aten.kthvalue.default")
 def radix_select(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """Count a radix select: one reading pass for each byte of the key, and a final gather (Alabi et al. 2012)."""
+    """Return the work of a radix select: one read for each byte of the key, and a final gather (Alabi et al. 2012)."""
     passes = inputs[0].itemsize + 1
     read = passes * size_bytes(inputs[:1])
     return Work(0, read, size_bytes(outputs), Kind.REDUCTION, compute_dtype(inputs), steps=passes)
@@ -233,7 +245,10 @@ def radix_select(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], ar
 
 @operator_cost("aten.searchsorted.Tensor", "aten.bucketize.Tensor")
 def binary_search(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """Count a binary search: each value reads log2 of the boundaries, of which at most 4 are not in the cache."""
+    """Return the work of a binary search: each value reads log2 of the number of boundaries.
+
+    At most 4 of these reads miss the cache.
+    """
     values = outputs[0]
     misses = min(4.0, log2(max(2, max(tensor.shape[-1] if tensor.shape else 1 for tensor in inputs))))
     read = size_bytes(inputs) + misses * 32 * numel(values)  # a miss moves a sector of 32 bytes
@@ -245,7 +260,7 @@ def binary_search(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], a
     "aten._cslt_sparse_mm.default",
 )
 def sparse(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """Raise UnknownOperatorError: a trace does not know how many elements a sparse matrix stores."""
+    """Raise UnknownOperatorError, because a trace does not know how many elements a sparse matrix stores."""
     raise UnknownOperatorError(
         "Sparse products have no cost formula: how many elements are stored is not known. Multiply the dense matrix, "
         f"matrix.to_dense() @ x. Inputs: {list(inputs)}."

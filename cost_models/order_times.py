@@ -126,7 +126,10 @@ def neighbours(stages: int) -> tuple[Transfer, ...]:
 def _nodes(
     orders: Sequence[Rows], owners: Sequence[int], transfers: Sequence[Transfer], *, overlap_sends: bool
 ) -> list[_Node]:
-    """Put each node after those that it waits for. In turn, a rank runs as many actions as have their inputs."""
+    """Return all actions and transfers of a step as nodes, each after the nodes that it waits for.
+
+    The ranks take turns. In its turn, a rank runs its next actions until an action lacks an input.
+    """
     made: dict[tuple[int, bool], list[int]] = {}
     read: dict[tuple[int, bool], list[int]] = {}
     for number, item in enumerate(transfers):
@@ -189,7 +192,7 @@ def order_times(
         owners: the rank of each stage.
         actions_s: seconds of each kind of action of each stage, [stages, kinds].
         transfers: each value that stages exchange, with its seconds between two ranks.
-        once_s: seconds by which the first forward of each stage is longer, [stages].
+        once_s: seconds that the first forward of each stage takes beyond those of later forwards, [stages].
         update_s: seconds of each stage's update, after the rank's last action, [stages].
         clips_norm: whether updates wait for the gradients of all ranks.
     """
@@ -257,9 +260,11 @@ def schedule_time(
         schedule: a key of `schedule_orders.SCHEDULES`.
         stages: times of the stages, in the order of the model.
         micro_batches: micro-batches of a step (per data parallel replica).
+        virtual_stages: number of stages on each rank.
+        overlap_sends: whether transfers overlap with computation; otherwise each rank waits for its sends.
 
     Raises:
-        CostArgumentError: the schedule does not allow these numbers.
+        CostArgumentError: the schedule does not allow these numbers of ranks, micro-batches and stages on each rank.
 
     Example:
         >>> schedule_time("1F1B", (StageTimes(1.0, 1.0, 1.0),) * 4, 100_000, overlap_sends=True)

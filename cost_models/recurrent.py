@@ -22,7 +22,7 @@ Arguments = tuple[object, ...]
     *("aten.mkldnn_rnn_layer.default", "aten._cudnn_rnn.default", "aten.miopen_rnn.default"),
 )
 def recurrent_layers(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count whole recurrent layers.
+    """Return the work of whole recurrent layers.
 
     Each weight is multiplied with all T * B tokens once, hidden weights [gates * H, H] step by step. Time may be the
     first or the second dim of the sequence. The FLOPs are equal in both cases, so the longer dim counts as time.
@@ -41,7 +41,7 @@ def recurrent_layers(inputs: Tensors, outputs: Tensors, arguments: Arguments) ->
 
 @operator_cost("aten.mkldnn_rnn_layer_backward.default", "aten._cudnn_rnn_backward.default")
 def recurrent_layers_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count twice the forward, because the gradients of inputs and of weights each take as many products."""
+    """Return the work of the backward: twice the forward, because both inputs and weights have gradients."""
     forward = recurrent_layers(inputs, outputs, arguments)
     return forward._replace(flops=2 * forward.flops, products=2 * forward.products)
 
@@ -58,7 +58,10 @@ def _register_recurrent(name: str) -> None:
     forward_launches, backward_launches = LAUNCHES[name]
 
     def forward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-        """Count time steps, each of which multiplies the state [B, P] by [gates H, P], and by [P, H] if P < H."""
+        """Return the work of a forward.
+
+        Each time step multiplies the state [B, P] by [gates H, P], and by [P, H] if P < H.
+        """
         batch, steps, gates = inputs[0].shape
         fed_back, hidden = inputs[1].shape[1], gates // GATES[name]
         weights = [(gates, fed_back)] + [(fed_back, hidden)] * (fed_back != hidden)
@@ -66,7 +69,10 @@ def _register_recurrent(name: str) -> None:
         return _step_by_step(inputs, outputs, products, weights, steps, forward_launches)
 
     def backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-        """Count a product for the state per weight and time step, and one product for each weight's gradient."""
+        """Return the work of a backward.
+
+        It has a product for the state per weight and time step, and one product for each weight's gradient.
+        """
         batch, steps, gates = outputs[0].shape
         fed_back, hidden = outputs[1].shape[1], gates // GATES[name]
         weights = [(gates, fed_back)] + [(fed_back, hidden)] * (fed_back != hidden)
@@ -86,7 +92,10 @@ def _step_by_step(
     steps: int,
     launches: int,
 ) -> Work:
-    """Count sequential time steps, each of which makes `launches` launches, and reads `weights` (shapes) again."""
+    """Return the work of sequential time steps, each of which makes `launches` launches, and reads all weights again.
+
+    `weights` has the shape of each weight.
+    """
     flops = sum(product.flops for product in products)
     reread = (steps - 1) * sum(map(prod, weights)) * inputs[0].itemsize
     read, written = size_bytes(inputs) + reread, size_bytes(outputs)
@@ -99,7 +108,10 @@ for _name in LAUNCHES:
 
 @operator_cost("aten._native_multi_head_attention.default")
 def native_multi_head_attention(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count 4 E^2 multiplications for each token, and attention. arguments: (query [B, T, E], key, value, E, heads)."""
+    """Return the work of attention with its four projections: 4 E^2 multiplications for each token, and attention.
+
+    arguments: (query [B, T, E], key, value, E, heads).
+    """
     batch, length, width = inputs[0].shape
     products = (MatmulShape(batch * length, 3 * width, width), MatmulShape(batch * length, width, width))
     return _block(inputs, outputs, products, batch, length, width, int(arguments[4]))  # type: ignore[call-overload]
@@ -107,7 +119,10 @@ def native_multi_head_attention(inputs: Tensors, outputs: Tensors, arguments: Ar
 
 @operator_cost("aten._transformer_encoder_layer_fwd.default")
 def transformer_encoder_layer(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count attention, and all tokens times each matrix operand. arguments: (src [B, T, E], E, heads, ...)."""
+    """Return the work of attention, and of the products of all tokens with each matrix operand.
+
+    arguments: (src [B, T, E], E, heads, ...).
+    """
     batch, length, width = inputs[0].shape
     weights = [tensor.shape for tensor in inputs[1:] if len(tensor.shape) == 2]
     products = tuple(MatmulShape(batch * length, *weight) for weight in weights)
@@ -123,7 +138,7 @@ def _block(
     width: int,
     heads: int,
 ) -> Work:
-    """Count the given products and attention's two batched products, without scores in memory."""
+    """Return the work of `products` and of attention's two batched products; no scores are moved to memory."""
     shape = AttentionShape(batch * heads, length, length, width // heads, width // heads)
     inner = MatmulShape(length, length, width // heads, batch * heads)
     outer = MatmulShape(length, width // heads, length, batch * heads)

@@ -46,20 +46,26 @@ def _work(inputs: Tensors, outputs: Tensors, operands: Tensors, arguments: Argum
 
 @operator_cost(FORWARD)
 def ring_attention(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count ring attention on the busiest rank. inputs: a rank's (q [B, H, S, D], k [B, G, T, D], v, ...)."""
+    """Return the work of ring attention on the busiest rank.
+
+    inputs: a rank's (q [B, H, S, D], k [B, G, T, D], v, ...).
+    """
     return _work(inputs, outputs, inputs[:3], arguments, False)
 
 
 @operator_cost(BACKWARD)
 def ring_attention_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count the backward of ring attention. inputs: the gradient of the result, then the inputs of the forward."""
+    """Return the work of the backward of ring attention on the busiest rank.
+
+    inputs: the gradient of the result, then the inputs of the forward.
+    """
     return _work(inputs, outputs, inputs[1:4], arguments, True)
 
 
 def _passed_forward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
-    """Keys and values go to the next rank, each beside the computation of a hop.
+    """Return the exchanges of a forward: in each hop, keys and values go to the next rank during computation.
 
-    A paired ring also reshards operands before and results behind it.
+    A paired ring also reshards operands before the ring, and results behind it.
     """
     q, k, v = inputs[:3]
     hops = len(_lengths(arguments))
@@ -68,9 +74,11 @@ def _passed_forward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
 
 
 def _passed_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
-    """Keys and values, with their gradients one hop behind in the accumulation type. The last message is exposed.
+    """Return the exchanges of a backward: keys and values go around, and their gradients follow one hop behind.
 
-    A paired ring also reshards operands before and results behind it.
+    Gradients are sent in the accumulation type. Nothing overlaps with the last message.
+
+    A paired ring also reshards operands before the ring, and results behind it.
     """
     grad, q, k, v = inputs[:4]
     hops, held, sums = len(_lengths(arguments)), size_bytes((k, v)), _wide_bytes((k, v))
@@ -87,14 +95,20 @@ def _between(arguments: Arguments, before: Tensors, round_trip: list[Exchanged],
 
 
 def _workspace_forward(inputs: Tensors, arguments: Arguments) -> float:
-    """Bytes of pieces of other ranks, a hop's own result, and sums of results in the accumulation type."""
+    """Return the bytes of a forward's workspace.
+
+    It has pieces of other ranks, one hop's result, and sums of results in the accumulation type.
+    """
     q, k, v = inputs[:3]
     out, relaid = _out(q, v), size_bytes((q,)) if arguments[_PAIRED] else 0
     return _visiting(arguments) * size_bytes((k, v)) + size_bytes((out,)) + 2 * _wider_bytes(out) + relaid
 
 
 def _workspace_backward(inputs: Tensors, arguments: Arguments) -> float:
-    """Bytes of other ranks' pieces, a hop's own gradients, and sums of gradients that are not results."""
+    """Return the bytes of a backward's workspace.
+
+    It has pieces of other ranks, one hop's gradients, and sums of gradients that are not results.
+    """
     grad, q, k, v = inputs[:4]
     relaid = size_bytes((grad, q, grad)) if arguments[_PAIRED] else 0
     sums = 3 * _wide_bytes((k, v)) + _wider_bytes(q) - size_bytes((k, v))
@@ -102,7 +116,7 @@ def _workspace_backward(inputs: Tensors, arguments: Arguments) -> float:
 
 
 def _visiting(arguments: Arguments) -> int:
-    """Return the most pieces of keys and values on a rank at once, beside its own operands."""
+    """Return how many pieces of keys and values of other ranks a rank holds at most at once."""
     return min(2, len(_lengths(arguments)) - 1 + bool(arguments[_PAIRED]))
 
 

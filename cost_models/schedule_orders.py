@@ -105,7 +105,10 @@ def rank_orders(schedule: str, ranks: int, micro_batches: int, virtual_stages: i
 
 
 def order_rows(schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> list[Rows]:
-    """Return the actions of each pipeline rank as a table of rows; arguments and errors are those of `rank_orders`."""
+    """Return the actions of each pipeline rank as an array `Rows`, [n, 4]: stage, kind, micro-batch, is fused.
+
+    Raises `CostArgumentError` if the schedule is unknown, or does not allow these numbers.
+    """
     _check(schedule, ranks, micro_batches, virtual_stages)
     shape = _Shape(ranks, virtual_stages, micro_batches)
     return [SCHEDULES[schedule].rows(shape, rank) for rank in range(ranks)]
@@ -211,7 +214,7 @@ def _interleaved(shape: _Shape, rank: int) -> Rows:
 
 
 def _interleaved_zero_bubble(shape: _Shape, rank: int) -> Rows:
-    """Run each W after `rank` further I have run since its own I, and the remaining W last."""
+    """Return a rank's rows, in which each W follows after `rank` more I than its own; the remaining W come last."""
     rows = _alternate(
         _rounds(shape, rank, F), _rounds(shape, rank, I), int(_warm_up(shape, shape.virtual_stages, rank, 1))
     )
@@ -224,14 +227,17 @@ def _interleaved_zero_bubble(shape: _Shape, rank: int) -> Rows:
 def _warm_up(shape: _Shape, virtual_stages: int | Rows, rank: int | Rows, per_hop: int) -> Rows:
     """Return the number of forwards on a rank before its first backward, in an interleaved schedule.
 
-    Each rank has `per_hop` more forwards than the next rank. `virtual_stages` and `rank` may be arrays.
+    Each rank has `per_hop` more forwards than the next rank. `virtual_stages` and `rank` are numbers or arrays.
     """
     last_rank = (virtual_stages - 1) * shape.round_size
     return np.minimum(last_rank + per_hop * (shape.ranks - 1 - rank), virtual_stages * shape.micro_batches)
 
 
 def _rounds(shape: _Shape, rank: int, kind: ActionKind) -> Rows:
-    """Return actions round by round, stage by stage: forwards from the rank's first stage, backwards from its last."""
+    """Return a rank's actions of one kind, round by round and stage by stage.
+
+    Forwards begin with the rank's first stage, backwards with its last.
+    """
     stages = np.arange(rank, shape.stages, shape.ranks)[:: 1 if kind is F else -1]
     starts = np.arange(0, shape.micro_batches, shape.round_size)
     start, stage, index = np.meshgrid(starts, stages, np.arange(shape.round_size), indexing="ij")
@@ -252,7 +258,7 @@ class _Counting:
     Args:
         rows: (stage, kind, micro-batch, fused with the previous action) of each action so far.
         forwards, backwards, weights: stage to its number of F, of B and I, and of W so far.
-        put_off: (stage, micro-batch) of each W that a backward has put off, the oldest first.
+        put_off: (stage, micro-batch) of each W that has not run since its I, the oldest first.
     """
 
     rows: list[tuple[int, ActionKind, int, bool]] = field(default_factory=list)
@@ -277,7 +283,7 @@ class _Counting:
             self.rows.append((stage, W, index, False))
 
     def _next(self, stage: int, kind: ActionKind, joined: bool = False) -> None:
-        """Append an action; B and I of a stage share one count."""
+        """Append an action on the next micro-batch of a stage. B and I of a stage share one count of micro-batches."""
         counts = self.forwards if kind is F else self.weights if kind is W else self.backwards
         index = counts[stage]
         counts[stage] = index + 1
@@ -287,7 +293,7 @@ class _Counting:
 
 
 def _zero_bubble_v(shape: _Shape, rank: int) -> Rows:
-    """The paper's order needs at least 2p - 1 micro-batches.
+    """Return a rank's rows in the paper's order, which needs at least 2p - 1 micro-batches.
 
     A shorter step takes the order of 2p - 1 micro-batches, without the actions of micro-batches that it does not have.
     """
@@ -316,7 +322,7 @@ def _zero_bubble_v(shape: _Shape, rank: int) -> Rows:
 
 
 def _dual_pipe_v(shape: _Shape, rank: int) -> Rows:
-    """Run the eight phases of DualPipe's order, for a rank of its V."""
+    """Return a rank's rows in the eight phases of DualPipe's order."""
     p, first, last = shape.ranks, rank, shape.stages - 1 - rank
     after = p - rank - 1
     made = _Counting()
@@ -343,7 +349,10 @@ def _dual_pipe_v(shape: _Shape, rank: int) -> Rows:
 
 
 def _wind_down(made: _Counting, rank: int, first: int, last: int, after: int) -> None:
-    """Append the last backwards, from halfway on cut in two. `after` is the number of ranks behind this rank."""
+    """Append the last backwards of a rank: whole backwards first, then I, and at the end the W that were put off.
+
+    `after` is the number of ranks behind this rank.
+    """
     for turn in range(2 * (rank + 1)):
         made.run(last if turn % 2 == 0 else first, B if turn <= rank else I)
     for _ in range(after):
@@ -430,7 +439,7 @@ def _check(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -
 
 
 def _refusal(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> str | None:
-    """Return why a schedule does not allow these numbers; None if it does."""
+    """Return a text on why a schedule does not allow these numbers; None if it allows them."""
     if schedule not in SCHEDULES:
         return f"Unknown pipeline schedule {schedule!r}. Known: {', '.join(SCHEDULES)}."
     if min(ranks, micro_batches, virtual_stages) < 1:

@@ -209,7 +209,10 @@ class _Compiled(NamedTuple):
 
 
 def _compile(segment: Segment, overlaps: bool, dispatch_s: float, merge: bool) -> _Compiled:
-    """Put operations in order of issue. They keep their indices; a merged operation has the index of its last part."""
+    """Return `segment` ready to run, with its operations in order of issue.
+
+    Operations keep their indices. If `merge`, computations are merged, and the result has the index of its last part.
+    """
     early = tuple((index, op) for index, op in enumerate(segment.ops) if op.early and overlaps)
     ops = [(index, op) for index, op in enumerate(segment.ops) if not (op.early and overlaps)]
     if overlaps:
@@ -225,12 +228,12 @@ def _compile(segment: Segment, overlaps: bool, dispatch_s: float, merge: bool) -
 
 
 def _place(op: Op, ops: Sequence[Op]) -> int:
-    """Return the last computation that a communication needs, also by other communications; -1 if none."""
+    """Return the index of the last computation that a communication needs, directly or through others; -1 for none."""
     return max((need if ops[need].stream == COMPUTE else _place(ops[need], ops) for need in op.needs), default=-1)
 
 
 def _merge(ordered: Sequence[tuple[int, _Chain]], ops: Sequence[Op], dispatch_s: float) -> list[tuple[int, _Chain]]:
-    """Merge neighbouring computations, up to the next communication or the next wait for a communication."""
+    """Merge neighbouring computations, as far as no communication starts or is awaited between them."""
     merged: list[tuple[int, _Chain]] = []
     for index, chain in ordered:
         waits = any(ops[need].stream != COMPUTE for need in chain.op.needs)
@@ -243,7 +246,7 @@ def _merge(ordered: Sequence[tuple[int, _Chain]], ops: Sequence[Op], dispatch_s:
 
 @dataclass(slots=True)
 class _Stream:
-    """A stream's issued communications (start, end, label), and the index of the first that may not have ended yet."""
+    """A stream's issued communications (start, end, label). All communications before index `first` have ended."""
 
     ran: list[tuple[float, float, str]] = field(default_factory=list)
     first: int = 0
@@ -386,7 +389,10 @@ class _StreamState:
             self._wait(stream.free, name)
 
     def _compute(self, chain: _Chain) -> float:
-        """Run a chain, which is slower beside communication, and does not start before the host has issued it."""
+        """Run operations back to back on the compute stream, and return the time at which the last ends, in seconds.
+
+        Communication slows the operations. None of them starts before the host has issued it.
+        """
         start, issued = self.clock, self.host
         if self._is_alone():
             self.clock = start + chain.seconds
@@ -407,7 +413,7 @@ class _StreamState:
         return self.overlap is None or self.overlap.slowdown == 0 or not self.streams
 
     def _slowed_end(self, seconds: float) -> float:
-        """Return the end of `seconds` of computation that starts at the clock and is slowed by communication."""
+        """Return the time at which `seconds` of computation end, if they start now and communication slows them."""
         assert self.overlap is not None
         now, left, rate = self.clock, seconds, 1 / (1 + self.overlap.slowdown)
         while True:
@@ -419,7 +425,7 @@ class _StreamState:
             now = change
 
     def _next_change(self, now: float) -> tuple[float, bool]:
-        """Return the next start or end of a communication, and whether a communication runs at `now`."""
+        """Return the next time at which a communication starts or ends, and whether a communication runs at `now`."""
         change, busy = float("inf"), False
         for stream in self.streams.values():
             while stream.first < len(stream.ran) and stream.ran[stream.first][1] <= now:

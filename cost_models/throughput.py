@@ -7,8 +7,8 @@ core adds vectors of 1 MiB at 88 GB/s, and vectors of 64 MiB at 5 GB/s. Kernels 
     seconds = bytes / rate(bytes)
 
 Between the measured sizes, log(rate) is linear in log(bytes). Beyond them, the rate is constant. `bytes` are those of
-the operator's `Work`. The products of experts come on top, at the rate of matrix products. The products of attention
-are part of its curve, which is read at `cost_models.compute.attended_bytes`.
+the operator's `Work`. Curves of experts leave out the matrix products, whose time is added at the rate of matrix
+products. Curves of attention contain its products, and are read at `cost_models.compute.attended_bytes`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def time_on(curve: Curve, bytes_moved: float) -> float:
 
 
 def numbers_of(curves: Mapping[str, Curve]) -> dict[str, tuple[float, str]]:
-    """Return curves as constants of a device's file: "throughput.<operator>.<bytes>" to (value, unit)."""
+    """Return curves as constants of a device's file: "throughput.<operator>.<bytes>" to (bytes/s, unit "B/s")."""
     return {f"throughput.{name}.{round(size)}": (rate, "B/s") for name, curve in curves.items() for size, rate in curve}
 
 

@@ -12,7 +12,10 @@ COMPUTE = "compute"
 
 
 class Span(NamedTuple):
-    """The seconds of a step in which a task runs on a stream of a process, an index into the timeline's `processes`."""
+    """The time in which one task runs on a stream, in seconds from the start of the step.
+
+    `process` is an index into the timeline's `processes`.
+    """
 
     name: str
     stream: str

@@ -307,20 +307,29 @@ def _groups(shape: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> list[l
 
 
 def _common_profile(groups: Sequence[Sequence[int]], unit: int) -> tuple[int, int]:
-    """Return (members in each unit, number of units) of all groups; (0, 0) if these numbers differ."""
+    """Return (members in each unit, number of units) of all groups; (0, 0) if these numbers differ.
+
+    A unit is a node or a pod, of `unit` consecutive ranks.
+    """
     profiles = {_profile(group, unit) for group in groups}
     return profiles.pop() if len(profiles) == 1 else (0, 0)
 
 
 def _profile(ranks: Sequence[int], unit: int) -> tuple[int, int]:
-    """Return (members in each unit, number of units) of one group; (0, 0) if units differ in their members' number."""
+    """Return (members in each unit, number of units) of one group; (0, 0) if units have different numbers of members.
+
+    A unit is a node or a pod, of `unit` consecutive ranks.
+    """
     counts = Counter(rank // unit for rank in ranks)
     different = set(counts.values())
     return (different.pop(), len(counts)) if len(different) == 1 else (0, 0)
 
 
 def _inside(groups: Sequence[Sequence[int]], per_node: int, intra: Link, wiring: Wiring, wired: int) -> Link:
-    """Return the slowest group's link. Raise `UnknownHardwareError` without direct links and without a host bus."""
+    """Return the link of the slowest group in a node: its share of direct links, or the host's bus if that is faster.
+
+    Raises `UnknownHardwareError` if a group has no direct links and the node has no host bus.
+    """
     if wiring.layout is NodeWiring.SWITCH:
         return intra
     parts = {part for group in groups for part in _parts(group, per_node)}
@@ -337,7 +346,7 @@ def _inside(groups: Sequence[Sequence[int]], per_node: int, intra: Link, wiring:
 
 
 def _parts(ranks: Sequence[int], per_node: int) -> set[tuple[int, ...]]:
-    """Return a group's devices in each of its nodes, as indices in the node. Equal nodes count once."""
+    """Return the sets of devices that a group uses in its nodes, each as indices in the node. Equal sets count once."""
     found: dict[int, list[int]] = {}
     for rank in ranks:
         found.setdefault(rank // per_node, []).append(rank % per_node)

@@ -31,7 +31,7 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """The first rank's decision before a save. Ranks save different objects under the keywords `differing`."""
+    """The first rank's decision before a save: the folder to write, and the keywords whose objects differ by rank."""
 
     folder: Path
     differing: frozenset[str]
@@ -141,7 +141,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: the checkpoint could not be written.
-            LostRankError: see `save`.
+            LostRankError: a rank ended, or showed no sign of life for `timeout_s`.
         """
         failure = self._end()
         if failure is not None:
@@ -153,7 +153,7 @@ class Checkpoints:
         Each rank reads its shards. Pass `example_inputs=` to `compile`, so that parameters are sharded before `load`.
 
         Args:
-            step: see `save`.
+            step: the result of `compile`, or a plain module.
             stateful: saved objects to load, under the keywords of `save`.
 
         Returns:
@@ -161,7 +161,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: on every rank: the checkpoint is damaged, or of another model. Nothing has been changed.
-            LostRankError: see `save`.
+            LostRankError: a rank ended, or showed no sign of life for `timeout_s`.
         """
         self.wait()
         state, ranks = TrainingState(step, stateful), self._ranks_of(step)
@@ -232,7 +232,10 @@ class Checkpoints:
         _LOGGER.info("saved step %d to %s", at, self.folder)
 
     def _begin_together(self, at: int, everyone: Sequence[Mapping[str, str]]) -> _Begun:
-        """On the first rank: choose the folder, and find the keywords under which ranks hold different values."""
+        """On the first rank: choose the folder to write, and find the keywords whose objects differ between ranks.
+
+        Raises `CheckpointError` if ranks save at different steps, or save other keywords.
+        """
         calls = [(digests["at"], *sorted(digests)) for digests in everyone]
         if len(set(calls)) > 1:
             raise CheckpointError(f"Ranks save different things: {calls}. Call save(...) alike on every rank.")
@@ -246,9 +249,10 @@ class Checkpoints:
 
 
 def _read(stored: Stored, state: dict[str, Any], ranks: Ranks, action: str) -> dict[str, Any]:
-    """Read items of a checkpoint into `state` by name: into tensors in place, and as bytes for None.
+    """Read items of a checkpoint into `state`, by name in the checkpoint, and return `state`.
 
-    No rank reads before every rank has checked that the bytes it needs are undamaged.
+    A tensor is filled in place; None is replaced by the item's bytes. No rank reads before every rank has checked the
+    bytes that it needs.
     """
     reads = ranks.do(action, lambda: stored.plan_reads(state))
     ranks.do(action, reads.run)

@@ -59,7 +59,11 @@ class StoredTensor:
     pieces: tuple[StoredPiece, ...]
 
     def is_whole(self) -> bool:
-        """Whether each piece lies in the tensor, has bytes for its shape, and all have enough elements together."""
+        """Whether the pieces can make up the tensor.
+
+        Each piece must lie in the tensor, and have as many bytes as its shape needs. All pieces together must have at
+        least the tensor's number of elements.
+        """
         itemsize = dtype_named(self.dtype).itemsize
         for piece in self.pieces:
             if not len(piece.offset) == len(piece.shape) == len(self.shape):
@@ -81,7 +85,10 @@ class Contents:
 
     @classmethod
     def of(cls, metadata: Metadata, extents: Mapping[MetadataIndex, Extent]) -> Contents:
-        """Convert torch.distributed.checkpoint's metadata, with the place of each piece and state in the files."""
+        """Return the contents for the metadata of torch.distributed.checkpoint.
+
+        `extents` has the place of each piece and state in the files.
+        """
         tensors, states = {}, {}
         for name, item in metadata.state_dict_metadata.items():
             if isinstance(item, BytesStorageMetadata):
@@ -100,7 +107,10 @@ class Contents:
 
     @classmethod
     def read(cls, folder: Path, files: Mapping[str, Sums]) -> Contents:
-        """Read the contents of the checkpoint in `folder` with these files; `CheckpointError` if damaged."""
+        """Read the contents of the checkpoint in `folder`, whose manifest has `files` (name to size and checksums).
+
+        Raises `CheckpointError` if the table is missing, is damaged, or names bytes that no file has.
+        """
         path = folder / NAME
         try:
             found = read(cls, parse(path.read_text(encoding="utf-8")))

@@ -51,7 +51,7 @@ class Written:
 
 
 class _SummedFile(io.RawIOBase):
-    """A file that also passes its bytes to `summer`, which computes their checksums."""
+    """A file for writing that also passes the written bytes to `summer`, which computes checksums."""
 
     def __init__(self, path: Path, file: io.IOBase, summer: Summer) -> None:
         self._path, self._file, self._summer = path, file, summer
@@ -107,7 +107,10 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """A planner that drops each value when it is fetched. `writing` is the last name, for error messages."""
+    """A planner of writes that keeps each value only until it is written.
+
+    `writing` is the name of the value that was fetched last, for error messages.
+    """
 
     def __init__(self, items: Mapping[str, Item]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -123,7 +126,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class Writer:
-    """Writes a checkpoint into a folder that is not complete yet. `rank` counts among the writing ranks."""
+    """Writes this rank's part of a checkpoint into a folder. `rank` is this rank's number among the saving ranks."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = folder
@@ -131,7 +134,9 @@ class Writer:
         self._files = _SummedFiles()
 
     def write(self, items: dict[str, Item]) -> Written:
-        """Write this rank's items to the disk. Empties `items`, so that each copy is freed when it is written.
+        """Write this rank's items to the disk, and return what was written.
+
+        `items` is emptied, so written copies are freed.
 
         Raises:
             CheckpointError: a file cannot be written; the message names the file and the tensor.
@@ -214,7 +219,8 @@ class Stored:
         trust_pickle: also read a checkpoint that an earlier release pickled; reading it runs the code in it.
 
     Raises:
-        CheckpointError: the sizes or the table show damage, or the checkpoint is pickled and not trusted.
+        CheckpointError: a file's size or the table of contents shows damage, or the checkpoint is pickled and not
+            trusted.
     """
 
     def __init__(self, folder: Path, *, trust_pickle: bool = False) -> None:
@@ -259,7 +265,7 @@ class Stored:
     def plan_reads(self, state: dict[str, Any]) -> Reads:
         """Plan this rank's reads, and check the bytes that they need. `Reads.run` then reads.
 
-        `state` has, by name in the checkpoint, a tensor to write over, or another value to replace.
+        `state` maps names in the checkpoint to the tensors that are overwritten, or to other values that are replaced.
 
         Raises:
             CheckpointError: a byte to read differs from the written byte.
@@ -396,7 +402,7 @@ def _extents_of(metadata: Metadata) -> Mapping[MetadataIndex, Extent]:
 
 
 def _damaged_items(path: Path, there: Sequence[tuple[Extent, str]]) -> list[tuple[Extent, str]]:
-    """Return the entries of `there` whose bytes in the file differ from their checksum."""
+    """Return the entries of `there` (bytes of the file, tensor's name) whose bytes do not match their checksum."""
     found = []
     with path.open("rb") as file:
         for extent, tensor in there:

@@ -47,7 +47,7 @@ def latest(folder: Path) -> Path | None:
 def begin(folder: Path, step: int) -> Path:
     """Return the path under which to write the checkpoint of `step`, and remove the remains of crashes.
 
-    A checkpoint of more steps, which would stay the latest, raises a `CheckpointError`.
+    Raises `CheckpointError` if the folder has a complete checkpoint of more steps, which would stay the latest.
     """
     folder.mkdir(parents=True, exist_ok=True)
     sweep(folder)
@@ -117,7 +117,7 @@ def _remove(path: Path) -> None:
 
 
 def _delete(path: Path, name: str) -> None:
-    """Delete a checkpoint; the rename before the removal hides it from every reader."""
+    """Delete the checkpoint at `path`. It is first renamed after `name`, with a dot in front, so no reader finds it."""
     gone = path.with_name(f".{name}.deleted-{secrets.token_hex(4)}")
     path.rename(gone)
     sync(path.parent)

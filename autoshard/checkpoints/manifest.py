@@ -93,7 +93,10 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Read a checkpoint's manifest; `CheckpointError` if it is missing, damaged, or of another release."""
+        """Read a checkpoint's manifest.
+
+        Raises `CheckpointError` if it is missing, damaged, or of an unknown version.
+        """
         path = folder / NAME
         try:
             data = path.read_bytes()

@@ -36,14 +36,20 @@ class NamedOptimizer:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, model: nn.Module) -> NamedOptimizer:
-        """Name the parameters of an optimizer as `model` does; parameters outside the model have names like `#3`."""
+        """Return `optimizer` with its parameters named as in `model`.
+
+        A parameter outside the model gets a name like `#3`, by its place in the optimizer.
+        """
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         every = [item for group in optimizer.param_groups for item in group["params"]]
         parameters = {names.get(id(item), f"#{number}"): item for number, item in enumerate(every)}
         return cls(optimizer, parameters, model if isinstance(model, ShardedModule) else None)
 
     def planned(self) -> dict[str, LocalSlot]:
-        """Return the planned slots of state tensors, by names such as `exp_avg:layers.0.weight`; {} without plans."""
+        """Return the program input of each planned state tensor, by a name such as `exp_avg:layers.0.weight`.
+
+        The input has the tensor's shape and spec. Without plans the dict is empty.
+        """
         programs = () if self.model is None else self.model.programs
         slots = (slot for program in programs for slot in program.phased.lowered.inputs)
         return {slot.slot.name: slot for slot in slots if slot.slot.kind is InputKind.STATE}
@@ -82,7 +88,11 @@ class NamedOptimizer:
     def _group(
         self, group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], numbers: Mapping[str, int]
     ) -> dict[str, Any]:
-        """Return a group for `load_state_dict` with its saved options, except the implementation options (`_HOW`)."""
+        """Return a parameter group for the optimizer's `load_state_dict`, with the options of the group in `saved`.
+
+        Options of the implementation (`_HOW`) keep their present values. `numbers` has the index of each parameter by
+        name.
+        """
         ids = {id(item) for item in group["params"]}
         names = [name for name, item in self.parameters.items() if id(item) in ids]
         there = [found for found in saved if not set(names).isdisjoint(found["params"])]

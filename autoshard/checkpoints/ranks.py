@@ -86,7 +86,10 @@ class Ranks:
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     def do(self, action: str, mine: Callable[[], T]) -> T:
-        """Run `mine` on each rank, and return this rank's result; `CheckpointError` on every rank if one rank fails."""
+        """Run `mine` on each rank, and return this rank's result.
+
+        If one rank fails, every rank raises `CheckpointError`. `action` says what failed, in the error's text.
+        """
         return self.merge(action, mine, merge=lambda _: None, shared=lambda _: None)[0]
 
     def merge(
@@ -100,6 +103,7 @@ class Ranks:
         """Run `mine` on each rank, merge the results on the first rank, and send the merged result to all.
 
         Args:
+            action: words for the text of errors, such as "Looking for checkpoints".
             mine: computes this rank's result.
             merge: merges the results of all ranks, in rank order. Its result is sent to every rank, so keep it small.
             undo: runs on the first rank if a rank failed.
@@ -125,7 +129,10 @@ class Ranks:
         return value, merged
 
     def _settle(self, action: str, sent: Any, merge: Callable[[Sequence[Any]], R], undo: Callable[[], None]) -> Any:
-        """Return the merged result of all ranks on every rank, or a `_FailedPart` if a rank or the merge failed."""
+        """Gather what each rank sends, merge it on the first rank, and return the merged value on every rank.
+
+        The value is a `_FailedPart` if a rank or the merge failed.
+        """
         self._meet(action)
         everyone = self._to_first(sent)
         with self._showing_life(action):
@@ -142,7 +149,7 @@ class Ranks:
         return nullcontext() if self.channel is None else self.channel.showing_life(action)
 
     def _to_first(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks on the first rank, and None on other ranks."""
+        """Return on the first rank the values of all ranks, in rank order; return None on other ranks."""
         if self.group is None:
             return [value]
         found: list[Any] | None = [None] * self.size if self.rank == 0 else None

@@ -146,7 +146,10 @@ def refuse_meta(name: str, tensor: torch.Tensor) -> None:
 
 
 def _copied(tensor: torch.Tensor, known: dict[Any, torch.Tensor]) -> torch.Tensor:
-    """Return a copy on the host, or the copy of the same memory that `known` holds."""
+    """Return a copy of a tensor on the host.
+
+    `known` has the copies so far. A second tensor on the same memory gets the same copy.
+    """
     key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
     if key not in known or not tensor.numel():
         known[key] = _copy(tensor)

@@ -196,7 +196,10 @@ def mesh_of(step: Any) -> str:
 
 
 def ranks_of(step: Any, timeout_s: float | None = None) -> Ranks:
-    """Return the processes that run the model of `step`, all of which must call; `timeout_s` as for `Ranks.of`."""
+    """Return the processes that run the model of `step`. All of these processes must call `ranks_of`.
+
+    `timeout_s` limits the wait for a rank that shows no sign of life. Default: the timeout of the model, or 60 seconds.
+    """
     return Ranks.of(model_of(step), timeout_s)
 
 
@@ -229,7 +232,10 @@ def _places_in_optimizer(stored: Stored, optimizer: NamedOptimizer, rest: Mappin
 
 
 def _place(stored: Stored, slot: Slot, now: torch.Tensor | None) -> torch.Tensor:
-    """Return a tensor to read a slot into: the object's present tensor `now` if it fits, else a new whole tensor."""
+    """Return the tensor into which the stored tensor of `slot` is read.
+
+    This is `now`, the saved object's present tensor, if shape and dtype fit. Otherwise it is a new whole tensor.
+    """
     shape, dtype = stored.tensor(slot.name)
     if now is not None and now.shape == shape and now.dtype == dtype:
         return now.detach()

@@ -65,7 +65,7 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:
-    """Return the value from the text that `packed` returned; `ValueError` for any other text."""
+    """Return the value from the text that `packed` returned. Raises `ValueError` for any other text."""
     try:
         return _decoded(parse(bytes(data).decode()))
     except (KeyError, TypeError, AttributeError, RuntimeError, RecursionError, pickle.UnpicklingError) as error:
@@ -73,7 +73,7 @@ def unpacked(data: bytes) -> Any:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype with a name such as "float32"; raise `ValueError` if there is none."""
+    """Return the dtype with a name such as "float32". Raises `ValueError` if there is none."""
     found = getattr(torch, name, None) if name.isidentifier() else None
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name[:60]!r} is not a dtype")
@@ -112,7 +112,7 @@ def _encoded(value: Any) -> Any:
 
 
 def _saved(value: Any) -> bytes:
-    """Return a value as `torch.save` writes it; a `CheckpointError` if `weights_only=True` cannot read it."""
+    """Return a value as the bytes of `torch.save`. Raises `CheckpointError` if `weights_only=True` cannot load it."""
     file = io.BytesIO()
     try:
         torch.save(value, file)

@@ -1,8 +1,8 @@
-"""The commands: plan a model for a cluster, and ask whether this machine is ready.
+"""The commands of `autoshard`: plan, explain, report, price, verify, calibrate and doctor.
 
 With `--json`, a command prints JSON instead of text for a person. The exit status is 0 after success, and 1 after an
 error, which one clear sentence describes. It is 2 if the command or an option does not exist or lacks its value. It is
-130 after Ctrl-C before there was anything to print.
+130 if Ctrl-C ends the command before it has a result to print.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of table
 
 
 def main() -> None:
-    """Run the command line; a user's mistake ends in one sentence and exit status 1, or 2 for wrong usage."""
+    """Run the command line. A user's mistake prints one sentence; the exit status is then 1, or 2 for wrong usage."""
     try:
         if app(standalone_mode=False) == _INTERRUPTED:
             _fail("interrupted before there was anything to print.", _INTERRUPTED)
@@ -267,13 +267,13 @@ def _named(optimizer: str | None) -> str | None:
 
 
 def _check_folder(out: Path | None) -> None:
-    """Raise before the search starts if the plan cannot be written after it."""
+    """Raise `AutoshardError` before a search starts, if the plan could not be written: there is no folder for `out`."""
     if out is not None and not out.parent.is_dir():
         raise AutoshardError(f"--out {out} cannot be written: there is no folder {out.parent}. Make the folder first.")
 
 
 def _write(out: Path, save: Callable[[Path], None]) -> None:
-    """Call `save(out)`; turn an `OSError` into an error of one sentence."""
+    """Call `save(out)`. Raises `AutoshardError`, of one sentence, in place of an `OSError`."""
     try:
         save(out)
     except OSError as error:
@@ -413,7 +413,7 @@ def _examine_machine(as_json: bool) -> None:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Parse `NODE_TYPE:NODESxDEVICES` (`NODE_TYPE` alone is one whole node), or the name of a .toml file.
+    """Return the cluster `NODE_TYPE:NODESxDEVICES`, one whole node for `NODE_TYPE`, or the cluster of a .toml file.
 
     Raises:
         MeshError: the text is not of this form.
@@ -439,7 +439,7 @@ def _place(cluster: str, mesh: str | None) -> Cluster | ClusterMesh:
 
 
 def parse_mesh(text: str) -> Mesh:
-    """Parse a mesh like `data=8,model=8`.
+    """Return the mesh of a text such as `data=8,model=8`.
 
     Raises:
         MeshError: the text is not of this form.

@@ -70,7 +70,7 @@ def _hardware_files() -> Finding:
 
 
 def _small_compile() -> Finding:
-    """Compile for two simulated ranks, and compare the output with one device's."""
+    """Compile a small model for two simulated ranks, and report how far its output is from one device's."""
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     features = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
     sharded = api.compile(copy.deepcopy(model), Mesh({"data": 2}), example_inputs=(features,))

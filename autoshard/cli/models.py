@@ -91,7 +91,7 @@ _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 @contextlib.contextmanager
 def _named(reference: str) -> Iterator[None]:
-    """Turn an error of the user's code into a `ModelReferenceError` that names the user's line."""
+    """Turn an error that the user's code raises in this context into a `ModelReferenceError` with the user's line."""
     try:
         yield
     except AutoshardError:

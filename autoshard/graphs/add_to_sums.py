@@ -17,11 +17,11 @@ _aten = torch.ops.aten
 
 
 def add_to_sums(graph_module: fx.GraphModule, owned: Sequence[bool]) -> fx.GraphModule:
-    """Return a copy of a graph that takes sums as further inputs, and returns its last results added to them.
+    """Return a copy of a graph that adds its last results to sums, which are further inputs, and returns the new sums.
 
     Args:
-        owned: an entry for each of the last results. True adds in place, so the sum's memory must be the caller's
-            alone. False makes a new sum.
+        owned: an entry for each result that is added to a sum. True changes the sum in place, so nothing but the caller
+            may use the sum's memory. False makes a new tensor.
 
     Example:
         >>> graph = fx.Graph()
@@ -35,7 +35,10 @@ def add_to_sums(graph_module: fx.GraphModule, owned: Sequence[bool]) -> fx.Graph
 
 
 def adding(graph: fx.Graph, owned: Sequence[bool]) -> fx.Graph:
-    """Return the copy of `graph` that `add_to_sums` makes for a graph module."""
+    """Return a copy of `graph` that adds its last results to sums, which are further inputs, and returns the new sums.
+
+    For each of these results, `owned` tells whether the sum is changed in place.
+    """
     made = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

@@ -59,7 +59,7 @@ def _annotated(node: fx.Node, target: torch._ops.OpOverload) -> tuple[fx.Node, .
 
 @cache
 def _aliased_arguments(target: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
-    """Return position and name of each argument that the schema marks as an alias; empty if it so marks no result."""
+    """Return position and name of each argument whose memory a result may share, according to the schema."""
     if not any(item.alias_info is not None for item in target._schema.returns):
         return ()
     arguments = enumerate(target._schema.arguments)

@@ -1,4 +1,7 @@
-"""Cuts a graph in two: the first graph computes some results, the second the rest from values of the first."""
+"""Cuts a graph in two. The first graph computes some of the results; the second computes the other results.
+
+The second graph takes values that the first graph computed.
+"""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ FUNCTIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
 
 
 def call_directly(graph_module: fx.GraphModule) -> None:
-    """Replace the operators of the tables by functions and methods, in the given graph module itself."""
+    """Replace calls of operators in `FUNCTIONS` and `METHODS` by calls of torch's functions and methods, in place."""
     for node in graph_module.graph.nodes:
         if not node.args or isinstance(node.args[0], int | float):
             continue  # operators take a number for a tensor

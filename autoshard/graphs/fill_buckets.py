@@ -75,13 +75,16 @@ class Member:
 
 
 def fill_buckets(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of the graph module in which values are written into their buckets; itself without buckets."""
+    """Return a copy of the graph module in which values are written into the buffers of their buckets.
+
+    A graph without buckets is returned as it is.
+    """
     graph = filled(graph_module.graph)
     return graph_module if graph is graph_module.graph else lazy_module(graph_module, graph)
 
 
 def filled(graph: fx.Graph) -> fx.Graph:
-    """Return the copy of `graph` that `fill_buckets` makes for a graph module."""
+    """Return a copy of `graph` in which values are written into the buffers of their buckets."""
     packed = graph.find_nodes(op="call_function", target=_aten.cat.default)
     buckets = {node: members for node in packed if (members := members_of(node))}
     return _Filling(graph, buckets).run() if buckets else graph
@@ -110,9 +113,9 @@ def _is_flat(item: fx.Node) -> bool:
 
 
 def _computed(flat: fx.Node, place_bytes: int) -> fx.Node | None:
-    """Return the call that can write the value of `flat` into the buffer at `place_bytes`, or None.
+    """Return the call that can write the value of `flat` directly into the buffer, at byte `place_bytes`; else None.
 
-    Its operator must be in `INTO`, its result contiguous and read by the bucket alone, and its place aligned.
+    Such a call runs an operator of `INTO`. The byte is aligned, the result is contiguous, and only the bucket reads it.
     """
     value = flat
     while value.target in _SHAPED and len(value.users) == 1:
@@ -176,7 +179,7 @@ class _Filling:
         self._call(INTO[member.computed.target], args, member.computed, out=place)
 
     def _begin(self, packed: fx.Node, first: Member) -> None:
-        """Allocate the buffer of bucket `packed`, and copy the members into it that are inputs of the graph."""
+        """Allocate the buffer of the bucket `packed`, and copy those members into it that are inputs of the graph."""
         value = packed.meta["val"]
         like = next(node for node in (first.value, *first.value.all_input_nodes) if node in self.copies)
         buffer = self._call(_aten.new_empty.default, (self.copies[like], list(value.shape)), packed)
@@ -195,7 +198,7 @@ class _Filling:
 
 
 def _between(member: Member) -> set[fx.Node]:
-    """Return the views that the rewrite drops: `flat`, and all views between `computed`, if given, and `flat`."""
+    """Return the views of a member that the rewrite drops: `flat`, and the views between `computed` and `flat`."""
     found, node = {member.flat}, member.flat
     while member.computed is not None and node is not member.computed:
         found.add(node)

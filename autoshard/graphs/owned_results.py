@@ -64,7 +64,10 @@ def _places_of(value: fx.Node, part: _Part = None) -> set[tuple[tuple[fx.Node, A
 
 
 def _lie_apart(parts: Iterable[_Part]) -> bool:
-    """Whether the results in one memory do not overlap: there is one, or all are different results of one split."""
+    """Whether results with the same memory do not overlap. `parts` has the part of the memory that each result uses.
+
+    A single result overlaps nothing, and neither do different parts of one split.
+    """
     parts = list(parts)
     splits = {part[0] if part is not None else None for part in parts}
     return len(parts) == 1 or (len(splits) == 1 and None not in splits and len(set(parts)) == len(parts))

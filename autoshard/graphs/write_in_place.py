@@ -38,7 +38,10 @@ def write_in_place(graph_module: fx.GraphModule, written: Mapping[int, int]) -> 
 
 
 def written_in_place(graph: fx.Graph, written: Mapping[int, int]) -> fx.Graph:
-    """Return the copy of `graph` that `write_in_place` makes for a graph module."""
+    """Return a copy of `graph` in which results overwrite inputs.
+
+    `written` maps the index of a result to the index of the placeholder that the result overwrites.
+    """
     made = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -91,7 +94,10 @@ class _Writing:
         self.order = {node: index for index, node in enumerate(self.graph.nodes)}
 
     def _update_in_place(self, node: fx.Node, twin: torch._ops.OpOverload) -> None:
-        """Replace the functional update `node` by `twin` in place, on clones of operands that later calls read."""
+        """Replace a functional optimizer update, `node`, by `twin`, its operator in place.
+
+        An operand that later calls read is cloned first, and the clone is overwritten.
+        """
         selections = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         count = len(selections) and 1 + max(index for index in selections if isinstance(index, int))
         operands = [index for index in range(max(1, count) + 1) if index != _GRADIENT]
@@ -114,9 +120,10 @@ class _Writing:
         self.graph.erase_node(node)
 
     def _dies_at(self, value: fx.Node, reader: fx.Node) -> bool:
-        """Whether `reader` may overwrite `value`: it reads the memory of `value` once, and after all other readers.
+        """Whether `reader` may overwrite the memory of `value`.
 
-        The memory must belong to no input that the graph keeps.
+        `reader` must use this memory once, after all other readers. The memory must belong to no input that the graph
+        keeps.
         """
         roots = roots_of(value)
         if any(root.op == "placeholder" and root not in self.overwritten for root in roots):
@@ -158,7 +165,7 @@ def _twin(name: str) -> torch._ops.OpOverload:
 
 
 def roots_of(value: fx.Node) -> set[fx.Node]:
-    """Return the nodes that own the memory of `value`, which may be a view of them, or is its own root."""
+    """Return the nodes that allocate the memory of `value`: `value` itself, or the nodes of which `value` is a view."""
     found: set[fx.Node] = set()
     waiting = [value]
     while waiting:

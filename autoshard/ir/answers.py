@@ -13,11 +13,11 @@ from autoshard.ir.spec import PartitionSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Cost of the best plan of some kind.
+    """Cost of the fastest plan that meets one condition, such as a given spec of a value.
 
     Args:
-        fits: whether a plan of the kind fits memory and the user's constraints; if not, only `smallest_bytes` may be
-            given.
+        fits: whether a plan under the condition fits memory and the user's constraints; if not, only `smallest_bytes`
+            may be given.
         step_time_s: predicted seconds of a step.
         peak_memory_bytes: predicted peak memory of each rank.
         breakdown: seconds of each part of the step, by the part's name.
@@ -44,7 +44,7 @@ class Alternative(Outcome):
 
 @dataclass(frozen=True, slots=True)
 class Variant(Outcome):
-    """One way to have a feature, or one change of the hardware (`name`, in words), with the cost of the best plan."""
+    """Cost of the best plan under a changed condition. `name` is the condition in words, e.g. "10 % more memory"."""
 
     name: str
 
@@ -98,7 +98,7 @@ class WhyNot:
         chosen: predicted cost of the plan itself.
         variants: each other way ("tensor over data"), the cheapest first; ways that do not fit come last.
         memory_budget: memory limit of a device in bytes, or None.
-        missing: the reason, in words, for empty `variants`; else "".
+        missing: why the answer has no `variants`, in words; "" if it has some.
     """
 
     feature: str
@@ -124,8 +124,8 @@ class Limits:
         chosen: predicted cost of the plan itself.
         variants: each change ("10 % more memory") with the best plan under it, in a fixed order.
         memory_budget: memory limit of a device in bytes, or None.
-        memory_worth_s_per_byte: seconds saved per step for each further byte (the shadow price), averaged over a tenth
-            more memory; None without a limit.
+        memory_worth_s_per_byte: seconds saved per step for each further byte (the shadow price), found by planning with
+            10 % more memory; None without a limit.
     """
 
     chosen: Outcome
@@ -160,8 +160,9 @@ class Comparison:
         parameters: both specs of each parameter whose spec differs; None for a plan without the parameter.
         outputs: both specs of each result whose spec differs, by kind and name ("gradient w", "output output:0").
         meshes: both meshes as text.
-        tokens_per_s: None for a plan whose inputs are no tokens. Steps of two recipes may have different batches.
-        recipes: None for a plan whose specs were searched.
+        tokens_per_s: tokens per second of both plans; compare these if the plans have different batches. None for a
+            plan whose inputs are no tokens.
+        recipes: the recipe of each plan; None for a plan whose specs were searched.
     """
 
     step_time_s: tuple[float, float]
@@ -177,7 +178,7 @@ class Comparison:
 
     @property
     def recipe_fields(self) -> dict[str, tuple[object, object]]:
-        """Each field in which the two recipes differ, with both values; empty if a plan has no recipe."""
+        """Name of each recipe field that differs, to its values in both plans; empty if a plan has no recipe."""
         first, second = self.recipes
         if first is None or second is None:
             return {}

@@ -103,7 +103,7 @@ def matches_dtensor(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> bo
 def pad_local(chunk: Tensor, spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> Tensor:
     """Return the local tensor, padded with zeros, for DTensor's `chunk` of a value of global `shape`.
 
-    Raises `InvalidSpecError` if DTensor splits the value into other pieces. `unpad_local` is the inverse.
+    Raises `InvalidSpecError` if DTensor splits the value into other pieces than `spec`. `unpad_local` is the inverse.
     """
     _check_matches(spec, mesh, shape)
     local = spec.local_shape(shape, mesh)
@@ -115,7 +115,10 @@ def pad_local(chunk: Tensor, spec: PartitionSpec, mesh: Mesh, shape: Sequence[in
 
 
 def unpad_local(local: Tensor, spec: PartitionSpec, mesh: Mesh, shape: Sequence[int], rank: int) -> Tensor:
-    """Return DTensor's contiguous chunk for `rank`'s padded `local` tensor; arguments and errors as for `pad_local`."""
+    """Return DTensor's contiguous chunk for the padded `local` tensor of `rank`, part of a value of global `shape`.
+
+    Raises `InvalidSpecError` if DTensor splits the value into other pieces than `spec`. `pad_local` is the inverse.
+    """
     _check_matches(spec, mesh, shape)
     for dim, size in enumerate(unpadded_shape(spec, mesh, shape, rank)):
         local = local.narrow(dim, 0, size)
@@ -141,7 +144,10 @@ def _piece(tensor: Tensor, dim: int, pieces: int, index: int, padding: float | i
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """One axis whose split `unshard` undoes: a reduction over the axis, or a dim to join and trim to `size`."""
+    """One axis of a spec, which `unshard` removes: it reduces over a partial axis, or joins the pieces of a split dim.
+
+    The joined dim `dim` is cut to `size` elements. `reduction` is None for an axis that splits a dim.
+    """
 
     axis: str
     reduction: Reduction | None = None
@@ -155,7 +161,10 @@ class _Level:
 
 
 def _levels(spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> list[_Level]:
-    """Return a level for each axis: splits (major to minor in a dim), then partial axes. The last is undone first."""
+    """Return a level for each axis of `spec`: first the axes that split dims, major to minor, then the partial axes.
+
+    `unshard` removes the axes from last to first.
+    """
     levels = []
     for dim, size in enumerate(shape):
         for axis in spec.axes_of(dim):
@@ -167,7 +176,7 @@ def _levels(spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> list[_Leve
 def _assembler(
     locals_: Sequence[Tensor], spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]
 ) -> Callable[[int, int], Tensor]:
-    """Return `value_at(rank, depth)`, the tensor of `rank` after all but the first `depth` levels are undone."""
+    """Return `value_at(rank, depth)`: the tensor on `rank` when only the first `depth` levels are still sharded."""
     levels = _levels(spec, mesh, shape)
     groups = [{rank: group for group in mesh.groups(level.axis) for rank in group} for level in levels]
 
@@ -211,7 +220,7 @@ def _check_copy(value: Tensor, copy: Tensor, spec: PartitionSpec, mesh: Mesh, ra
 
 
 def _are_equal(left: Tensor, right: Tensor) -> bool:
-    """Whether all elements are equal; complex32 is compared as pairs of reals, because `torch.equal` refuses it."""
+    """Whether two tensors are equal in all elements; complex32, unknown to `torch.equal`, is compared as pairs."""
     if left.dtype == torch.complex32:
         left, right = (torch.view_as_real(value.resolve_conj()) for value in (left, right))
     return torch.equal(left, right)
@@ -226,7 +235,10 @@ def _check_matches(spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> Non
 
 
 def _real_size(size: int, axes: Sequence[str], mesh: Mesh, place: Mapping[str, int]) -> int:
-    """Return the number of elements, less padding, of a dim of `size` split by `axes`, on the rank at `place`."""
+    """Return the number of elements without padding that a rank holds of a dim of `size` elements, split by `axes`.
+
+    `place` has the rank's index along each axis.
+    """
     real = size
     for axis in axes:
         size = -(-size // mesh.axis_size(axis))
@@ -235,7 +247,10 @@ def _real_size(size: int, axes: Sequence[str], mesh: Mesh, place: Mapping[str, i
 
 
 def _chunk_size(size: int, axes: Sequence[str], mesh: Mesh, place: Mapping[str, int]) -> int:
-    """Return the number of elements in DTensor's chunk, for the same arguments; each axis chunks the unpadded size."""
+    """Return the number of elements in a rank's DTensor chunk of a dim of `size` elements, split by `axes`.
+
+    Each axis in turn cuts the unpadded size into chunks. `place` has the rank's index along each axis.
+    """
     for axis in axes:
         full = -(-size // mesh.axis_size(axis))
         size = min(max(size - place[axis] * full, 0), full)

@@ -1,4 +1,4 @@
-"""Predicates on nodes of lowered graphs: start of a collective, wait for a collective, memory held between the two."""
+"""Predicates on nodes of lowered graphs: whether a node starts a collective, waits for one, or reduces in place."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def holds_operand(node: fx.Node) -> bool:
-    """Whether a node starts a collective that needs its operand until the wait; an all-reduce copies its operand."""
+    """Whether a node starts a collective that reads its operand until the wait. An all-reduce copies its operand."""
     return is_collective(node) and node.target is not ALL_REDUCE
 
 
 def reduces_in_place(node: fx.Node) -> bool:
-    """Whether an all-reduce may overwrite its operand, a fresh buffer without another reader.
+    """Whether `node` is an all-reduce that may overwrite its operand.
 
-    `cat` packs the buffer, or `autoshard.graphs.fill_buckets` fills the buffer. The runtime runs such an all-reduce in
-    place, and predictions count memory accordingly.
+    The operand is then a new buffer that nothing else reads. `cat` packs it, or `autoshard.graphs.fill_buckets` fills
+    it. The runtime reduces in place, and predictions count no second buffer.
     """
     operand = node.args[0] if node.target is ALL_REDUCE else None
     if not isinstance(operand, fx.Node):

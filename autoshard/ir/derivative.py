@@ -1,4 +1,4 @@
-"""Derivatives of a call: programs that return gradients, so that gradients have gradients too."""
+"""Calls that return gradients of another call. Derivatives of such calls are second and higher derivatives."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Derivative:
-    """Gradients as results of a call, in place of the model's outputs.
+    """A call that returns gradients of another call, in place of the other call's outputs.
 
-    The arguments of the call are `(args, kwargs, tangents)`: those of the differentiated call, and a tangent for each
-    of `outputs`. The call returns a tuple with the gradient of each of `wanted`.
+    The arguments are `(args, kwargs, tangents)`: those of the differentiated call, and a tangent for each of `outputs`.
+    The result is a tuple with the gradient of each tensor in `wanted`.
 
     Args:
         outputs: indices of the differentiated outputs among the leaves of the differentiated call's result.

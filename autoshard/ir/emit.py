@@ -5,8 +5,8 @@ tensor. So a gather trims its result, and a split first pads the dim to a multip
 elements of one global index, so all of them are real or all of them are padding.
 
 Collectives are `torch.ops._c10d_functional`, each followed by `wait_tensor`; their group name is the mesh axis. They
-work on dim 0 of contiguous tensors. Element types that process groups refuse are sent as other types (`_Wire`). Axes of
-size one and empty tensors need no collective.
+work on dim 0 of contiguous tensors. Element types that process groups do not support are sent as other types (`_Wire`).
+Axes of size one and empty tensors need no collective.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ def emit_reshard(
 ) -> Any:
     """Emit the steps of a reshard on `value`, and return the resulting local tensor.
 
-    Nodes go where the tracer of `value` inserts. If the node of `value` has a tensor `meta["val"]`, each emitted tensor
-    node gets one too (unless the tracer gave it one). Integers of the rank have no `val`.
+    New nodes are inserted at the tracer's present insertion point. If the node of `value` has a tensor `meta["val"]`,
+    new nodes with tensor values get one too. Nodes with integer values, such as a rank's offset, get none.
 
     Args:
         value: the local tensor: a proxy in the graph to extend, or a real tensor, on which the steps run at once.
         shape: the global shape.
         dtype: the element type; by default the type of `value` or of its node's `meta["val"]`.
+        on_node: called with each new node, and the spec of its value; None in place of the spec within a step.
 
     Returns:
         The local tensor under the last step's target spec, padded and contiguous; `value` itself without steps.
@@ -80,8 +81,9 @@ def _dtype_of(value: Any) -> torch.dtype:
 class _Wire:
     """Form in which a collective sends values of one dtype.
 
-    Bits are viewed as type `view`, or values are converted to type `cast`; None: neither. Complex numbers are sent as
-    pairs of reals. `reduction` applies to the sent values; None if they are only moved.
+    Before a collective, the bits are viewed as type `view`, or the values are converted to type `cast`. None skips the
+    view or the conversion. Complex numbers are sent as pairs of reals. `reduction` applies to the sent values; None if
+    they are only moved.
     """
 
     view: torch.dtype | None = None
@@ -131,7 +133,7 @@ def _wire_to_reduce(dtype: torch.dtype, reduction: Reduction) -> _Wire:
 
 @dataclass(frozen=True, slots=True)
 class _Emitter:
-    """Emits steps one at a time. `nodes` collects the nodes of the current step."""
+    """Emits the steps of one reshard, one step at a time. `nodes` has the nodes of the present step."""
 
     mesh: Mesh
     shape: tuple[int, ...]
@@ -140,9 +142,10 @@ class _Emitter:
     nodes: list[fx.Node]
 
     def step(self, value: Any, step: ReshardStep, reached: PartitionSpec, *, is_last: bool) -> Any:
-        """Emit one step, and report its nodes to `on_node`.
+        """Emit one step, and pass its nodes to `on_node`; return the local tensor after the step.
 
         `reached` is the spec after this step and the following steps over axes of size one, which emit nothing.
+        `is_last` says whether no further step emits anything.
         """
         self.nodes.clear()
         value = self._local_value(value, step, is_last=is_last)
@@ -205,7 +208,10 @@ class _Emitter:
         return self._contiguous(self._call(_aten.where.ScalarOther, condition, value, identity))
 
     def _slice(self, value: Any, step: ReshardStep, *, is_last: bool) -> Any:
-        """Return the rank's piece, copied by the last step because a view would keep the whole tensor in memory."""
+        """Return the rank's piece of `value`: a view, or a copy in the last step.
+
+        A view would keep the memory of the whole tensor.
+        """
         dim = _known(step.to_dim)
         value = self._pad(value, step)
         size = self._shape_under(step.target)[dim]
@@ -228,7 +234,7 @@ class _Emitter:
         return self._contiguous(self._call(_aten.permute.default, pieces, order))
 
     def _join(self, pieces: Any, dim: int, step: ReshardStep, wire: _Wire) -> Any:
-        """Undo `_split`: join the pieces on dim 0 along `dim`, and cut `dim` to its padded size under `step.target`."""
+        """Undo `_split`: concatenate the pieces of dim 0 along `dim`, and cut `dim` to its padded size after `step`."""
         local = [*self._shape_under(step.target), *wire.extra_dims]
         size = self._shape_under(step.source)[dim]
         if math.prod(local[:dim]) != 1:
@@ -273,7 +279,7 @@ class _Emitter:
         return spec.local_shape(self.shape, self.mesh)
 
     def _axis_index(self, value: Any, axis: str) -> Any:
-        """Return the rank's index along an axis: a node in a graph, or the number itself beside a real tensor."""
+        """Return the rank's index along `axis`: a node if `value` is a proxy, a number if `value` is a tensor."""
         if not isinstance(value, fx.Proxy):
             return axis_index(axis)
         return self._record(value.tracer.create_proxy("call_function", axis_index, (axis,), {}))

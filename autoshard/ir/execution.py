@@ -24,7 +24,8 @@ class Execution(Recipe):
         global_batch: sequences of a step, over all replicas; None: one micro-batch for each replica.
 
     Raises:
-        RecipeError: a field is invalid, as for `Recipe`, or replicas cannot run whole micro-batches.
+        RecipeError: a field is invalid, or `global_batch` is no multiple of `micro_batch` x `data`, or `expert` does
+            not divide `data` in a runtime without folded experts.
 
     Example:
         >>> Execution(data=8, tensor=8, pipeline=2, micro_batch=1, global_batch=64).micro_batches
@@ -76,7 +77,7 @@ class Execution(Recipe):
         return Recipe(**{name: getattr(self, name) for name in _OF_RECIPES})
 
     def of(self, recipe: Recipe) -> Execution:
-        """Return an execution of `recipe` with the runtime and the settings of this execution.
+        """Return an execution of another recipe, `recipe`, with the runtime and the settings of this execution.
 
         A field that is None gets a plain value: size 1, `zero` 0, no recomputation, no offload. `virtual_stages`
         becomes the smallest number that the schedule takes.

@@ -20,7 +20,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def read_text(path: str | Path) -> str:
-    """Read a plan's file in UTF-8. Raises `PlanMismatchError` if the file cannot be read, or is no text."""
+    """Return the text of a plan's file in UTF-8. Raises `PlanMismatchError` if it cannot be read, or is no text."""
     checked = _checked(path)
     try:
         return checked.read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
 """A hash of everything that a traced program computes and returns.
 
-`Program.digest`, by which a plan finds its program, hashes only the program's text. A fingerprint also covers constant
-tensors, results other than tensors, and guards.
+`Program.digest`, which a plan stores to recognise its program, hashes only the program's text. A fingerprint also
+covers constant tensors, results other than tensors, and guards.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs Python's garbage collector rarely during tracing, planning and lowering.
 
-A compiler's many small objects live until it ends, so collections find little. Collections take 14 % of the time of
-`compile` at Python's own thresholds, 8 % at `THRESHOLDS` (GPT-2, Llama and BERT of two layers).
+The objects of a compile live until it ends, so collections free little. With Python's own thresholds, collections take
+14 % of the time of `compile`; with `THRESHOLDS`, 8 % (GPT-2, Llama and BERT of two layers).
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ THRESHOLDS = (100_000, 50, 100)
 
 
 def seldom_collecting(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate `function` to run with rare garbage collections; a user's rarer thresholds, or none at all, stay."""
+    """Return `function`, changed to run with the rare garbage collections of `THRESHOLDS`.
+
+    Higher thresholds of the user, or a disabled collector, stay as they are.
+    """
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:

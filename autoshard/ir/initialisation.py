@@ -45,7 +45,7 @@ class Box:
         return Box(tuple(s - o for s, o in zip(self.start, other.start, strict=True)), self.size)
 
     def in_dims(self, dims: tuple[int, ...]) -> Box:
-        """Return the box's start and size in the dims `dims` alone, in their order."""
+        """Return the box with only the dims in `dims`, in their order."""
         return Box(tuple(self.start[dim] for dim in dims), tuple(self.size[dim] for dim in dims))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,10 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class StridedView:
-    """A tensor of the record: a strided view, counted in elements as in torch, of the memory with number `memory`."""
+    """A tensor of the record: a view of the memory with number `memory`.
+
+    Shape, stride and offset are counted in elements, as in torch.
+    """
 
     memory: int
     shape: tuple[int, ...]
@@ -80,9 +83,9 @@ class StridedView:
         return self.has_all(numel) and all(size == 1 or stride == expected for size, stride, expected in pairs)
 
     def box_in(self, shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]] | None:
-        """Return the box that the view covers in a contiguous tensor of `shape`, and the box's dim for each view dim.
+        """Return the box that the view covers in a contiguous tensor of `shape`, and the box's dim of each view dim.
 
-        None if the elements cover no box.
+        None if the view's elements do not form a box of the tensor.
         """
         strides = contiguous_strides(shape)
         start, left = [], self.offset
@@ -199,11 +202,13 @@ class Initialisation:
 
 @dataclass(frozen=True, slots=True)
 class _MemorySource:
-    """The weights on whose values before initialisation a memory's present values depend.
+    """The weights on whose values before initialisation the present values of one memory depend.
 
     Args:
         shape: shape of the tensor that first had the memory.
-        boxes: boxes overwritten since the last write of the whole memory, each with its own sources.
+        sources: names of the weights on which some value in the memory depends.
+        boxes: boxes overwritten since the last write of the whole memory, each with the weights on which its values
+            depend.
     """
 
     shape: tuple[int, ...]

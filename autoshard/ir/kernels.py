@@ -1,4 +1,4 @@
-"""Triton kernels in a plan's price, with the operators that they replace and the savings."""
+"""Triton kernels in a plan's predicted step: the operators that each kernel replaces, and the time that it saves."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Weights of micro-batch losses within the batch's loss, as data. A pass derives them, and each step reads them.
+"""Weights with which the losses of micro-batches add up to the loss of the batch.
 
 The loss of a batch is the weighted sum of its micro-batches' losses. The weight is 1 for a sum over the batch, and 1/n
 for a mean over n micro-batches. If the loss divides by a count (targets not ignored, class weights, a mask), the weight
-is the micro-batch's share of the count. Counts depend on inputs alone, so weights are known before the first forward.
+is the micro-batch's share of the count. Counts depend on inputs alone, so each step computes its weights before the
+first forward. A pass finds the formula of the weights in the traced program.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ ReadInput = Callable[[int, str, str], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Count:
-    """The divisor of a loss, as graphs that compute it for a micro-batch and for the whole batch.
+    """The count by which a loss is divided, as graphs that compute the count of a micro-batch and of the whole batch.
 
     Args:
         of_part: takes the inputs of a micro-batch; returns its count, then the sums from which the count is computed.
         of_whole: takes these sums for the whole batch, then the inputs of the first micro-batch; returns the count of
             the whole batch.
-        exponents: for each sum, its exponent e. The batch's sum is the sum over its m micro-batches, divided by m ** e.
+        exponents: for each of these sums, an exponent e. The batch's sum is the total over its m micro-batches, divided
+            by m ** e.
         inputs: kind and name of each input that both graphs take.
     """
 
@@ -39,7 +41,10 @@ class Count:
     inputs: tuple[tuple[str, str], ...]
 
     def shares(self, parts: int, read: ReadInput) -> list[float]:
-        """Return the count of each of `parts` micro-batches, divided by the batch's count."""
+        """Return for each of `parts` micro-batches its count, divided by the batch's count.
+
+        `read(part, kind, name)` returns an input of micro-batch `part`.
+        """
         given = [[read(part, kind, name) for kind, name in self.inputs] for part in range(parts)]
         counted = [self.of_part(*values) for values in given]
         sums = zip(*(sums for _, *sums in counted), strict=True)
@@ -53,7 +58,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A term of the batch's loss: the weighted sum of the same term in the losses of the m micro-batches.
+    """A term of the batch's loss: a weighted sum of this term's values in the losses of the m micro-batches.
 
     Args:
         exponent: 0 for a sum over the batch, 1 for a mean; each weight is divided by m ** exponent.
@@ -67,7 +72,10 @@ class Term:
     where: str = ""
 
     def weights(self, parts: int, read: ReadInput) -> list[float]:
-        """Return the weight of each of `parts` micro-batches in the batch's term."""
+        """Return the weight of each of `parts` micro-batches in this term of the batch's loss.
+
+        `read(part, kind, name)` returns an input of micro-batch `part`.
+        """
         shares = [1.0] * parts if self.count is None else self.count.shares(parts, read)
         return [share / parts**self.exponent for share in shares]
 
@@ -79,7 +87,9 @@ class Term:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branches:
-    """Branch conditions of a micro-batch's trace, and graphs that compute them for the whole batch.
+    """Values on which a micro-batch's trace branched in Python, and graphs that compute them for the whole batch.
+
+    With these graphs a step checks that the whole batch would take the same branches.
 
     Args:
         of_part: takes the inputs of a micro-batch; returns the results of reductions over its samples.
@@ -96,7 +106,10 @@ class Branches:
     inputs: tuple[tuple[str, str], ...]
 
     def are_of_batch(self, parts: int, read: ReadInput) -> bool:
-        """Whether the whole batch has the values on which the micro-batch's trace branched."""
+        """Whether the whole batch has the values on which the micro-batch's trace branched.
+
+        `read(part, kind, name)` returns an input of micro-batch `part`, one of `parts`.
+        """
         found = [self.of_part(*(read(part, kind, name) for kind, name in self.inputs)) for part in range(parts)]
         pairs = zip(self.reductions, zip(*found, strict=True), strict=True)
         totals = [_REDUCE[reduction](torch.stack(values)) for reduction, values in pairs]
@@ -117,10 +130,10 @@ class LossWeights:
 
     Args:
         terms: terms of the loss, all of which must give a micro-batch the same weight.
-        has_constant: whether the loss adds a term independent of the batch, which must count once.
+        has_constant: whether the loss adds a term that does not depend on the batch. The weights must then sum to 1.
         refusal: reason why the loss is no sum over micro-batches; None if it is.
-        branches: check that the whole batch branches like its parts. None without guards, or if the parts do not
-            determine the branches.
+        branches: the check that the whole batch takes the same branches in Python as each micro-batch. None if the
+            trace did not branch on values, or if micro-batches do not determine the batch's values.
     """
 
     terms: tuple[Term, ...]
@@ -129,7 +142,11 @@ class LossWeights:
     branches: Branches | None = None
 
     def of_parts(self, parts: int, read: ReadInput) -> list[float]:
-        """Return the weight of each of `parts` micro-batches; raise `NotAvailableError` if they have no weights."""
+        """Return the weight of each of `parts` micro-batches. `read(part, kind, name)` returns an input of one.
+
+        Raises `NotAvailableError` if the loss is no sum over micro-batches, or if two terms give a micro-batch
+        different weights. It also raises if a constant term would count more than once.
+        """
         if self.refusal is not None:
             raise NotAvailableError(self.refusal)
         weighed = [term.weights(parts, read) for term in self.terms]

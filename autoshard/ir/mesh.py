@@ -103,7 +103,7 @@ class Mesh:
         return {name: result[name] for name in self.axis_names}
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        """Return the rank with these indices by axis name, the inverse of `coordinates`, or raise `MeshError`."""
+        """Return the rank at `coordinates` (axis name to index). Raises `MeshError` if there is no such rank."""
         rank = 0
         for name, size in self.axes:
             index = coordinates.get(name)

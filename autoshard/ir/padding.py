@@ -14,12 +14,13 @@ The difference is usually 0; for predictions that are shifted by one place it is
 
 @dataclass(frozen=True, slots=True)
 class PaddingProof:
-    """Proof, or refusal, of the claim that padding of a call's inputs reaches no result.
+    """Result of an attempt to prove that padding of a call's inputs changes no result of the call.
 
     Args:
-        cuts: for each result that grows with the padded inputs, by its index: the dims to cut back after a call.
+        cuts: index of each result that is longer with padded inputs, to its dims that are cut after a call. Each dim
+            maps to its unpadded size minus the unpadded length of the inputs, usually 0.
         as_compiled: whether the program must be traced as compiled code (`Request.as_compiled`).
-        reason: why padding may reach a result; "" if the claim is proven.
+        reason: why padding might change a result; "" if the proof succeeded.
     """
 
     cuts: Mapping[int, SizeDifferences] = field(default_factory=dict)

@@ -43,9 +43,9 @@ class Work(StrEnum):
 
 
 class Message(NamedTuple):
-    """A value that stage `stage` makes for a neighbour.
+    """A value that `stage` computes for the next or the previous stage.
 
-    It is an output for the next stage (`is_forward`), or a gradient for the previous stage.
+    With `is_forward` the value is an output for the next stage, otherwise a gradient for the previous stage.
     """
 
     stage: int
@@ -54,7 +54,7 @@ class Message(NamedTuple):
 
     @property
     def reader(self) -> int:
-        """Index of the stage that receives the message; may lie outside the pipeline."""
+        """Index of the stage that receives the message; beyond an end of the pipeline, -1 or the number of stages."""
         return self.stage + (1 if self.is_forward else -1)
 
     def __str__(self) -> str:
@@ -98,8 +98,8 @@ class PipelineOrder:
     Args:
         stage_ranks: pipeline rank of each stage.
         micro_batches: number of equal parts of the batch, weighed by `autoshard.ir.loss_weights`.
-        ranks: for each pipeline rank, its slots in running order. Transfers are asynchronous: a rank waits for a
-            message just before the first task that reads it.
+        ranks: for each pipeline rank, its slots in running order. A slot has the tasks that the rank starts at once.
+            Transfers are asynchronous: a rank waits for a message just before the first task that reads the message.
     """
 
     stage_ranks: tuple[int, ...]
@@ -139,9 +139,9 @@ class PipelineOrder:
         return any(task.work is Work.BACKWARD_INPUT for slots in self.ranks for slot in slots for task in slot)
 
     def places(self) -> Mapping[tuple[int, bool, int], int]:
-        """Return the index of each forward's and backward's slot on its rank, by (stage, is forward, micro-batch).
+        """Index of the slot in which each forward or backward runs on its rank, by (stage, is forward, micro-batch).
 
-        A split backward has the slot of its first half, which sends and receives the messages.
+        A split backward counts by its first half, which sends and receives the messages.
         """
         return {
             (task.stage, task.work is Work.FORWARD, task.micro_batch): place
@@ -152,7 +152,7 @@ class PipelineOrder:
         }
 
     def crosses_ranks(self, message: Message) -> bool:
-        """Whether the message's reading stage exists and is on another rank than its maker."""
+        """Whether another stage reads the message, and is on another rank than the stage that made the message."""
         is_there = 0 <= message.reader < len(self.stage_ranks)
         return is_there and self.stage_ranks[message.reader] != self.stage_ranks[message.stage]
 

@@ -56,7 +56,7 @@ _OF_STAGES = ("stages", "order")
 
 
 class Formulas(Protocol):
-    """Maker of a plan's formulas; traces the model at more sizes when the first formula is requested."""
+    """Object that makes the formulas of a plan; the first request traces the model at further sizes."""
 
     def formula(
         self,
@@ -72,18 +72,18 @@ class Formulas(Protocol):
 
 
 class Alternatives(Protocol):
-    """Answerer of questions about a plan, which plans the same program again under other choices."""
+    """Object that answers questions about a plan by planning the same program again, under other conditions."""
 
     def why_not(self, plan: Plan, feature: str) -> WhyNot:
-        """Return the answer of `Plan.why_not`."""
+        """Return the best plan for each way to have `feature`, the answer of `Plan.why_not`."""
         ...
 
     def limits(self, plan: Plan) -> Limits:
-        """Return the answer of `Plan.limits`."""
+        """Return the time that more memory or faster hardware would save, the answer of `Plan.limits`."""
         ...
 
     def explain(self, plan: Plan, name: str) -> Explanation:
-        """Return the answer of `Plan.explain`."""
+        """Return each possible spec of the value `name` with its best plan, the answer of `Plan.explain`."""
         ...
 
 
@@ -104,7 +104,7 @@ class Plan:
         search_time_s: wall time of the search, in seconds.
         baselines: predicted step of known recipes, in seconds, each on its fastest mesh; None where the recipe fits on
             no mesh. Recipes far slower than the plan are lowered when their step is first read.
-        hardware: name of the cluster that priced the plan.
+        hardware: name of the cluster for which the plan's times are predicted.
         memory_budget: memory limit of a device in bytes, or None.
         precision: "bf16", "f16" or "f32" where the program casts wider parameters; None where the model computes in its
             own types.
@@ -215,7 +215,7 @@ class Plan:
     def gap(self) -> float | None:
         """Relative gap between objective and proven bound, `1 - lower_bound / objective`; None without a bound.
 
-        The objective is a sum of prices; in a plan under another runtime, a predicted step time.
+        The objective is a sum of predicted seconds; in a plan under another runtime, a predicted step time.
         """
         if self.lower_bound is None:
             return None
@@ -339,8 +339,9 @@ class Plan:
 
         Raises:
             InvalidSpecError: no feature has this name.
-            NotAvailableError: the plan has no model at hand, as for `explain`; or the question needs other meshes and
-                the plan has constraints or no optimizer. The message names the call to make instead.
+            NotAvailableError: the plan has no model at hand, because it came from a file, `autoshard.price` or
+                `compile`. Also if the question needs other meshes, and the plan has constraints or no optimizer. The
+                message names the call to make instead.
         """
         return self._alternatives(f"why_not({feature!r})").why_not(self, feature)
 
@@ -351,7 +352,8 @@ class Plan:
         Each change is planned by a new search. Print the result; `binding` names the change that saves the most time.
 
         Raises:
-            NotAvailableError: the plan has no model at hand, as for `explain`.
+            NotAvailableError: the plan has no model at hand, because it came from a file, `autoshard.price` or
+                `compile`.
         """
         return self._alternatives("limits()").limits(self)
 

@@ -78,7 +78,7 @@ class OperatorCoverage:
 
 
 class Communication(NamedTuple):
-    """Seconds of communication over one mesh axis in a step, exposed (computation waits) or beside computation."""
+    """Seconds of communication over one mesh axis in a step: exposed (computation waits), or hidden by computation."""
 
     exposed_s: float
     hidden_s: float

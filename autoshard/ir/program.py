@@ -48,7 +48,7 @@ class InputKind(StrEnum):
 
 
 class OutputKind(StrEnum):
-    """Kind of a program's result."""
+    """Kind of a program's result: an output, a gradient, an updated tensor, or a value for another pipeline stage."""
 
     OUTPUT = "output"
     GRADIENT = "gradient"
@@ -79,11 +79,11 @@ class InputSlot:
 
 @dataclass(frozen=True, slots=True)
 class OutputSlot:
-    """One result: the name of its node, its kind, and a name.
+    """One result of a program: the name of its node, its kind, and its own name.
 
-    The name is "output:0" for an output, the parameter's name for a gradient, "input:0" for the gradient of an input.
-    An update has the updated tensor's name ("exp_avg:wte.weight" for optimizer state). A `detached` output requires no
-    grad in the user's model.
+    `name` is "output:0" for an output, the parameter's name for a gradient, "input:0" for the gradient of an input. An
+    updated tensor keeps its name ("exp_avg:wte.weight" for optimizer state). A `detached` output requires no grad in
+    the user's model.
     """
 
     node: str

@@ -58,17 +58,17 @@ class AttributeGuard:
 
     @classmethod
     def of(cls, title: str, holder: Any, names: Iterable[str]) -> AttributeGuard:
-        """Return a guard on the object's present type and values."""
+        """Return a guard on the present type of the object `holder`, and on its present values under `names`."""
         names = tuple(names)
         held = vars(holder)
         return cls(title, holder, type(holder), names, tuple(held.get(name, MISSING) for name in names))
 
     def found(self) -> dict[str, Any]:
-        """Return the values of the trace by attribute name."""
+        """Return the attributes' values at the trace, by attribute name."""
         return dict(zip(self.names, self.values, strict=True))
 
     def without(self, names: Collection[str]) -> AttributeGuard:
-        """Return the guard less the attributes in `names`."""
+        """Return the guard without the attributes in `names`."""
         found = {name: value for name, value in self.found().items() if name not in names}
         return replace(self, names=tuple(found), values=tuple(found.values()))
 
@@ -186,8 +186,9 @@ class PythonGuards:
         content_guards: guards on the containers among these attributes.
         empties: containers that were empty; `empty_titles` has their titles.
         memory_guards: guards on arrays, and on tensors that are neither parameters, buffers nor inputs.
-        conditions: conditions on watched numbers, which are not compared by value.
-        settings: attributes that a call sets when the guards hold, as in `PythonUse`.
+        conditions: conditions on numbers whose use the trace recorded, such as `x > 2`, in place of comparing the
+            numbers.
+        settings: attributes that a call sets when the guards hold, each as (object, name, value).
         of_another: whether the guards were made for another model, of which the called model is a copy. Such guards
             never hold.
     """
@@ -213,7 +214,7 @@ class PythonGuards:
         )
 
     def without(self, attributes: Collection[tuple[int, str]]) -> PythonGuards:
-        """Return the guards less the attributes in `attributes`, each given as (`id` of its object, name)."""
+        """Return the guards without the given attributes, each a pair (`id` of its object, name)."""
         holders = {holder for holder, _ in attributes}
         return replace(
             self,
@@ -238,7 +239,8 @@ class PythonUse:
     """Python values that a trace read and set.
 
     Args:
-        names: for each object, its title, the object, and the names that the trace looked up in its `vars`.
+        names: for each object, its title (a path such as "layers.0"), the object, and the names that the trace looked
+            up in its `vars`.
         containers: dicts, lists and sets that the trace read as a whole, each as (its title, the container).
         settings: attributes that the call sets to plain values, each as (object, name, value).
         notes: sentences for the user about effects that a compiled call does not have.
@@ -252,7 +254,10 @@ class PythonUse:
     counting: frozenset[str] = frozenset()
 
     def guards(self, registered: Iterable[torch.Tensor]) -> PythonGuards:
-        """Return guards on the present values, less the tensors in `registered`, which the program takes as inputs."""
+        """Return guards on the present values of everything that the trace read.
+
+        Tensors in `registered` get no guard, because the program takes them as inputs.
+        """
         collected = _Collected({id(tensor) for tensor in registered}, self.counting)
         for title, holder, names in self.names:
             collected.add(title, holder, names)
@@ -272,7 +277,7 @@ class _Collected:
         self._room = _COMPARED_BYTES
 
     def add(self, title: str, holder: Any, names: Iterable[str]) -> None:
-        """Guard the values under `names` in the object's `vars`, and the content of these values."""
+        """Add guards on the values under `names` in the object's `vars`, and on the content of these values."""
         guard = AttributeGuard.of(title, holder, self._without_counting(title, names))
         self._attributes.append(guard)
         for name, value in zip(guard.names, guard.values, strict=True):

@@ -1,4 +1,4 @@
-"""Python values for guards: which are plain, containers or records; their content; and equality."""
+"""Functions that tell which Python values guards can compare, read the content of values, and compare values."""
 
 from __future__ import annotations
 

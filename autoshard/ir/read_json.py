@@ -1,7 +1,7 @@
 """Reads JSON data into the dataclasses that wrote the data.
 
-A wrong value is refused with its place in the file, the value, and the expected type. Duplicate keys, numbers that are
-not finite or exceed 64 bits, and endless nesting are refused too; the JSON standard leaves them open.
+A wrong value raises an error that names its place in the file, the value, and the expected type. Duplicate keys,
+numbers that are not finite or exceed 64 bits, and endless nesting raise too; the JSON standard leaves them open.
 """
 
 from __future__ import annotations
@@ -84,6 +84,8 @@ def _float(digits: str) -> float:
 def read(kind: Any, data: object, place: Place = ()) -> Any:
     """Convert JSON data to the type `kind`: a dataclass, a `PartitionSpec` (text in the file), a mapping, a tuple.
 
+    `place` has the keys and indices that lead to the data in its file, for messages.
+
     Raises:
         PlanMismatchError: the data is of another type, a required field is missing, or a field is unknown.
 
@@ -103,7 +105,7 @@ def read(kind: Any, data: object, place: Place = ()) -> Any:
 
 
 def _read_inner(kind: Any, data: Any, place: Place) -> Any:
-    """Return `data`, whose own type is checked and whose items' types are not, converted to `kind`."""
+    """Return `data` converted to `kind`. The type of `data` has been checked, the types of its items have not."""
     if kind is PartitionSpec:
         return PartitionSpec.parse(data)
     if is_dataclass(kind):
@@ -135,7 +137,10 @@ def _read_fields(kind: Any, data: Mapping[str, Any], place: Place) -> Any:
 def check_keys(
     data: Mapping[str, Any], known: Sequence[str] | Mapping[str, Any], required: Sequence[str], place: Place = ()
 ) -> None:
-    """Raise `PlanMismatchError` naming `place` if `data` lacks a required key or has an unknown key."""
+    """Raise `PlanMismatchError` if a key in `required` is missing, or a key of `data` is not in `known`.
+
+    `place` has the keys and indices that lead to `data` in its file, for the message.
+    """
     for name in required:
         if name not in data:
             raise PlanMismatchError(f"{_words((*place, name))} is missing in the plan: something was taken out.")

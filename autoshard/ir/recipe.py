@@ -89,7 +89,7 @@ class Recipe:
 
     @property
     def of_stage(self) -> Recipe:
-        """The recipe of a single stage, for the mesh axes without the pipeline: `pipeline` is 1."""
+        """The same recipe with `pipeline=1`: the layout of a single stage on the mesh axes other than the pipeline."""
         return replace(self, pipeline=1, schedule=None, virtual_stages=1, stage_layers=None)
 
     @property
@@ -148,7 +148,7 @@ class Recipe:
 
     @property
     def without_program(self) -> str:
-        """The first value that `compile` cannot run yet, such as "recompute='selective'"; "" if there is none."""
+        """The first field that `compile` cannot run yet, such as "recompute='selective'"; "" if there is none."""
         has_experts, has_groups = is_several(self.expert), self.zero_group is not None
         refused = {
             f"expert={self.expert} with data={self.data}": has_experts and (self.data or 0) % (self.expert or 1) != 0,
@@ -245,7 +245,10 @@ _decided_of = attrgetter(*DECIDED)
 
 @lru_cache(maxsize=1024, typed=True)
 def _check_kinds(*values: object) -> None:
-    """Check the values of `_CHOICES` and `_FLAGS`, in this order; cached, because searches repeat values."""
+    """Check the values of the fields in `_CHOICES` and `_FLAGS`, given in this order; None is allowed.
+
+    Raises `RecipeError` for an invalid value. Calls are cached, because a search repeats the same values.
+    """
     for name, value in zip((*_CHOICES, *_FLAGS), values, strict=True):
         if value is not None:
             check_field(name, value)

@@ -42,9 +42,9 @@ class Repeat:
         return self.before - self.period, self.before, self.behind, self.behind + self.period
 
     def place(self, path: str) -> tuple[int, str] | None:
-        """Return the unit of a module or parameter, as an index into `units`, and its path within: (2, "0.mlp.weight").
+        """Return the place of a module or parameter in `units`: index of the unit, and path in the unit.
 
-        None if `path` is in none of these four units.
+        For example (2, "0.mlp.weight"). None if `path` is in none of these four units.
         """
         block, rest = self._split(path)
         for index, first in enumerate(self.units):
@@ -65,9 +65,10 @@ class Repeat:
         return tuple(".".join((self.path, str(number), *filter(None, (rest,)))) for number in numbers)
 
     def unit(self, path: str) -> tuple[int, str] | None:
-        """Return the number of the first block of `path`'s unit, and the path of its place in the unit behind the gap.
+        """Return the number of the first block of the unit with `path`, and the path that represents `path`.
 
-        None if `path` is neither in a left-out unit nor in the first unit behind the gap.
+        The representing path is at the same place in the unit behind the gap. None if `path` is neither in the unit
+        behind the gap nor in a left-out unit.
         """
         block, rest = self._split(path)
         if block is None or not self.before + self.period <= block < self.behind + self.period:
@@ -76,7 +77,10 @@ class Repeat:
         return block - offset, ".".join((self.path, str(self.behind + offset), *filter(None, (rest,))))
 
     def same_place_in_unit_of(self, path: str, other: str) -> str | None:
-        """Return the path, in the unit of `other`, to the place of `path` in its own unit; None outside the list."""
+        """Return the path that has, in the unit of `other`, the same place as `path` has in its own unit.
+
+        None if `path` or `other` is outside the list of blocks.
+        """
         (block, rest), (unit, _) = self._split(path), self._split(other)
         if block is None or unit is None:
             return None

@@ -1,4 +1,4 @@
-"""A request for a program, and the program that answers it."""
+"""A `Request` for the program of a call, and the `CompiledProgram` that answers it."""
 
 from __future__ import annotations
 

@@ -101,8 +101,8 @@ def plan_reshard(
 
     Args:
         itemsize: bytes of one element.
-        cost: price of a step, as the module's docstring demands; default `bytes_sent`. Results are cached by `cost`, so
-            pass the same or an equal function each time.
+        cost: price of a step, not negative, and equal for steps of equal kind, axis, reduction and bytes. Default:
+            `bytes_sent`. Results are cached by `cost`, so pass the same or an equal function each time.
 
     Returns:
         The steps in order; none for equal specs. Among equally cheap paths, the fewest steps win, then the first in the
@@ -131,7 +131,8 @@ def reshard_costs(
 ) -> NDArray[np.float64]:
     """Return the price of the cheapest reshard from each of `sources` to each of `targets`, [sources, targets].
 
-    Arguments and errors are those of `plan_reshard`.
+    `shape` is the global shape, `itemsize` the bytes of an element, and `cost` the price of a step (default:
+    `bytes_sent`). Raises `InvalidSpecError` and `ValueError` under the conditions of `plan_reshard`.
     """
     if not sources or not targets:
         return np.zeros((len(sources), len(targets)))
@@ -150,7 +151,10 @@ def reshard_costs(
 
 @lru_cache(maxsize=64)
 def _distances_to(graph: SpecGraph, shape: tuple[int, ...], itemsize: int, cost: StepCost) -> dict[int, NDArray]:
-    """Return the prices of reshards from every node, [nodes], by target node: a cache that `reshard_costs` fills."""
+    """Return the cache of `reshard_costs`: index of a target node to the prices of reshards from every node, [nodes].
+
+    The cache is empty at first, and `reshard_costs` fills it. Equal arguments give the same cache.
+    """
     return {}
 
 
@@ -176,7 +180,10 @@ def _plan(
 
 @lru_cache(maxsize=256)
 def _weights(graph: SpecGraph, shape: tuple[int, ...], itemsize: int, cost: StepCost) -> NDArray[np.float64]:
-    """Return the price of every edge, [edges]. Edges of equal class and equal bytes share one call of `cost`."""
+    """Return the price of every edge of `graph`, [edges].
+
+    Edges of equal class and equal bytes share one call of `cost`.
+    """
     sizes = graph.local_bytes(shape, itemsize)
     values, size_ids = np.unique(sizes, return_inverse=True)
     keys = graph.classes * len(values) + size_ids[graph.sources]

@@ -1,4 +1,4 @@
-"""Dispatch of plans and their answers to text and HTML; `autoshard.report` registers a function for each class."""
+"""Text and HTML of plans and their answers; `autoshard.report` registers a function for each class."""
 
 from __future__ import annotations
 

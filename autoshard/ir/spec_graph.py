@@ -12,7 +12,7 @@ reduction only by being reduced.
 
 The graph depends only on the mesh, the number of dims and the reductions; edge weights depend on the shape. Shortest
 distances come from the Bellman-Ford iteration (Bellman 1958), for all targets at once and vectorised over edges. The
-number of rounds is that of the steps of the longest shortest path, about twice the number of axes.
+number of rounds is the number of edges of the longest of the shortest paths, about twice the number of axes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ class Move:
 def _move(
     kind: ReshardKind, axis: str, dim: int | None, to_dim: int | None, reduction: Reduction | None = None
 ) -> Move:
-    """Return a move, one object for equal fields, because graphs of many axes have hundreds of thousands of edges."""
+    """Return a move; equal arguments give the same object.
+
+    Graphs of many axes have hundreds of thousands of edges, but few different moves.
+    """
     return Move(kind, axis, dim, to_dim, reduction)
 
 
@@ -79,12 +82,15 @@ State = tuple[Stacks, Partials]
 
 
 def state_of(spec: PartitionSpec, ndim: int) -> State:
-    """Return `spec` as tuples, for a tensor with `ndim` dims."""
+    """Return `spec` as hashable tuples: the axes that split each of the `ndim` dims, and the partial axes."""
     return tuple(spec.axes_of(dim) for dim in range(ndim)), spec.partial
 
 
 def moves_from(state: State, mesh: Mesh, reductions: Sequence[Reduction]) -> Iterator[tuple[Move, State]]:
-    """Yield every move from `state`, with the state after the move. New partial axes have one of `reductions`."""
+    """Yield each move from `state` (a spec as tuples), with the state after the move.
+
+    An axis that becomes partial has one of `reductions`.
+    """
     stacks, partial = state
     used = {axis for axes in stacks for axis in axes}
     yield from _moves_of_splits(stacks, partial)
@@ -146,7 +152,7 @@ class SpecGraph:
         classes: class number of each edge, [edges]. Edges of one class have equal kind, axis and reduction.
         stack_ids: index in `stacks` of each dim's stack, [nodes, ndim].
         stacks: the distinct stacks of axes on one dim.
-        index: from a state to the index of its node.
+        index: index of the node of each spec, by the spec as tuples (`state_of`).
     """
 
     mesh: Mesh

@@ -26,7 +26,10 @@ _CROSSING, _WEIGHTS = "<", "<weights "
 
 
 def crossing_name(node: str, *, is_of_weights: bool) -> str:
-    """Return the name of a slot whose value crosses stages; `is_of_weights`: the value comes from parameters alone."""
+    """Return the name of the slot for the value of `node`, which one stage computes and another stage reads.
+
+    `is_of_weights` says whether the value is computed from parameters alone.
+    """
     return f"{_WEIGHTS if is_of_weights else _CROSSING}{node}>"
 
 
@@ -75,8 +78,8 @@ class CutProgram:
 class StageProgram:
     """Lowered program of a stage, with the stage's plan.
 
-    `phased` of an equal stage (`is_of_equal_stage`) has the other stage's names, and only serves to predict time and
-    memory.
+    With `is_of_equal_stage`, an equal stage was planned before. `phased` then has the graphs of that stage, and only
+    serves to predict time and memory.
     """
 
     phased: PhasedProgram
@@ -107,7 +110,10 @@ class StagedProgram:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
     def sent_slot(self, name: str, maker: int, *, is_forward: bool) -> LocalSlot:
-        """Return the slot that stage `maker` sends under this name: an output, or a gradient of the backward."""
+        """Return the result slot of stage `maker` that is sent under the name `name`.
+
+        The slot is an output of the stage's forward (`is_forward`), or a gradient of its backward.
+        """
         kind = OutputKind.OUTPUT if is_forward else OutputKind.SENT_GRADIENT
         slots = self.stages[maker].phased.lowered.outputs
         return next(slot for slot in slots if (slot.slot.kind, slot.slot.name) == (kind, name))

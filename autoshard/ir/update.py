@@ -69,7 +69,7 @@ class Update:
     def serves(self, other: Update, updated: Collection[str]) -> bool:
         """Whether a program that was traced for this update also performs the update `other`.
 
-        Rules of parameters that are not among `updated`, the names of the program's updated parameters, may differ.
+        `updated` has the names of the parameters that the program updates. Only their rules have to agree.
         """
         if (self.optimizer, self.max_grad_norm) != (other.optimizer, other.max_grad_norm):
             return False

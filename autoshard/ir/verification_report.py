@@ -12,7 +12,7 @@ from autoshard.ir.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class VerificationReport:
-    """The proven statements of a proof, and its assumptions.
+    """Counts of the proven values, results and calls of a lowered program, and the assumptions of the proof.
 
     Args:
         mesh: the mesh of the plan, including its pipeline axis.

@@ -57,7 +57,10 @@ _IS_WATCHING: ContextVar[bool] = ContextVar("autoshard_is_watching", default=Fal
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attribute:
-    """A number of type `kind` in attribute `name` of an object's `vars`, as an expression (`title`: for messages)."""
+    """An expression that is one attribute: the number, of type `kind`, under `name` in the `vars` of `holder`.
+
+    `title` is the path of `holder` for messages.
+    """
 
     title: str
     holder: Any
@@ -78,7 +81,7 @@ class Attribute:
 
     @property
     def attributes(self) -> tuple[Attribute, ...]:
-        """This attribute alone, in a tuple as for `NumberOperation.attributes`."""
+        """This attribute alone, in a tuple: all attributes of the expression."""
         return (self,)
 
     def value(self) -> Any:
@@ -190,13 +193,13 @@ class Watch:
         return self.number(expression, value) if self._is_watching() else value
 
     def noted(self, function: Callable[..., Any], *operands: Any) -> Any:
-        """Apply a function to watched numbers, record its result as a condition, and return the plain result."""
+        """Apply a function to watched numbers; return its plain result, which becomes a condition on later calls."""
         value = self._apply(function, operands)
         self._note(NumberOperation(function, tuple(map(_expression_of, operands))), value)
         return value
 
     def exact(self, number: _Number) -> Any:
-        """Return the plain value of a watched number, recorded as a condition."""
+        """Return the plain value of a watched number, which becomes a condition on later calls."""
         self._note(number._expression, number._value)
         return number._value
 
@@ -308,12 +311,15 @@ def unwatched() -> Iterator[None]:
 
 
 def is_watching() -> bool:
-    """Whether `watching` is active in this context. Such a call can only be traced by running its Python."""
+    """Whether `watching` is active in this context.
+
+    A call with watched numbers can only be traced by running its Python.
+    """
     return _IS_WATCHING.get()
 
 
 def plain_number(value: Any) -> Any:
-    """Return the plain value of a watched number, recorded as a condition. Return any other value as it is."""
+    """Return the plain value of a watched number, which becomes a condition; return any other value as it is."""
     return value._watch.exact(value) if isinstance(value, _Number) else value
 
 

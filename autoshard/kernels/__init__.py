@@ -1,7 +1,8 @@
 """Semantic operators, such as attention, dropout and experts, as operators of the torch library "autoshard".
 
-Each operator has a reference in plain PyTorch. Its sharding rule and its kernel treat it as one node. The module
-`autoshard.kernels.registry`, which imports triton, has the Triton kernels. The code knows no graphs, meshes or plans.
+Each operator has a reference in plain PyTorch, and is one node of a graph for its sharding rule and for its kernel. The
+Triton kernels are in `autoshard.kernels.registry`, because this module imports triton. No module of this folder works
+on meshes or plans.
 """
 
 from autoshard.kernels.attention import attention, attention_backward, attention_composite

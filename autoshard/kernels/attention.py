@@ -56,8 +56,9 @@ def attention_reference(
             scores.
         seed: int64 scalar tensor, needed if dropout_p > 0.
         dropout_p: the probability that an attention weight is dropped, in [0, 1].
-        is_causal: whether to mask the columns beyond the row's global index, besides `mask`.
+        is_causal: whether to mask, besides `mask`, the scores whose global column index exceeds the global row index.
         scale: factor on the scores, usually 1 / sqrt(D).
+        site: the number of this random operator in the program, for the random numbers of dropout.
         offset: index of the first local score [B, H, S, T] in the global scores.
         global_shape: the shape [B, H, S, T] of the global scores.
 
@@ -94,7 +95,11 @@ def attention_backward_reference(
     offset: Sequence[int],
     global_shape: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, in their shapes and dtypes. `grad_out` is [B, H, S, E]."""
+    """Return the gradients of q, k and v, in their shapes and dtypes.
+
+    `grad_out` [B, H, S, E] is the gradient of `out`. The other arguments are arguments and results of
+    `attention_reference`.
+    """
     scores = _scores(q, k, mask, is_causal, scale, offset)
     dtype = scores.dtype
     probabilities = _probabilities(scores, lse)  # p
@@ -129,7 +134,8 @@ def attention_composite(
     """Compute `attention_reference` with operators that torch can differentiate, and return `out` in a tuple.
 
     The function serves second derivatives, and masks that require a gradient. `drop` maps the weights [B, H, S, T] to
-    weights after dropout. Without it, `autoshard::dropout` drops the same elements as `autoshard::attention`.
+    weights after dropout. If `drop` is None, the operator `autoshard::dropout` drops the same weights as
+    `autoshard::attention`.
     """
     check_attention(q, k, v, seed, dropout_p)
     scores = _scores(q, k, mask, is_causal, scale, offset)
@@ -157,7 +163,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, dropou
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float, offset: Sequence[int]) -> Tensor:
-    """Return scores in the accumulation dtype, -inf where masked."""
+    """Return the scores [B, H, S, T] in the accumulation dtype (`accumulation_dtype`), -inf where masked."""
     dtype = accumulation_dtype(q.dtype)
     scores = _merge(torch.matmul(_group(q.to(dtype) * scale, k), k.to(dtype).mT), q)
     if is_causal:
@@ -172,7 +178,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: f
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """Return exp(scores - lse). A row that is masked throughout (lse = -inf) becomes 0."""
+    """Return exp(scores - lse), with rows of 0 for queries that are masked throughout (lse = -inf)."""
     lse = lse.to(scores.dtype)
     return torch.exp(scores - torch.where(lse == -_INFINITY, _INFINITY, lse).unsqueeze(-1))
 
@@ -192,7 +198,10 @@ def _keep(
 
 
 def _group(x: Tensor, k: Tensor) -> Tensor:
-    """Reshape [B, H, S, X] to [B, G, g S, X]. Query heads that share a key head become rows of one matrix."""
+    """Reshape `x` [B, H, S, X] to [B, G, g S, X], where G is the number of heads in `k`.
+
+    The g query heads that share a key head become rows of one matrix.
+    """
     b, h, s, width = x.shape
     groups = k.shape[1]
     return x.reshape(b, groups, h // groups * s, width)
@@ -238,14 +247,17 @@ def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def empty_row_major(x: Tensor, size: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an empty tensor [B, H, S, size], by default like `x`, whose memory is row-major [B, S, H, size]."""
+    """Return an empty tensor [B, H, S, size] whose memory is that of a contiguous tensor [B, S, H, size].
+
+    `x` [B, H, S, D] gives B, H, S and the device. By default, `size` is D, and `dtype` is the dtype of `x`.
+    """
     batch, heads, rows, width = x.shape
     shape = (batch, rows, heads, width if size is None else size)
     return x.new_empty(shape, dtype=dtype or x.dtype).transpose(1, 2)
 
 
 def in_layout_of(like: Tensor, x: Tensor) -> Tensor:
-    """Return `x`, copied if needed, with its dims in the order in which the dims of `like` lie in memory."""
+    """Return `x`, or a copy of `x` whose dims lie in memory in the same order as the dims of `like`."""
     order = sorted(range(x.dim()), key=like.stride, reverse=True)
     ordered = x.permute(order)
     if ordered.is_contiguous():
@@ -254,14 +266,17 @@ def in_layout_of(like: Tensor, x: Tensor) -> Tensor:
 
 
 def in_result_layout(q: Tensor, out: Tensor) -> Tensor:
-    """Return a kernel's row-major result `out`, copied if needed, in the layout of `empty_results`."""
+    """Return a kernel's row-major result `out`, copied if needed.
+
+    The dims of the returned tensor lie in memory in the same order as the dims of `q`.
+    """
     batch, head, row, element = q.stride()
     is_by_rows = batch >= row >= head >= element
     return out if is_by_rows or q.shape != out.shape else in_layout_of(torch.empty_like(q), out)
 
 
 def in_row_major_layout(x: Tensor) -> Tensor:
-    """Return `x` [B, H, S, D], copied if needed, with row-major memory [B, S, H, D]."""
+    """Return `x` [B, H, S, D], copied if needed, with the memory of a contiguous tensor [B, S, H, D]."""
     rows = x.transpose(1, 2)
     return x if rows.is_contiguous() else rows.clone(memory_format=torch.contiguous_format).transpose(1, 2)
 

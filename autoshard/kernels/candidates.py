@@ -1,7 +1,8 @@
 """Launch configurations that tuning tries for a kernel: the default block sizes and warps, and their neighbours.
 
 The kernel's launcher computes the default from the operands' shapes. A neighbour has one block size, or the number of
-warps, doubled or halved, or both. Other block sizes than those of `TUNABLE` cover a row or head, or set a layout.
+warps, doubled or halved, or both. Only the block sizes in `TUNABLE` vary. A kernel's other block sizes must cover a
+whole row or head, or they determine a memory layout.
 """
 
 from __future__ import annotations
@@ -53,7 +54,11 @@ class Choice:
 def choice_of(
     constants: Mapping[str, object], tunable: Sequence[str], num_warps: int
 ) -> tuple[Choice, dict[str, object]]:
-    """Split all `constexpr` arguments, by name, into the default configuration of the tunable ones, and the rest."""
+    """Split a launch's `constexpr` arguments, by name, into tunable block sizes and all other arguments.
+
+    Return the default configuration, which has the block sizes and `num_warps`, and a dict of the other arguments.
+    `tunable` has the names of the tunable block sizes.
+    """
     blocks = {name: value for name, value in constants.items() if name in tunable and isinstance(value, int)}
     fixed = {name: value for name, value in constants.items() if name not in blocks}
     return Choice(tuple(blocks.items()), num_warps), fixed
@@ -86,7 +91,10 @@ def _per_thread(choice: Choice, sides: Mapping[str, int]) -> float:
 
 
 def _is_sensible(choice: Choice, sides: Mapping[str, int], least: float) -> bool:
-    """Check limits of warps and elements per thread. `sides` are fixed lengths of the tile, `least` may be tiny."""
+    """Whether a configuration keeps the limits of warps and of tile elements per thread.
+
+    `sides` has the tile's side lengths that tuning keeps, by name. `least` is the lower limit of elements per thread.
+    """
     if not 1 <= choice.num_warps <= _MAX_WARPS or any(size < 1 for _, size in choice.blocks):
         return False
     return least <= _per_thread(choice, sides) <= _MAX_PER_THREAD

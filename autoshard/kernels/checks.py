@@ -15,13 +15,15 @@ aten = torch.ops.aten
 
 
 def _checked(x: Tensor, status: Tensor, message: str, is_matrix: bool | None = None) -> Tensor:
-    """Return a copy of `x`, or raise `RuntimeError` (assertion) or `LinAlgError` (factorisation) of a failed `status`.
+    """Return a copy of `x` if the check of `status` passes.
+
+    A failed assertion raises `RuntimeError`, and a failed factorisation raises `LinAlgError`.
 
     Args:
         x: any value.
         status: an assertion's condition, or the `info` tensor of a factorisation, which must be zero.
         message: the assertion's message, or the name of the factorisation's function.
-        is_matrix: None for an assertion. For a factorisation, whether it was of a single matrix.
+        is_matrix: None for an assertion. For a factorisation, whether its operand was a single matrix, not a batch.
     """
     if is_matrix is None:
         aten._assert_async.msg(status, message)

@@ -21,15 +21,17 @@ aten = torch.ops.aten
 def ctc_loss_reference(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss [N] of each sequence, and the logs of the forward variables (alpha in the paper) [N, T, 2 S + 1].
+    """Return the loss [N] of each sequence, and the logs of the forward variables, alpha in the paper, [N, T, 2 S + 1].
 
-    The loss is infinite if no alignment gives the target. log_alpha is -inf beyond a sequence's lengths.
+    N is the number of sequences, T of time steps, C of classes, and S of places for labels. The loss is infinite if no
+    alignment gives the target. log_alpha is -inf beyond a sequence's lengths.
 
     Args:
-        log_probs: [T, N, C], float32 or float64, as the results.
-        targets: [N, S] integers in [0, C), none of them blank. Values beyond a target's length are ignored.
+        log_probs: [T, N, C], float32 or float64. The results have the same dtype.
+        targets: [N, S] integers in [0, C), none of them `blank`. Values beyond a target's length are ignored.
         input_lengths: [N] integers, each at most T.
         target_lengths: [N] integers, each at most S.
+        blank: the class that stands for no label.
     """
     loss, log_alpha = aten._ctc_loss.Tensor(log_probs, targets, input_lengths, target_lengths, blank)
     width = 2 * targets.shape[1] + 1
@@ -53,8 +55,8 @@ def ctc_loss_backward_reference(
 ) -> Tensor:
     """Return the gradient of the log-probabilities, [T, N, C].
 
-    With `zero_infinity`, gradients of infinite losses are zero. The other arguments are arguments and results of
-    `ctc_loss_reference`.
+    `grad_loss` is [N]. With `zero_infinity`, a sequence with infinite loss has gradient zero. The other arguments are
+    arguments and results of `ctc_loss_reference`.
     """
     lengths = (input_lengths, target_lengths)
     return aten._ctc_loss_backward.Tensor(

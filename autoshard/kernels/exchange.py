@@ -23,11 +23,14 @@ _c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One all-to-all of a rank with the ranks of its group. In each tensor, rows for the first rank come first.
+    """One all-to-all of a rank with the ranks of its group.
 
     Args:
-        sent, received: for each rank, the number of rows of every tensor that go to this rank, and come from it.
-        is_awaited: whether the tensors have arrived when the generator gets them. Otherwise it calls `arrived`.
+        tensors: the rows to send. In each tensor, rows for the first rank come first.
+        sent: for each rank of the group, the number of rows of each tensor that go to this rank.
+        received: for each rank of the group, the number of rows of each tensor that come from this rank.
+        is_awaited: whether the generator gets tensors that have arrived. If False, the generator must pass them to
+            `arrived` before it reads them.
     """
 
     tensors: Sequence[Tensor]
@@ -58,7 +61,8 @@ def define_exchanging(
 ) -> OpOverload:
     """Define the operator `autoshard::name`, whose last argument is `str group`, the name of the process group.
 
-    `steps_of` takes the other arguments, and returns one rank's steps. `fake` takes all, and returns empty tensors.
+    `steps_of` takes the operator's arguments without the group, and returns one rank's steps. `fake` takes all
+    arguments, and returns empty tensors like the results.
     """
 
     def run(*args: Any) -> Any:
@@ -70,7 +74,7 @@ def define_exchanging(
 
 
 def arrived(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Wait for tensors in transit, and return them."""
+    """Wait for tensors of an exchange that is not awaited (`Exchange.is_awaited`), and return them."""
     return [_c10d.wait_tensor(tensor) for tensor in tensors]
 
 
@@ -115,7 +119,10 @@ def run_together(ranks: Sequence[Steps]) -> list[Any]:
 
 
 def _arriving(exchanges: Sequence[Exchange], rank: int) -> list[Tensor]:
-    """Return the rows for `rank`, for each exchanged tensor, first the rows from the first rank."""
+    """Return the rows that `rank` receives, one tensor for each exchanged tensor, with rows of the first rank first.
+
+    `exchanges` has the current exchange of each rank. Raise `ValueError` if `rank` expects other numbers of rows.
+    """
     sent = [exchange.sent[rank] for exchange in exchanges]
     if sent != list(exchanges[rank].received):
         raise ValueError(f"rank {rank} expects {list(exchanges[rank].received)} rows of each rank, but is sent {sent}.")

@@ -10,7 +10,7 @@ experts over the whole group, and `experts` is their number in the whole group.
 `exchanged_experts_keeping` also returns values that spare `exchanged_experts_kept_backward` an exchange and a product.
 They are the R rows that arrived [R, H], and their products u with `gate_up` [R, g I], both sorted by expert. The third
 value has the numbers of sent and arrived rows, [2, ranks, experts of a rank], in the host's memory. R depends on the
-routers' choices. Fake tensors have the mean R.
+routers' choices. Fake tensors have the R of routers that choose all experts equally often.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from autoshard.kernels.experts import (
 )
 
 Travelling = Generator[Exchange, list[Tensor], list[Tensor]]
-"""A generator of exchanges, as for `Steps`, that returns tensors in transit, for `arrived`."""
+"""A generator that yields exchanges as `Steps` does, and returns tensors in transit, for which `arrived` waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,10 @@ class Route:
 
     @classmethod
     def of(cls, order: Tensor, counts: Tensor) -> Route:
-        """Return the route of this rank's rows. `order` is the field's value, and `counts` the result of `_counted`."""
+        """Return the route of this rank's rows.
+
+        `order` has the numbers of all assignments of this rank, sorted by expert. `counts` is the result of `_counted`.
+        """
         _, ranks, held = counts.shape
         sent, received = counts.sum(2).tolist()
         ids = torch.arange(held, device=order.device).repeat(ranks)
@@ -83,8 +86,8 @@ class Route:
     def send_back(self, *tensors: Tensor) -> Travelling:
         """Start to send rows back to the ranks of their tokens.
 
-        Each of `tensors` has a row for each received row, sorted by expert. The generator returns tensors in
-        transit. Their rows arrive in the order `order` of the receiving rank.
+        Each of `tensors` has a row for each row that this rank received, sorted by expert. The generator returns
+        tensors in transit. A rank gets back the rows of its own tokens, in the order `order` of its route.
         """
         rows = [torch.empty_like(tensor).index_copy_(0, self.arrived.order, tensor) for tensor in tensors]
         del tensors
@@ -94,8 +97,8 @@ class Route:
 def _counted(groups: ExpertGroups, held: int) -> Generator[Exchange, list[Tensor], Tensor]:
     """Exchange the numbers of rows between ranks, and return them in the host's memory as [2, ranks, held].
 
-    Each rank holds `held` experts. The first entry [0, r, e] counts rows from this rank to expert e of rank r. The
-    second entry [1, r, e] counts rows from rank r to expert e of this rank.
+    `groups` has this rank's assignments, and each rank holds `held` experts. The first entry [0, r, e] counts rows from
+    this rank to expert e of rank r. The second entry [1, r, e] counts rows from rank r to expert e of this rank.
     """
     counts = torch.diff(groups.ends.to(torch.int64), prepend=groups.ends.new_zeros(1, dtype=torch.int64)).view(-1, held)
     ones = [1] * counts.shape[0]
@@ -111,7 +114,7 @@ def _forward(
     """Run the forward on one rank: yield its exchanges, and return a tuple of results.
 
     The tuple has the weighted sums [T, H]. With `keeps`, it also has the other results of `exchanged_experts_keeping`.
-    `constants` are the last fields of `ExpertWeights`, from `activation` on.
+    `constants` are the fields of `ExpertWeights` from `activation` on.
     """
     check_experts(x, index, weights, gate_up, down)
     held = ExpertWeights(gate_up, gate_up_bias, down, *constants)
@@ -132,13 +135,19 @@ def _forward(
 
 
 def forward_steps(*arguments: Any) -> Steps:
-    """Yield one rank's exchanges of `exchanged_experts`, and return its result. The arguments leave out the group."""
+    """Yield one rank's exchanges of `exchanged_experts`, and return the weighted sums [T, H].
+
+    `arguments` are the operator's arguments without the group.
+    """
     (out,) = yield from _forward(False, *arguments)
     return out
 
 
 def keeping_steps(*arguments: Any) -> Steps:
-    """Yield one rank's exchanges of `exchanged_experts_keeping`, given its arguments without the group."""
+    """Yield one rank's exchanges of `exchanged_experts_keeping`, and return its results.
+
+    `arguments` are the operator's arguments without the group.
+    """
     return (yield from _forward(True, *arguments))
 
 
@@ -148,7 +157,8 @@ def backward_steps(
 ) -> Steps:  # fmt: skip
     """Run `exchanged_experts_backward` on one rank: yield its exchanges, and return its gradients.
 
-    The rank computes u while the results' gradients are in transit. `constants` are those of `_forward`.
+    The gradients are those of x, weights, gate_up, gate_up_bias and down. The rank computes u again while rows of
+    `grad_out` are in transit. `constants` are the fields of `ExpertWeights` from `activation` on.
     """
     held = ExpertWeights(gate_up, gate_up_bias, down, *constants)
     groups = group_by_expert(index.flatten(), experts)
@@ -167,7 +177,8 @@ def kept_backward_steps(
 ) -> Steps:  # fmt: skip
     """Run `exchanged_experts_kept_backward` on one rank: yield its exchanges, and return its gradients.
 
-    The rank computes the gate while the results' gradients are in transit. `constants` are those of `_forward`.
+    The gradients are those of x, weights, gate_up, gate_up_bias and down. The rank computes gate(u) while rows of
+    `grad_out` are in transit. `constants` are the fields of `ExpertWeights` from `activation` on.
     """
     held = ExpertWeights(gate_up, gate_up_bias, down, *constants)
     route = Route.of(group_by_expert(index.flatten(), experts).order, counts)
@@ -180,9 +191,10 @@ def kept_backward_steps(
 def _gradients(
     held: ExpertWeights, route: Route, pending: list[Tensor], rows: Tensor, u: Tensor, index: Tensor
 ) -> Steps:
-    """Finish either backward: yield its last exchange, and return the gradients of x, weights and the matrices.
+    """Yield the last exchange of a backward on one rank, and return the backward's gradients.
 
-    The gradients of the matrices are computed while the gradients of rows travel back to their ranks.
+    They are the gradients of x, weights, gate_up, gate_up_bias and down. The gradients of the matrices are computed
+    while the gradients of rows travel back to their ranks.
 
     Args:
         pending: tensors in transit to this rank: the gradient of each row's result, then each row's weight.

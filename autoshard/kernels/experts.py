@@ -56,7 +56,10 @@ class ExpertGroups:
         return values.masked_fill_(is_unknown if values.dim() == 1 else is_unknown.unsqueeze(1), 0)
 
     def of_each(self, vectors: Tensor) -> Tensor:
-        """Return the vector of each sorted row's expert [R, N], from the vectors of all experts [E, N]."""
+        """Return a tensor [R, N] with the vector of each sorted row's expert.
+
+        `vectors` [E, N] has a vector for each expert.
+        """
         return vectors.index_select(0, self.ids if self.is_cut else self.ids.clamp(max=vectors.shape[0] - 1))
 
     def products(self, rows: Tensor, matrices: Tensor) -> Tensor:
@@ -69,7 +72,7 @@ class ExpertGroups:
         return out
 
     def gradients(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return the matrix product left^T right of each expert's rows, [E, M, N].
+        """Return left^T right for each expert's rows, as a tensor [E, M, N].
 
         `left` [R, M] and `right` [R, N] have sorted rows. If `left` has the rows given to `products`, and `right` the
         gradient of the products, the result is the gradient of the matrices.
@@ -104,10 +107,10 @@ def _is_aligned(operand: Tensor) -> bool:
 
 
 def group_by_expert(ids: Tensor, experts: int) -> ExpertGroups:
-    """Sort rows by expert. A number in `ids` [R] outside 0 .. experts - 1 stands for no expert.
+    """Return rows sorted by expert, given the number of each row's expert, `ids` [R].
 
-    On a CPU, rows without an expert are left out. On other devices these rows stay. Otherwise the host would wait for
-    the device to count the rows.
+    A number outside 0 .. experts - 1 stands for no expert. On a CPU, rows without an expert are left out. On other
+    devices they stay, because the host would have to wait for the device to count them.
     """
     known = torch.where((ids >= 0) & (ids < experts), ids, experts)
     ids, order = torch.sort(known, stable=True)
@@ -130,9 +133,9 @@ class ExpertWeights:
         gate_up: A, [E, g, I, H]. If `interleaved`, [E, I, g, H]. If `transposed`, H is the second dim.
         gate_up_bias: a, [E, g, I], or [E, I, g] if `interleaved`. None stands for zero.
         down: B, [E, H, I], or [E, I, H] if `transposed`.
-        activation, alpha, limit: name and parameters of the function between the products, as for `Gate`.
-        transposed: whether the matrices stand as for `x @ matrix`, with the summed dim before the other dims.
-        interleaved: whether gate and up alternate, as for `Gate`.
+        activation, alpha, limit: the fields `name`, `alpha` and `limit` of the `Gate` between the products.
+        transposed: whether matrices are stored for `x @ matrix`, so that the dim of inputs precedes that of outputs.
+        interleaved: whether the elements of gate and up alternate in the first product (`Gate.interleaved`).
     """
 
     gate_up: Tensor
@@ -146,13 +149,13 @@ class ExpertWeights:
 
     @property
     def count(self) -> int:
-        """E, the number of experts in `down`: of this rank alone if ranks hold different experts."""
+        """The number E of experts in `down`. If ranks hold different experts, only this rank's experts count."""
         return self.down.shape[0]
 
     def first_products(self, x: Tensor, groups: ExpertGroups) -> Tensor:
         """Return u [R, g I], the product of the sorted rows x [R, H] with A, plus the bias.
 
-        Rows without an expert get undefined values, here and in the later steps.
+        The products of rows without an expert are undefined.
         """
         u = groups.products(x, self._gate_up)
         return u if self.gate_up_bias is None else u + groups.of_each(self.gate_up_bias.flatten(1))
@@ -162,9 +165,10 @@ class ExpertWeights:
         return groups.products(self._gate.forward(u), self._down)
 
     def results_of_all(self, x: Tensor, is_chosen: Tensor) -> Tensor:
-        """Return the result of every expert for every token x [T, H], [E, T, H], before weighting.
+        """Return a tensor [E, T, H] with the result of every expert for every token of `x` [T, H], before weighting.
 
-        `is_chosen` [E, T, 1] says whether the token chose the expert. Other results are finite but meaningless.
+        `is_chosen` [E, T, 1] says whether the token chose the expert. The results of experts that a token did not
+        choose are finite but meaningless.
         """
         u = torch.matmul(x, self._gate_up)  # [E, T, g I]
         u = u if self.gate_up_bias is None else u + self.gate_up_bias.flatten(1).unsqueeze(1)
@@ -232,8 +236,8 @@ class ExpertWeights:
 def add_up(rows: Tensor, order: Tensor, index: Tensor) -> Tensor:
     """Return the sum of each token's rows, [T, H].
 
-    An assignment is a token and one of its k experts, with number t k + j. `rows` [R, H] are results of the assignments
-    `order` [R]. `index` [T, k] is read for its shape only.
+    An assignment is a token and one of its k experts, with number t k + j. Row r of `rows` [R, H] is the result of the
+    assignment with number order[r]. `index` [T, k] is read for its shape only.
     """
     tokens, chosen = index.shape
     is_whole = rows.shape[0] == index.numel()
@@ -243,7 +247,10 @@ def add_up(rows: Tensor, order: Tensor, index: Tensor) -> Tensor:
 
 
 def spread(values: Tensor, order: Tensor, index: Tensor) -> Tensor:
-    """Return zeros of the shape of `index` [T, k], with values[r] at the assignment number order[r] = t k + j."""
+    """Return a tensor of the shape of `index` [T, k] with values[r] at the assignment number order[r] = t k + j.
+
+    It is zero at assignments that are not in `order`.
+    """
     return values.new_zeros(index.numel()).index_copy_(0, order, values).view(index.shape)
 
 
@@ -275,7 +282,10 @@ def experts_composite(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, experts: int,
     activation: str, transposed: bool, interleaved: bool, alpha: float, limit: float,
 ) -> tuple[Tensor]:  # fmt: skip
-    """Compute `experts_reference` with operators that torch can differentiate. Each token passes all experts."""
+    """Compute `experts_reference` with operators that torch can differentiate.
+
+    Every expert processes every token, chosen or not. The result is in a tuple.
+    """
     held = ExpertWeights(gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit)
     is_chosen = index.unsqueeze(2) == torch.arange(held.count, device=index.device)  # [T, k, E]
     share = torch.where(is_chosen, weights.unsqueeze(2), 0.0).sum(1).mT.unsqueeze(2)  # [E, T, 1]
@@ -326,7 +336,7 @@ def fake_experts_backward(
     grad_out: Tensor, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
     down: Tensor, *_: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return empty gradients of x, weights, gate_up, gate_up_bias and down, each of its operand's shape and dtype."""
+    """Return empty gradients of x, weights, gate_up, gate_up_bias and down, like these operands in shape and dtype."""
     operands = (x, weights, gate_up, gate_up_bias, down)
     return tuple(None if operand is None else operand.new_empty(operand.shape) for operand in operands)
 

@@ -40,7 +40,7 @@ _DROPOUT_P = {native_attention.native: 5, native_attention.native_backward: 8}
 def fusible_cross_entropy_backward(
     grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
 ) -> Tensor:
-    """Return the gradient of the logits. Arguments and result are those of `cross_entropy_backward_reference`."""
+    """Return the gradient of the logits, as `cross_entropy_backward_reference` does, in one pass without a scatter."""
     x = logits.to(lse.dtype)
     is_counted = (target != ignore_index).unsqueeze(1)  # [N, 1]
     grad = grad_loss.to(lse.dtype).unsqueeze(1)
@@ -70,7 +70,9 @@ _FUSIBLE: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
 
 
 def traced_through(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a graph with functions of ATen operators in place of semantic operators (the module's table).
+    """Return a copy of a graph with functions of ATen operators in place of semantic operators.
+
+    The module's table has the functions.
 
     Before → after: `autoshard.native_attention(...)` → a call of the Python function that implements the operator.
     """

@@ -20,9 +20,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """An activation and its derivative.
+    """An activation, and the gradient through it.
 
-    `backward(grad, x, out)` writes the gradient of x into `out`, which may be `grad`, and returns it.
+    `forward(x)` returns the activation of x. `backward(grad, x, out)` writes the gradient of x into `out`, which may be
+    `grad` itself, and returns `out`.
     """
 
     forward: Callable[[Tensor], Tensor]
@@ -64,7 +65,7 @@ class Gate:
     limit: float = 0.0
 
     def forward(self, u: Tensor) -> Tensor:
-        """Return h [R, I] for u [R, g I]."""
+        """Return the hidden value h [R, I] for the first product u [R, g I]."""
         if self.halves == 1:
             return ACTIVATIONS[self.name].forward(u)
         gate, up = self._halves(u)
@@ -74,7 +75,10 @@ class Gate:
         return ACTIVATIONS[self.name].forward(gate).mul_(up)
 
     def with_backward(self, u: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return h for u, and a function from the gradient of h to the gradient of u."""
+        """Return the hidden value h [R, I] for u [R, g I], and a function.
+
+        The function maps the gradient of h to the gradient of u.
+        """
         if self.halves == 1:
             activation = ACTIVATIONS[self.name]
             return activation.forward(u), lambda grad: activation.backward(grad, u, torch.empty_like(u))

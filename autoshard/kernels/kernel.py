@@ -36,7 +36,7 @@ class ExampleCompilation:
 
     @property
     def name(self) -> str:
-        """The function's name."""
+        """The name of the `@triton.jit` function."""
         return self.function.fn.__name__
 
 
@@ -70,7 +70,7 @@ class Form:
     Args:
         compose: `compose(like, *variables)` returns a tuple of results, or the only result. `like` is a tensor with the
             first result's shape, dtype and device. The variables have the names of the kernel's arguments. None stands
-            for a result that this form lacks. Then no call may read this result.
+            for a result of the kernel that these calls do not compute.
         constants: maps `like` to the kernel's arguments that are not variables, by name.
         derived_variables: a function for each variable of `compose` that is no argument of the kernel, by the
             variable's name. The function takes a dict of the kernel's arguments by name, and returns the variable's
@@ -84,7 +84,7 @@ class Form:
     dims: int | None = None
 
     def may_yield(self, like: Tensor) -> bool:
-        """Whether `like` can be the first result: a float tensor with the right number of dims."""
+        """Whether `like` can be the first result of the form: a float tensor with `dims` dims."""
         return like.is_floating_point() and like.dim() > 0 and self.dims in (None, like.dim())
 
     @property
@@ -152,7 +152,10 @@ def example(function: Any, types: str, tile: Tile, size: int, **constants: objec
 
 
 def block_example(function: Any, types: str, size: int, num_warps: int, **constants: object) -> ExampleCompilation:
-    """Return an `ExampleCompilation`, as `example` does, of a function whose block sizes are among `constants`."""
+    """Return an `ExampleCompilation` of a function whose block sizes are among `constants`.
+
+    The other arguments have the same meaning as in `example`. `num_warps` is the number of warps of a program.
+    """
     names, kinds = list(function.arg_names), types.split()
     absent = {name: None for name, kind in zip(names, kinds, strict=False) if kind == "None"}
     kinds_of = dict(zip(names, kinds, strict=False)) | dict.fromkeys(absent, "constexpr")

@@ -24,7 +24,7 @@ _TILE_ELEMENTS = 2048
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The tile of rows and columns that one Triton program computes with `num_warps` warps. All are powers of two."""
+    """The rows and columns that one Triton program computes together, with `num_warps` warps. All are powers of 2."""
 
     rows: int
     columns: int
@@ -32,14 +32,17 @@ class Tile:
 
 
 def row_tile(columns: int, max_columns: int = MAX_COLUMNS) -> Tile:
-    """Return the tile for rows of `columns` elements. A program walks rows over `max_columns` wide block by block."""
+    """Return the tile for rows of `columns` elements.
+
+    A tile is at most `max_columns` wide. A program computes longer rows in several blocks.
+    """
     width = min(triton.next_power_of_2(max(columns, 1)), max_columns)
     rows = max(1, min(16, _TILE_ELEMENTS // width))
     return Tile(rows, width, num_warps=max(4, min(16, width // 512)))
 
 
 def cdiv(count: int, size: int) -> int:
-    """Return `count / size`, rounded up. `triton.cdiv` does the same, but takes 5 us, and a launch needs several."""
+    """Return `count / size`, rounded up. `triton.cdiv` is slower: it takes 5 us, several times in a launch."""
     return -(-count // size)
 
 
@@ -75,7 +78,7 @@ def refuse_columns(columns: int) -> str | None:
 
 
 def require(name: str, reason: str | None) -> None:
-    """Raise `KernelError` for the kernel `name` unless `reason`, an answer of a `why_not` function, is None."""
+    """Raise `KernelError` for the kernel `name` if `reason`, the answer of a `why_not` function, is not None."""
     if reason is not None:
         raise KernelError(f"{name} does not apply: {reason} Use the operator that it replaces.")
 
@@ -100,9 +103,9 @@ def launch(
         arguments: the arguments that are not `constexpr`, in order.
         tunable: names of the `constexpr` arguments that tuning may change. The default is the kernel's entry in
             `TUNABLE`.
-        follow: maps the tunable constants to further constants that depend on them.
+        follow: maps the tunable `constexpr` arguments by name to further `constexpr` arguments that depend on them.
         changes: the tensors that the kernel both reads and writes.
-        constants: the `constexpr` arguments by name, with the block sizes without tuning.
+        constants: the `constexpr` arguments by name, with the default block sizes.
 
     Raises:
         KernelError: the tensors are not on a GPU, and the kernel was not loaded for Triton's interpreter.
@@ -123,5 +126,5 @@ def launch(
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Make `device` the current CUDA device, because Triton launches on the current device."""
+    """Return a context in which `device` is the current CUDA device, because Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -65,6 +65,7 @@ def differentiate(
 
     Args:
         setup_context: saves the tensors that `backward` needs, as in `torch.library.register_autograd`.
+        backward: returns the operands' gradients from the context and the results' gradients, as in the same function.
         composite: if given, the backward with `create_graph=True` differentiates the composite, so that the gradients
             can be differentiated again.
     """
@@ -90,7 +91,8 @@ def gradients_with_graph(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradient of each operand, as results of operators that torch can differentiate again.
 
-    `ctx` and `grads` (None stands for zero) are those of the forward's `torch.autograd.Function`.
+    `ctx` is the context of the forward's `torch.autograd.Function`. `grads` has the gradients of its results, with None
+    for zero.
     """
     _ = ctx.saved_tensors  # raises if a saved tensor was changed in place since the forward
     needed = ctx.needs_input_grad
@@ -129,7 +131,7 @@ def refuse_derivative(overload: torch._ops.OpOverload, computation: str) -> None
 
 
 def composite_of(overload: torch._ops.OpOverload) -> Composite:
-    """Return the composite that `differentiate` was given: the operator's results by differentiable operators."""
+    """Return the composite that `differentiate` was given for an operator."""
     return _COMPOSITES[overload]
 
 

@@ -69,7 +69,11 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _LibraryKernel:
-    """A fused kernel of torch. `forward` takes (q, k, v, bias, is_causal, scale), returns out and lse [B, H, S]."""
+    """A fused kernel of torch, as a forward and a backward function.
+
+    `forward` takes (q, k, v, bias, is_causal, scale), and returns out and lse [B, H, S]. `backward` returns the
+    gradients of q, k and v.
+    """
 
     forward: Callable[..., Result]
     backward: Callable[..., Gradients]
@@ -164,7 +168,10 @@ def native_attention_backward(
 
 
 class _GradientSums:
-    """Sums of the gradients of the calls that one attention was cut into. A call that covers all is not copied."""
+    """Adds up the gradients of q, k and v of the kernel calls into which one attention was cut.
+
+    The gradients of a call with all queries and all keys are kept without a copy.
+    """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         self._like = (q, k, v)
@@ -211,7 +218,7 @@ def _kernel_of(q: Tensor, part: _AttentionCall) -> _LibraryKernel:
 
 @cache
 def _prefers_cudnn(device: torch.device) -> bool:
-    """Whether torch's own attention would try cuDNN first: on Hopper and Blackwell, with cuDNN 9.15 or later."""
+    """Whether torch's own attention tries cuDNN first on `device`: Hopper or Blackwell, with cuDNN 9.15 or later."""
     if not torch.cuda.is_available() or torch.version.hip or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
     version = torch.backends.cudnn.version()
@@ -230,7 +237,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, part: _AttentionCall, scale: float
 def _parts(
     q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, offset: Sequence[int]
 ) -> Iterator[tuple[range, Sequence[_AttentionCall]]]:
-    """Yield the positions of each block of queries, in order, with its calls, none if they attend to no key."""
+    """Yield each block of queries, in order: its positions in the sequence, and its calls of a kernel.
+
+    A block has no calls if its queries attend to no key.
+    """
     shift, queries, keys = offset[2] - offset[3], range(q.shape[2]), range(k.shape[2])
     if mask is not None:
         for rows in _blocks(q, mask.shape[0] * mask.shape[1] * len(keys)):
@@ -250,8 +260,8 @@ def _parts(
 def _bias_of(mask: Tensor, rows: range, q: Tensor, k: Tensor, shift: int | None) -> Tensor:
     """Return the bias of a block of queries, [B or 1, H or 1, rows, T], which is added to the scores.
 
-    `q` and `k` are read for shapes and dtype. `shift` says how many tokens the first query is after the first key in
-    causal attention. None: not causal.
+    `q` and `k` are read for shapes and dtype. In causal attention, `shift` is the number of tokens from the first key
+    to the first query. Otherwise it is None.
     """
     block = _rows_of(mask, rows)
     if block.dtype == torch.bool:
@@ -269,7 +279,10 @@ def _rows_of(mask: Tensor, rows: range) -> Tensor:
 
 
 def _blocks(q: Tensor, elements_of_row: int) -> list[range]:
-    """Cut the queries into blocks of at most `_BLOCK_ELEMENTS` elements, but of at least one query."""
+    """Return the positions of consecutive blocks of queries, each with at most `_BLOCK_ELEMENTS` elements of a bias.
+
+    A query has `elements_of_row` elements of a bias. A block has at least one query.
+    """
     count = q.shape[2]
     size = max(1, _BLOCK_ELEMENTS // max(1, elements_of_row))
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
@@ -300,7 +313,7 @@ def _nothing(q: Tensor, v: Tensor) -> Result:
 
 
 def _merge(results: Sequence[Result]) -> Result:
-    """Merge results of the same queries over one or two disjoint sets of keys."""
+    """Return merged result and log-sum-exp of calls with the same queries, over one or two disjoint sets of keys."""
     (first, lse), *others = results
     out = first if not others else first.to(lse.dtype)
     for other, other_lse in others:
@@ -401,7 +414,7 @@ def _efficient_backward(
 
 
 def _aligned(bias: Tensor | None, q: Tensor) -> Tensor | None:
-    """Expand to [B, H, S, T], whose rows begin at multiples of `_MASK_STEP` elements, as the kernel requires."""
+    """Expand a bias to [B, H, S, T]. Its rows begin at multiples of `_MASK_STEP` elements, as the kernel requires."""
     if bias is None:
         return None
     columns = bias.shape[-1]

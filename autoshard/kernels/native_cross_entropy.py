@@ -45,7 +45,7 @@ _CPU_BLOCK, _BLOCK = 1 << 18, 1 << 24
 def native_cross_entropy(
     logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """Return loss and log-sum-exp of each row, for the arguments of `cross_entropy_reference`."""
+    """Return the loss and the log-sum-exp of each row. The arguments are those of `cross_entropy_reference`."""
     given = (logits, target, ignore_index, label_smoothing)
     if logits.is_cuda and why_not_cross_entropy(*given) is None:
         return triton_cross_entropy(*given)
@@ -71,7 +71,7 @@ def _expected(log_p: Tensor, chosen: Tensor, label_smoothing: float) -> Tensor:
 def native_cross_entropy_backward(
     grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
 ) -> Tensor:
-    """Return the gradient of the logits, for the arguments of `cross_entropy_backward_reference`."""
+    """Return the gradient of the logits. The arguments are those of `cross_entropy_backward_reference`."""
     given = (grad_loss, logits, target, lse, ignore_index, label_smoothing)
     if logits.is_cuda and why_not_cross_entropy_backward(*given) is None:
         return triton_cross_entropy_backward(*given)
@@ -93,7 +93,10 @@ def native_cross_entropy_backward(
 def native_split_cross_entropy(
     logits: Tensor, top: Tensor, indices: Tensor, elsewhere: Tensor, factor: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute this rank's `split_cross_entropy_reference`: each row's sum of exponentials, and its target's logit."""
+    """Return each row's sum of exponentials over this rank's classes, and its target's logit times `factor`.
+
+    The arguments are those of `split_cross_entropy_reference`.
+    """
     given = (logits, top, indices, elsewhere, factor)
     if logits.is_cuda and why_not_split_cross_entropy(*given) is None:
         return triton_split_cross_entropy(*given)
@@ -115,7 +118,7 @@ def native_split_cross_entropy_backward(
     correction: float,
     shift: float,
 ) -> Tensor:
-    """Return the gradient of the rank's logits, for the arguments of `split_cross_entropy_backward_reference`."""
+    """Return the gradient of the rank's logits. The arguments are those of `split_cross_entropy_backward_reference`."""
     given = (logits, lse, scale, indices, elsewhere, is_ignored, correction, shift)
     if logits.is_cuda and why_not_split_cross_entropy_backward(*given) is None:
         return triton_split_cross_entropy_backward(*given)
@@ -129,14 +132,14 @@ def native_split_cross_entropy_backward(
 
 
 def _without_rows(result: Tensor, is_left_out: Tensor) -> Tensor:
-    """Write zeros into the rows where `is_left_out` is True. Before, these rows may hold any values."""
+    """Write zeros into the rows of `result` where `is_left_out` is True, and return `result`."""
     if result.is_cpu:
         return result.index_fill_(0, is_left_out.nonzero().squeeze(1), 0.0)
     return result.masked_fill_(is_left_out.unsqueeze(1), 0.0)  # does not wait for the device to count rows
 
 
 def _blocks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield tuples of the same rows of all tensors, in blocks."""
+    """Yield the tensors' rows block by block, as tuples with the same rows of `logits` and of all `others`."""
     size = max(1, (_CPU_BLOCK if logits.is_cpu else _BLOCK) // max(1, logits.shape[1]))
     return zip(*(item.split(size) for item in (logits, *others)), strict=True)
 

@@ -20,7 +20,10 @@ def _to_host(x: Tensor) -> Tensor:
 
 
 def _from_host(x: Tensor) -> Tensor:
-    """Copy to the current accelerator. If `x` is not pinned, it did not come from one, and the copy is on the CPU."""
+    """Start to copy a pinned `x` to the current accelerator. If `x` is not pinned, return a copy on the CPU.
+
+    Only `_to_host` of an accelerator's tensor returns pinned memory.
+    """
     if not x.is_pinned():
         return x.clone()
     accelerator = torch.accelerator.current_accelerator()

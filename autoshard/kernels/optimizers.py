@@ -52,6 +52,7 @@ def sgd_(params: Tensors, grads: Tensors, scale: Tensor | None, hyper: Tensor, m
         params, grads: lists of equal length. A gradient has the shape and dtype of its parameter.
         scale: scalar that multiplies gradients, or None.
         hyper: float64 [5], the values named in `SGD_HYPER`.
+        maximize: whether to ascend the gradient instead of descending it.
     """
     _run_sgd(params, grads, None, scale, hyper, nesterov=False, maximize=maximize)
 
@@ -65,7 +66,11 @@ def momentum_(
     nesterov: bool,
     maximize: bool,
 ) -> None:
-    """Update parameters by gradient descent with momentum. The first step sets the buffers to the gradients."""
+    """Update parameters in place by gradient descent with momentum.
+
+    The first step sets each buffer of `momentum_buffers` to the parameter's gradient. `nesterov` selects Nesterov's
+    momentum. The other arguments are those of `sgd_`.
+    """
     _run_sgd(params, grads, momentum_buffers, scale, hyper, nesterov=nesterov, maximize=maximize)
 
 
@@ -86,6 +91,7 @@ def adam_(
         scale: scalar that multiplies gradients, or None.
         hyper: float64 [6], the values named in `ADAM_HYPER`.
         decoupled: whether weight decay shrinks the parameter itself instead of changing the gradient.
+        maximize: whether to ascend the gradient instead of descending it.
     """
     _run_adam([params, grads, exp_avgs, exp_avg_sqs], scale, hyper, decoupled=decoupled, maximize=maximize)
 
@@ -160,10 +166,16 @@ def _values(names: Sequence[str], hyper: Tensor) -> dict[str, Any]:
 def _calls(
     groups: Sequence[Tensors], scale: Tensor | None, on_cpus: Collection[torch.dtype], *, may_fuse: bool = True
 ) -> Iterator[tuple[bool, list[Tensors]]]:
-    """Split an update of many parameters into calls of torch's functions: whether the call is fused, and its lists.
+    """Split an update of many parameters into calls of torch's functions.
 
-    `groups` are lists of equal length: parameters, gradients, then state. Scaled gradients are copies, so with `scale`
-    a call takes at most `_SCALED_AT_ONCE` bytes of parameters. Fused kernels run on CPUs for the dtypes `on_cpus`.
+    Yield, for each call, whether it uses a fused kernel, and its lists of tensors, in the order of `groups`.
+
+    Args:
+        groups: lists of equal length: parameters, gradients, then state.
+        scale: multiplies the gradients, or None. Scaled gradients are copies. So with `scale`, a call takes at most
+            `_SCALED_AT_ONCE` bytes of parameters.
+        on_cpus: the dtypes for which fused kernels are used on CPUs.
+        may_fuse: False to use no fused kernel, as in the first step with momentum.
     """
     members = list(zip(*groups, strict=True))
     fused = [may_fuse and _may_fuse(on_cpus, *member) for member in members]
@@ -193,7 +205,7 @@ def _scaled(grad: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def _may_fuse(on_cpus: Collection[torch.dtype], param: Tensor, grad: Tensor, *state: Tensor) -> bool:
-    """Whether torch's fused kernel takes the parameter and its state. The gradient is made contiguous later."""
+    """Whether torch's fused kernel takes the parameter and its state. `_scaled` later makes the gradient contiguous."""
     if param.device.type not in ("cpu", "cuda") or (param.is_cpu and param.dtype not in on_cpus):
         return False
     return all(tensor.is_contiguous() and tensor.is_floating_point() for tensor in (param, *state))
@@ -231,7 +243,7 @@ def _empty(written: Sequence[int]) -> Callable[..., Tensor | tuple[Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class _UpdateTwins:
-    """Three operators for one update: functional, in place, and in place for many parameters in one call."""
+    """The three operators of one update: functional, in place, and in place for many parameters in one call."""
 
     functional: OpOverload
     in_place: OpOverload
@@ -239,10 +251,12 @@ class _UpdateTwins:
 
 
 def _define(name: str, in_place: Callable[..., None], state: Sequence[str], flags: Sequence[str]) -> _UpdateTwins:
-    """Define the three operators of an update, whose functional operator has the given name, such as "adam_update".
+    """Define the three operators of an update, and return them.
 
-    `in_place` updates lists of tensors (`adam_`). The operators take the parameter, the gradient, then the state. The
-    functional operator returns the new parameter and state, and the other operators overwrite them.
+    `name` is the name of the functional operator, such as "adam_update". `in_place` updates lists of tensors, as
+    `adam_` does. The operands are the parameter, the gradient, and the tensors named in `state`. `flags` has the names
+    of bool arguments. The functional operator returns the new parameter and state. The two other operators overwrite
+    the parameter and state.
     """
     tensors = ["param", "grad", *state]
     written = [index for index, tensor in enumerate(tensors) if tensor != "grad"]
@@ -276,6 +290,27 @@ sum_of_squares = define(
     sum_of_squares_reference,
     lambda x: x.new_empty((), dtype=accumulation_dtype(x.dtype)),
 )
+
+
+def sum_of_all_squares_reference(xs: Tensors) -> Tensor:
+    """Return the sum of the results of `sum_of_squares` for some tensors, with few launches."""
+    members: dict[torch.dtype, Tensors] = {}
+    for x in xs:
+        members.setdefault(accumulation_dtype(x.dtype), []).append(x)
+    sums = [
+        torch.stack(torch.ops.aten._foreach_norm.Scalar(some, 2, dtype)).square().sum()
+        for dtype, some in members.items()
+    ]
+    return sums[0] if len(sums) == 1 else torch.stack([item.double() for item in sums]).sum()
+
+
+def _wide_scalar(xs: Tensors) -> Tensor:
+    """Return an empty scalar of the widest type in which squares of some tensors are added."""
+    dtypes = {accumulation_dtype(x.dtype) for x in xs}
+    return xs[0].new_empty((), dtype=torch.float64 if torch.float64 in dtypes else torch.float32)
+
+
+sum_of_all_squares = define("sum_of_all_squares", "(Tensor[] xs) -> Tensor", sum_of_all_squares_reference, _wide_scalar)
 
 _SGD = _define("sgd_update", sgd_, (), ("maximize",))
 _MOMENTUM = _define("momentum_update", momentum_, ("momentum_buffer",), ("nesterov", "maximize"))

@@ -30,7 +30,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 def philox_4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     """Return four random words in [0, 2^32) for each counter, int64, of the broadcast shape.
 
-    `counter` has four, and `key` two int64 tensors of 32 bit words, low word first, which are broadcast.
+    `counter` has four int64 tensors of 32 bit words, low word first, and `key` has two. All tensors are broadcast.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -71,7 +71,10 @@ def random_words(
 def random_block(
     shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int], seed: Tensor, site: int, block: int = 0
 ) -> Words:
-    """Return four random words in [0, 2^32) for each element of a shard. Different blocks give independent words."""
+    """Return four random words in [0, 2^32) for each element of one shard of a global array.
+
+    Different numbers `block` give independent words. The other arguments are those of `random_words`.
+    """
     index = _global_index(shape, offset, global_shape, seed.device)
     seed = seed.reshape(())
     zero = torch.zeros_like(seed)
@@ -88,7 +91,10 @@ def keep_mask(
     site: int,
     p: float,
 ) -> Tensor:
-    """Return a bool tensor of the shard, True with probability 1 - p, where dropout keeps an element."""
+    """Return a bool tensor of `shape`, True with probability 1 - p, where dropout keeps an element of the shard.
+
+    The other arguments are those of `random_words`.
+    """
     return random_words(shape, offset, global_shape, seed, site) >= drop_threshold(p)
 
 
@@ -109,7 +115,7 @@ def keep_scale(p: float) -> float:
 
 
 def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """Return the high and the low word of a product of two 32 bit words. int64 wraps, and keeps all 64 bits."""
+    """Return the high and the low word of a product of two 32 bit words, whose 64 bits an int64 keeps."""
     product = word * multiplier
     return (product >> 32) & _MASK, product & _MASK
 
@@ -117,7 +123,7 @@ def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
 def _global_index(
     shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int], device: torch.device
 ) -> Tensor:
-    """Return each shard element's row-major number in the global array, int64."""
+    """Return an int64 tensor of `shape` with the row-major number of each element in the global array."""
     if not len(shape) == len(offset) == len(global_shape):
         raise ValueError(
             f"shape={tuple(shape)}, offset={tuple(offset)} and global_shape={tuple(global_shape)} "

@@ -12,10 +12,14 @@ _OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def make_private(folder: Path, purpose: str) -> None:
-    """Make a folder that only this user can open, and its parents, or raise `OSError`.
+    """Make a folder that only this user can open, together with its missing parents.
 
-    An existing folder must already be private, else `KernelError` is raised. `purpose` names the folder's contents in
-    the message, such as "generated kernels".
+    An existing folder must already be private. `purpose` names the folder's contents in messages, such as "generated
+    kernels".
+
+    Raises:
+        OSError: the folder or a parent cannot be made.
+        KernelError: an existing folder is not private.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -23,7 +27,10 @@ def make_private(folder: Path, purpose: str) -> None:
 
 
 def check_private(folder: Path, purpose: str) -> None:
-    """Raise `KernelError` if a folder belongs to another user, or other users can write to it. It need not exist."""
+    """Raise `KernelError` if a folder belongs to another user, or if other users can write to it.
+
+    A missing folder passes the check. `purpose` names the folder's contents in the message.
+    """
     try:
         found = folder.stat()
     except OSError:

@@ -78,12 +78,12 @@ def random_reference(
 
 
 def bits_53(high: Tensor, low: Tensor) -> Tensor:
-    """Return int64 numbers in [0, 2^53) made of two tensors of 32 bit words."""
+    """Return int64 numbers in [0, 2^53), each made of a word of `high` and a word of `low`, both of 32 bits."""
     return (high << 21) | (low >> 11)
 
 
 def unit(high: Tensor, low: Tensor) -> Tensor:
-    """Return float64 numbers in [0, 1) made of two tensors of 32 bit words."""
+    """Return float64 numbers in [0, 1) with 53 bits, each made of a 32 bit word of `high` and of `low`."""
     return bits_53(high, low).to(torch.float64) * _UNIT
 
 
@@ -144,7 +144,14 @@ def _integer(words: Words, low: Number, high: Number, *, dtype: torch.dtype) -> 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A distribution: how to draw numbers from words, and which parameters it accepts, also as text."""
+    """A distribution of random numbers.
+
+    Args:
+        draw: takes the four random words of each element, the distribution's parameters, and the keyword `dtype`.
+            Returns the numbers.
+        accepts: takes the parameters, and returns whether they are in range.
+        range: the condition that `accepts` checks, as text for messages, such as "std >= 0".
+    """
 
     draw: Callable[..., Tensor]
     accepts: Callable[..., bool]

@@ -246,18 +246,24 @@ def _check(
 
 
 def _order(x: Tensor, reverse: bool) -> range:
-    """Return the indices of time steps in the order of execution."""
+    """Return the indices of the time steps of `x` [B, T, ...] in the order of execution, from the last if `reverse`."""
     steps = range(x.shape[1])
     return steps[::-1] if reverse else steps
 
 
 def _stack(steps: list[Tensor], like: Tensor, reverse: bool) -> Tensor:
-    """Stack the values of time steps, given in the order of execution, to [B, T, ...]."""
+    """Return the values of time steps as a tensor [B, T, ...] in the order of time, with the dtype of `like`.
+
+    `steps` has the values in the order of execution.
+    """
     return torch.stack(steps[::-1] if reverse else steps, dim=1).to(like.dtype)
 
 
 def _before(states: Tensor, first: Tensor, reverse: bool) -> Tensor:
-    """Return the state before each step from the state after each step, both [B, T, ...]. `first` is [B, ...]."""
+    """Return the state before each step, given the state after each step, both [B, T, ...].
+
+    `first` [B, ...] is the state before the first executed step.
+    """
     first = first.unsqueeze(1).to(states.dtype)
     if reverse:
         return torch.cat((states[:, 1:], first), dim=1)
@@ -265,7 +271,7 @@ def _before(states: Tensor, first: Tensor, reverse: bool) -> Tensor:
 
 
 def _running(lengths: Tensor | None, t: int) -> Tensor | None:
-    """Whether each row runs step t, bool [B, 1]. None if all rows run all steps."""
+    """Return a bool tensor [B, 1] that says which rows run step t, or None if all rows run all steps."""
     return None if lengths is None else (lengths > t).unsqueeze(1)
 
 
@@ -274,7 +280,10 @@ def _advance(running: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
 
 
 def _where_running(lengths: Tensor | None, values: Tensor) -> Tensor:
-    """Write zeros beyond each row's length, so that no gradient passes a step that did not run."""
+    """Return `values` [B, T, ...] with zeros beyond each row's length.
+
+    So no gradient passes a step that did not run.
+    """
     if lengths is None:
         return values
     runs = torch.arange(values.shape[1], device=values.device) < lengths.unsqueeze(1)
@@ -294,7 +303,10 @@ def _tanh_slope(value: Tensor) -> Tensor:
 
 
 def _weight_gradient(grad: Tensor, operand: Tensor) -> Tensor:
-    """Sum over batch and time, [M, N], from the products' gradient [B, T, M] and their operand [B, T, N]."""
+    """Return the gradient of a weight [M, N], summed over batch and time.
+
+    `grad` [B, T, M] is the gradient of the products, and `operand` [B, T, N] is the other factor of the products.
+    """
     return torch.mm(grad.flatten(0, 1).mT, operand.flatten(0, 1))
 
 

@@ -36,7 +36,10 @@ Proposal = Callable[[int], tuple[Tensor, Tensor]]
 def poisson_reference(
     rate: Tensor, seed: Tensor, site: int, offset: Sequence[int], global_shape: Sequence[int]
 ) -> Tensor:
-    """Return a Poisson number of each mean in `rate`, in its dtype, for the arguments of `random_reference`."""
+    """Return a Poisson number for each mean in `rate`, in the dtype of `rate`.
+
+    The other arguments are those of `random_reference`.
+    """
     blocks = _blocks(rate, seed, site, offset, global_shape)
     mean = rate.to(torch.float64)
     small, large = (mean >= 0) & (mean < _LARGE_MEAN), (mean >= _LARGE_MEAN) & mean.isfinite()
@@ -45,7 +48,10 @@ def poisson_reference(
 
 
 def _transformed_poisson(mean: Tensor, blocks: Blocks, wanted: Tensor) -> Tensor:
-    """Draw by PTRS where `wanted` is True, else NaN. `blocks` maps an attempt to words. Names are the paper's."""
+    """Return Poisson numbers with the means `mean`, drawn by PTRS, where `wanted` is True, and NaN elsewhere.
+
+    `blocks` maps an attempt's number to random words. Variables have the paper's names.
+    """
     b = 0.931 + 2.53 * mean.sqrt()
     a = -0.059 + 0.02483 * b
     inverse_alpha, v_r = 1.1239 + 1.1328 / (b - 3.4), 0.9277 - 3.6224 / (b - 2.0)
@@ -63,7 +69,7 @@ def _transformed_poisson(mean: Tensor, blocks: Blocks, wanted: Tensor) -> Tensor
 def binomial_reference(
     count: Tensor, p: Tensor, seed: Tensor, site: int, offset: Sequence[int], global_shape: Sequence[int]
 ) -> Tensor:
-    """Return successes among `count` trials, each of probability `p`, for each element, in the dtype of `count`.
+    """Return the number of successes in `count` trials of probability `p`, for each element, in the dtype of `count`.
 
     `count` and `p` are shards of global arrays of one shape. The other arguments are those of `random_reference`.
     """
@@ -79,9 +85,10 @@ def binomial_reference(
 
 
 def _transformed_binomial(n: Tensor, q: Tensor, blocks: Blocks, wanted: Tensor) -> Tensor:
-    """Draw by BTRS where `wanted` is True, else NaN. `n` are numbers of trials, and `q` probabilities of success.
+    """Return binomial numbers of `n` trials, drawn by BTRS, where `wanted` is True, and NaN elsewhere.
 
-    `blocks` maps an attempt's number to random words. Factorials use `lgamma`. Names are the paper's.
+    `q` has the probabilities of success. `blocks` maps an attempt's number to random words. Variables have the paper's
+    names.
     """
     spread = torch.sqrt(n * q * (1.0 - q))
     b = 1.15 + 2.53 * spread
@@ -104,9 +111,10 @@ def _transformed_binomial(n: Tensor, q: Tensor, blocks: Blocks, wanted: Tensor) 
 def gamma_reference(
     shape: Tensor, seed: Tensor, site: int, offset: Sequence[int], global_shape: Sequence[int]
 ) -> Tensor:
-    """Return a gamma number of rate 1 for each element of `shape`, in its dtype. Parameter 0 gives 0.
+    """Return a gamma number of rate 1 for each element of `shape`, in the dtype of `shape`.
 
-    `shape` has shape parameters of the distribution, no sizes. The other arguments are those of `random_reference`.
+    `shape` has the shape parameters of the distribution, not the sizes of a tensor. A shape parameter of 0 gives 0. The
+    other arguments are those of `random_reference`.
     """
     blocks = _blocks(shape, seed, site, offset, global_shape)
     alpha = shape.to(torch.float64)
@@ -134,7 +142,7 @@ def _uniforms(words: Words) -> tuple[Tensor, Tensor]:
 
 
 def _hat(words: Words) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the numbers of transformed rejection: U in [-1/2, 1/2), V in [0, 1), and 1/2 - |U|."""
+    """Return the uniform numbers of transformed rejection: U in [-1/2, 1/2), V in [0, 1), and 1/2 - |U|."""
     u, v = _uniforms(words)
     return u - 0.5, v, 0.5 - (u - 0.5).abs()
 
@@ -142,7 +150,7 @@ def _hat(words: Words) -> tuple[Tensor, Tensor, Tensor]:
 def _until_accepted(propose: Proposal, wanted: Tensor) -> Tensor:
     """Return the first accepted proposal of each element where `wanted` is True, and NaN elsewhere.
 
-    `propose` maps the number of an attempt to proposals and to bools, whether they are accepted.
+    `propose` maps an attempt's number to two tensors: a proposal for each element, and whether it is accepted.
     """
     result, waiting = torch.full(wanted.shape, torch.nan, dtype=torch.float64, device=wanted.device), wanted
     for attempt in itertools.count():
@@ -155,9 +163,10 @@ def _until_accepted(propose: Proposal, wanted: Tensor) -> Tensor:
 
 
 def _invert(u: Tensor, none: Tensor, growth: Callable[[int], Tensor], wanted: Tensor) -> Tensor:
-    """Return the least k whose cumulative probability exceeds `u` in [0, 1). Elements not `wanted` are meaningless.
+    """Return, for each element, the least k whose cumulative probability exceeds `u` in [0, 1).
 
-    `none` is the probability of 0, and `growth(k)` the probability of k divided by that of k - 1.
+    `none` is the probability of 0, and `growth(k)` is the probability of k divided by the probability of k - 1. Results
+    of elements that are not `wanted` are meaningless.
     """
     k, probability, reached = torch.zeros_like(u), none, none
     for step in range(1, _MOST_STEPS):
@@ -171,7 +180,10 @@ def _invert(u: Tensor, none: Tensor, growth: Callable[[int], Tensor], wanted: Te
 
 
 def _choose(*cases: tuple[Tensor, Tensor]) -> Tensor:
-    """Return, for each element, the value of the case whose bool tensor holds there, or NaN."""
+    """Return, for each element, the value of the case that holds there, or NaN if no case holds.
+
+    A case is a bool tensor, True where the case holds, and a tensor of values.
+    """
     result = torch.full_like(cases[0][1], torch.nan)
     for holds, value in cases:
         result = torch.where(holds, value, result)

@@ -44,7 +44,7 @@ from autoshard.kernels.library import accumulation_dtype
 from autoshard.kernels.native_attention import merge_into, native_attention, native_attention_backward
 
 Travelling = Generator[Exchange, Sequence[Tensor], list[Tensor]]
-"""A generator of exchanges, as for `Steps`, that returns a list of tensors."""
+"""A generator that yields exchanges, as `Steps` does, and returns a list of tensors."""
 
 
 class _HopCall(NamedTuple):
@@ -66,7 +66,7 @@ class Ring:
 
     Args:
         dropout_p, is_causal, scale, site, global_shape: arguments of `autoshard::attention`.
-        offset: global index of the score of the rank's first query and the first of all keys.
+        offset: global index [b, h, s, t] of the score of the rank's first query with the first key of all ranks.
         index: the rank's number within the ring.
         starts: for each rank, the global position of its first key.
         lengths: for each rank, the number of its keys.
@@ -90,7 +90,10 @@ class Ring:
         return len(self.starts)
 
     def send_on(self, *tensors: Tensor) -> Generator[Exchange, Sequence[Tensor], Sequence[Tensor]]:
-        """Start to send pieces [B, H, T, ...] to the next rank and to receive the previous rank's pieces."""
+        """Start to send pieces [B, H, T, ...] to the next rank and to receive the previous rank's pieces.
+
+        The generator returns tensors in transit, for `wait_for_pieces`.
+        """
         if not tensors:
             return ()
         rows = tensors[0].shape[0]
@@ -101,9 +104,9 @@ class Ring:
         return [rows if number == rank % self.ranks else 0 for number in range(self.ranks)]
 
     def calls(self, hop: int, queries: int) -> Iterator[_HopCall]:
-        """Yield the calls of attention that the rank computes at a hop, none if causality masks all keys.
+        """Yield the calls of attention that the rank computes at hop number `hop`, from 0.
 
-        `hop` counts from 0. `queries` is the number of the rank's queries.
+        There are no calls if causality masks all keys. `queries` is the number of the rank's queries.
         """
         visitor = (self.index - hop) % self.ranks
         start, length = self.starts[visitor], self.lengths[visitor]
@@ -121,7 +124,7 @@ class Ring:
             yield _HopCall(slice(queries // 2, queries), keys, keys, False, self.offset)
 
     def attend(self, call: _HopCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None) -> Any:
-        """Return result and log-sum-exp of the queries `call.rows` over the keys `call.keys`."""
+        """Return out and log-sum-exp of `call`: attention of the queries `call.rows` to the keys `call.keys`."""
         operands = (q[:, :, call.rows], k[:, :, call.keys], v[:, :, call.keys], _columns(mask, call))
         return native_attention(*operands, seed, *self._constants(call))
 
@@ -129,7 +132,10 @@ class Ring:
         self, call: _HopCall, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor,
         lse: Tensor, seed: Tensor | None,
     ) -> Any:  # fmt: skip
-        """Return the share of `call` in the gradients of q, k and v. `out` and `lse` are results over all keys."""
+        """Return the addends of `call` to the gradients of q, k and v.
+
+        `out` and `lse` are the merged results over all keys of the ring.
+        """
         grad_out, q, out, lse = (tensor[:, :, call.rows] for tensor in (grad_out, q, out, lse))
         operands = (grad_out, q, k[:, :, call.keys], v[:, :, call.keys], _columns(mask, call), out, lse)
         return native_attention_backward(*operands, seed, *self._constants(call))
@@ -147,7 +153,7 @@ class Ring:
 
     @staticmethod
     def _neighbours(rank: int) -> tuple[int, int]:
-        """Return the numbers of the two blocks that make up a rank's consecutive piece."""
+        """Return the numbers of the two consecutive blocks that a rank has before and after the ring."""
         return 2 * rank, 2 * rank + 1
 
     def _pair(self, rank: int) -> tuple[int, int]:
@@ -158,7 +164,7 @@ class Ring:
     ) -> Travelling:
         """Exchange half pieces [B, H, S / 2, ...] among all ranks, and return this rank's new pieces.
 
-        `before` and `after` map a rank to the numbers of the two blocks that it has, and gets.
+        `before` maps a rank to the numbers of the two blocks that it has, and `after` to those that it gets.
         """
         ranks = range(self.ranks)
         target, source = ({block: rank for rank in ranks for block in of(rank)} for of in (after, before))
@@ -182,7 +188,7 @@ def wait_for_pieces(pending: Sequence[Tensor]) -> list[Tensor]:
 
 
 def forward_steps(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, *constants: Any) -> Steps:
-    """Yield one rank's exchanges of `ring_attention`, and return its results. `constants` are the fields of `Ring`."""
+    """Yield one rank's exchanges of `ring_attention`, and return out and lse. `constants` are the fields of `Ring`."""
     ring, dtype = Ring(*constants), q.dtype
     out, lse = empty_results(q, v)
     out, lse = out.to(accumulation_dtype(dtype)).zero_(), lse.fill_(-math.inf)
@@ -207,7 +213,10 @@ def backward_steps(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
     seed: Tensor | None, *constants: Any,
 ) -> Steps:  # fmt: skip
-    """Yield one rank's exchanges of `ring_attention_backward`. `constants` are the fields of `Ring`."""
+    """Yield one rank's exchanges of `ring_attention_backward`, and return the gradients of q, k and v.
+
+    `constants` are the fields of `Ring`.
+    """
     ring = Ring(*constants)
     if ring.is_paired:
         grad_out, q, k, v, out, lse = yield from ring.to_pairs(grad_out, q, k, v, out, lse)
@@ -242,7 +251,7 @@ def _zeros(x: Tensor) -> Tensor:
 
 
 def _columns(mask: Tensor | None, call: _HopCall) -> Tensor | None:
-    """Return the mask's columns for the keys of `call`, with four dims of which each may be 1."""
+    """Return the mask's columns for the keys of `call`, as a tensor of four dims, each of which may have size 1."""
     if mask is None:
         return None
     mask = mask[(None,) * (4 - mask.dim())]

@@ -36,6 +36,7 @@ def split_cross_entropy_reference(
         top: [N], the greatest logit over the classes of all ranks, in float32, or in float64 for float64 logits.
         indices: [N] int64, the target's number among the rank's classes, in [0, C). Any valid number if `elsewhere`.
         elsewhere: [N] bool, whether the target is on another rank.
+        factor: multiplies the target's logit.
 
     Returns:
         total [N] and expected [N], in the dtype of `top`.

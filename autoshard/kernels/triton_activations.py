@@ -48,8 +48,8 @@ def slope(x, ACTIVATION: tl.constexpr):
 def piece(rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     """Return the indices of a program's tile in a 2-D grid over a matrix [rows, columns].
 
-    They are row indices [BLOCK_R, 1] (int64), column indices [1, BLOCK_C], and the mask [BLOCK_R, BLOCK_C] that is true
-    inside the matrix.
+    The results are row indices [BLOCK_R, 1] (int64), column indices [1, BLOCK_C], and a mask [BLOCK_R, BLOCK_C]. The
+    mask is true inside the matrix.
     """
     row = (tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
     column = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]

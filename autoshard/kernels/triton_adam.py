@@ -35,7 +35,10 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 @triton.jit
 def _pointers(addresses_ptr, element, TYPE: tl.constexpr):
-    """Point to elements of a tensor of Triton type TYPE, whose address `addresses_ptr` [] holds."""
+    """Return pointers to the elements `element` of a tensor of Triton type TYPE.
+
+    addresses_ptr [] is int64, the address of the tensor.
+    """
     return tl.load(addresses_ptr).to(tl.pointer_type(TYPE)) + element  # type: ignore[arg-type]
 
 
@@ -155,7 +158,10 @@ def _adam_updates(
 
 
 def _factors(options: dict[str, float], decoupled: bool) -> tuple[float, ...]:
-    """Return the scalar arguments of `adam_kernel`, from step_size to eps, for the options of `ADAM_HYPER`."""
+    """Return the scalar arguments of `adam_kernel`, from step_size to eps.
+
+    `options` has the values of `ADAM_HYPER` by name.
+    """
     step = options["step"] + 1
     lr, decay = options["lr"], options["weight_decay"]
     step_size = lr / (1 - options["beta1"] ** step)

@@ -70,7 +70,10 @@ def why_not_add_layer_norm_backward(
 
 
 def _refuse(x: Tensor, other: Tensor, **tensors: Tensor | None) -> str | None:
-    """Refuse unsupported dtypes, and `other` unless it can be added to the rows of `x`."""
+    """Return why a kernel cannot add `x` and `other` and normalise the rows of the sum, or None if it can.
+
+    `tensors` has further operands by name, whose dtypes must be supported.
+    """
     reason = refuse_dtypes(x=x, other=other, **tensors)
     if reason is None and (x.shape != other.shape or x.dtype != other.dtype or x.dim() == 0):
         return f"the added tensors have shapes {tuple(x.shape)}, {tuple(other.shape)}, dtypes {x.dtype}, {other.dtype}."
@@ -205,7 +208,10 @@ def _narrow(like: Tensor, x: Any) -> Any:
 
 
 def _cast_gradient(like: Tensor, x: Any, dtype: torch.dtype) -> Any:
-    """Return the gradient of a cast: `x` cast to `dtype`, with the arguments that autograd passes."""
+    """Return `x` cast to `dtype`, as autograd writes the gradient of a cast. `like` has the model's dtype.
+
+    If the model's dtype is float32, there is no cast, and `x` is returned.
+    """
     if like.dtype == torch.float32:
         return x
     return _aten._to_copy.default(x, dtype=dtype, layout=torch.strided, device=like.device)
@@ -225,7 +231,10 @@ def _add_written_out(like: Tensor, x: Any, residual: Any, weight: Any, eps: Any)
 
 
 def _written_out_backward(like: Tensor, grad_out: Any, input: Any, rstd: Any, weight: Any) -> tuple[Any, Any]:
-    """Return the backward of `written_out` by autograd: two addends of dx, and dw, a sum with `keepdim=True`."""
+    """Return the gradients that autograd derives from `written_out`: the two addends of dx, and dw.
+
+    The calls sum dw over rows with `keepdim=True`.
+    """
     last, x = like.dim() - 1, _wide(like, input)
     weighted = _cast_gradient(like, _aten.mul.Tensor(grad_out, weight), torch.float32)
     normed = _narrow(like, _aten.mul.Tensor(x, rstd))
@@ -245,7 +254,11 @@ def _alone_backward(like: Tensor, grad_out: Any, input: Any, rstd: Any, weight: 
 def _added_backward(
     like: Tensor, grad_out: Any, residual_grad: Any, input: Any, rstd: Any, weight: Any
 ) -> tuple[Any, Any]:
-    """Add the residual's gradient as autograd does: in float32, the two addends of dx one after the other."""
+    """Return the gradient of x plus `residual_grad`, and the gradient of the weight, in autograd's order of operations.
+
+    In float32, the two addends of dx are added to `residual_grad` one after the other. In narrower dtypes, dx is
+    rounded first.
+    """
     (direct, through), grad_weight = _written_out_backward(like, grad_out, input, rstd, weight)
     if like.dtype == torch.float32:
         return _aten.add.Tensor(_aten.add.Tensor(residual_grad, direct), through), grad_weight

@@ -113,7 +113,7 @@ def cross_entropy_backward_kernel(
 ):
     """Write the gradient of a tile of logits.
 
-    grad_loss_ptr, target_ptr and lse_ptr are [rows]. logits_ptr and grad_ptr are [rows, columns], and may be the same.
+    grad_loss_ptr, target_ptr and lse_ptr are [rows]. logits_ptr and grad_ptr are [rows, columns], and may be equal.
     They have the classes from `first` on. All chunks together have `classes` classes.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -133,7 +133,7 @@ def cross_entropy_backward_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The position of a chunk of logits: the number of its first class, and the number of classes in all chunks."""
+    """The position of a chunk of classes: the number of its first class, and the number of classes in all chunks."""
 
     first: int
     classes: int

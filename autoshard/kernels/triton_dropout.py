@@ -101,9 +101,9 @@ def _dropout(
 def _place(
     shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int]
 ) -> tuple[list[int], list[int], int]:
-    """Pad the shard's dims to four, with dims of size 1 in front.
+    """Return sizes, strides and start of a shard, after its dims are padded to four by dims of size 1 in front.
 
-    Return their sizes, the strides of the first three in the row-major global array, and the global number of the
+    The strides are those of the first three dims in the row-major global array. The start is the global number of the
     shard's first element.
     """
     missing = _MAX_DIMS - len(shape)

@@ -91,7 +91,10 @@ def _refuse(x: Tensor, bias: Tensor, activation: str) -> str | None:
 
 
 def _refuse_shape(name: str, shape: Sequence[int], x: Tensor) -> str | None:
-    """Refuse a tensor of `shape` that does not have as many and as long rows as x."""
+    """Return why the rows of the tensor `name`, of this `shape`, do not match the rows of `x`, or None if they match.
+
+    Rows match if they are as many and as long.
+    """
     if len(shape) > 0 and shape[-1] == x.shape[-1] and torch.Size(shape).numel() == x.numel():
         return None
     return f"{name}={tuple(shape)} does not have the rows of x={tuple(x.shape)}."
@@ -168,7 +171,7 @@ def _add_of(rank_changes: bool) -> Any:
 
 
 def _forward_form(rank_changes: bool, activation: str) -> Form:
-    """Return the form gelu(x + bias). If `rank_changes`, the sum is reshaped before the gelu."""
+    """Return the `Form` of gelu(x + bias). If `rank_changes`, the sum is reshaped before the gelu."""
     add = _add_of(rank_changes)
 
     def compose(like: Tensor, x: Any, bias: Any) -> Any:

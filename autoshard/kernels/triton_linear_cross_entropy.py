@@ -75,7 +75,7 @@ def why_not_linear_cross_entropy_backward(
 
 
 def _chunks(x: Tensor, weight: Tensor) -> Iterator[tuple[Chunk, slice, Tensor]]:
-    """Yield each chunk, the slice of its classes, and their logits, which the next chunk overwrites."""
+    """Yield each chunk of classes, its slice of `weight`, and its logits, in memory that the next chunk overwrites."""
     classes, depth = weight.shape
     size = chunk_classes(depth)
     memory = x.new_empty((len(x), size))
@@ -183,7 +183,7 @@ def _grads(grad: Any, x: Any, weight: Any) -> tuple[Any, Any]:
 
 
 def _rows_forward(*, is_wide: bool) -> Form:
-    """Return the form of the forward for hidden [N, K]. `is_wide`: the logits are cast to float32."""
+    """Return the `Form` of the forward for hidden [N, K]. If `is_wide`, the logits are cast to float32."""
 
     def compose(like: Tensor, hidden: Any, weight: Any, target: Any, ignore_index: Any, label_smoothing: Any) -> Any:
         return _losses(_product(hidden, weight, is_wide=is_wide), target, ignore_index, label_smoothing)
@@ -204,7 +204,10 @@ def _rows_backward(*, is_wide: bool) -> Form:
 
 
 def _sequence_product(hidden: Any, weight: Any, sizes: Sequence[Any], *, is_wide: bool) -> tuple[Any, Any]:
-    """Return rows [B S, K] of hidden, and their logits [B S, C], which models reshape to [B, S, C] and back."""
+    """Return rows [B S, K] of hidden, and their logits [B S, C].
+
+    Models reshape the logits to [B, S, C] and back, and so do these calls.
+    """
     batch, length, rows, depth, classes = sizes
     x = _aten.reshape.default(hidden, [rows, depth])
     logits = _aten.mm.default(x, _aten.t.default(weight))
@@ -215,7 +218,7 @@ def _sequence_product(hidden: Any, weight: Any, sizes: Sequence[Any], *, is_wide
 
 
 def _sequence_forward(*, is_wide: bool) -> Form:
-    """Return the form of the forward for hidden [B, S, K]. `is_wide`: the logits are cast to float32."""
+    """Return the `Form` of the forward for hidden [B, S, K]. If `is_wide`, the logits are cast to float32."""
 
     def compose(
         like: Tensor, hidden: Any, weight: Any, target: Any, ignore_index: Any, label_smoothing: Any,
@@ -241,7 +244,10 @@ def _sequence_backward(*, is_wide: bool) -> Form:
 
 
 def _dim_of_hidden(index: int) -> Callable[[Mapping[str, Any]], object]:
-    """Return a function from the kernel's arguments to the size of dim `index` of hidden [B, S, K], else None."""
+    """Return a function from the kernel's arguments by name to the size of dim `index` of hidden [B, S, K].
+
+    The function returns None if hidden does not have three dims.
+    """
 
     def compute(arguments: Mapping[str, Any]) -> object:
         shape = arguments["hidden"].shape

@@ -149,7 +149,7 @@ rotary = define(
 
 
 def _halves(like: Tensor, q: Any, k: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
-    """Rotate as `apply_rotary_pos_emb` of transformers: x cos + rotate_half(x) sin."""
+    """Rotate `q` and `k` as `apply_rotary_pos_emb` of transformers does: x cos + rotate_half(x) sin."""
     half = like.shape[-1] // 2
 
     def rotate(x: Any) -> Any:
@@ -161,7 +161,10 @@ def _halves(like: Tensor, q: Any, k: Any, cos: Any, sin: Any) -> tuple[Any, Any]
 
 
 def _halves_backward(like: Tensor, q: Any, k: Any, cos: Any, sin: Any, k_heads: Any) -> tuple[Any, Any]:
-    """Return the gradients that autograd derives from `_halves`. q and k are the gradients of its results."""
+    """Return the gradients of q and k that autograd derives from `_halves`.
+
+    `q` and `k` are the gradients of the rotated queries and keys, and `k_heads` is the number of key heads.
+    """
     batch, heads, length, size = like.shape
     half = size // 2
 

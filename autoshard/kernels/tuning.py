@@ -43,6 +43,7 @@ class Launch:
     """A launch of a kernel whose block sizes and warps are not yet chosen.
 
     Args:
+        kernel: the `@triton.jit` function.
         grid: maps all arguments by name, including block sizes, to the number of programs along each axis of the grid.
         device: the device of the tensors. The caller has made it the current device.
         arguments: the arguments that are not `constexpr`, in order.
@@ -88,9 +89,9 @@ class Tuner:
     _measures: bool = True
 
     def choose(self, launch: Launch, heuristic: Choice) -> Choice:
-        """Return block sizes and warps for a launch, of a remembered choice, a choice of the store, or a measurement.
+        """Return block sizes and warps for a launch: remembered by the tuner, read from the store, or measured.
 
-        If no measurement is possible, return `heuristic`, the default.
+        If no measurement is possible, return the default `heuristic`.
         """
         if launch.is_interpreted and self.timer is None:
             return heuristic
@@ -109,7 +110,10 @@ class Tuner:
         return choice
 
     def _measure(self, launch: Launch, key: Key) -> Choice | None:
-        """Measure all candidates, and publish the fastest; None if either is not possible."""
+        """Measure all candidates, publish the fastest in the store, and return the store's choice.
+
+        Return None if the launch cannot be measured, or if the store cannot be written.
+        """
         copied = sum(tensor.numel() * tensor.element_size() for tensor in launch.changes)
         if not self._measures or copied > _MAX_COPIED_BYTES or len(key.candidates) == 1:
             return None
@@ -128,7 +132,7 @@ class Tuner:
 
 
 def measure(launch: Launch, candidates: Sequence[Choice], timer: Timer | None) -> dict[Choice, float]:
-    """Return each candidate's median time in milliseconds, infinite if it does not fit the device."""
+    """Return the median time of each candidate in milliseconds, infinite for a candidate that the device cannot run."""
     configs = {
         triton.Config(launch.blocks(choice), choice.num_warps, None): choice  # type: ignore[arg-type]
         for choice in candidates
@@ -142,7 +146,7 @@ def measure(launch: Launch, candidates: Sequence[Choice], timer: Timer | None) -
 
 @cache
 def tuner_of(tuning: Tuning) -> Tuner:
-    """Return the tuner of a setting of `tune_kernels`: the same tuner at each call, with its remembered choices."""
+    """Return the tuner of a setting of `tune_kernels`. Equal settings share one tuner and its remembered choices."""
     return Tuner(tuning.store, tuning.timer)
 
 
@@ -160,8 +164,8 @@ def _key(launch: Launch, heuristic: Choice, arguments: Sequence[str]) -> Key:
 def _class_of(argument: object) -> str:
     """Return a text that is equal for arguments which share one measurement.
 
-    It has a tensor's dtype, or an integer's next power of two and whether 16 divides it. Triton compiles multiples of
-    16 to wider loads.
+    The text has a tensor's dtype. For an integer, it has the next power of two, and says whether 16 divides the
+    integer. Triton compiles multiples of 16 to wider loads.
     """
     if isinstance(argument, Tensor):
         return str(argument.dtype)
@@ -172,7 +176,7 @@ def _class_of(argument: object) -> str:
 
 @cache
 def _source_digest(kernel: Any) -> str:
-    """Return a digest of a kernel's source, and unless it is interpreted, of the functions that it calls."""
+    """Return a digest of a kernel's source. Unless the kernel is interpreted, called functions are included."""
     if isinstance(kernel, triton.JITFunction):
         return kernel.cache_key
     return hashlib.sha256(inspect.getsource(kernel.fn).encode()).hexdigest()

@@ -33,7 +33,9 @@ class Key:
     """The conditions of a measurement.
 
     Args:
+        kernel: the name of the kernel's function.
         facts: all conditions that the fastest choice depends on, as values for JSON: device, versions, arguments.
+        candidates: the launch configurations that are measured.
     """
 
     kernel: str
@@ -42,13 +44,13 @@ class Key:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The key's fields as a dict that JSON can represent."""
+        """The key's kernel, facts and candidates as a dict that JSON can represent."""
         return {"kernel": self.kernel, **self.facts, "candidates": [str(choice) for choice in self.candidates]}
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A folder of tuned launch configurations, which may not exist yet."""
+    """A folder of tuned launch configurations. It is made when a configuration is first written."""
 
     folder: Path
 
@@ -63,10 +65,10 @@ class Store:
         return next((choice for choice in key.candidates if str(choice) == entry.get("choice")), None)
 
     def publish(self, key: Key, choice: Choice, times_ms: Mapping[Choice, float]) -> Choice:
-        """Publish a choice for `key`, unless another process has published one. Return the published choice.
+        """Publish `choice` for `key`, unless another process has published a choice. Return the published choice.
 
-        `times_ms` has the median time of each candidate in milliseconds, for people who read the file.
-        Errors are those of `identity`.
+        `times_ms` has the median time of each candidate in milliseconds, for people who read the file. Raise `OSError`
+        if the folder cannot be written or locked, and `KernelError` if it is not private to this user.
         """
         times = {str(item): time_ms if math.isfinite(time_ms) else "does not fit" for item, time_ms in times_ms.items()}
         text = json.dumps({"choice": str(choice), "median_ms": times, "key": key.record}, indent=1) + "\n"

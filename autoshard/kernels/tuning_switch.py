@@ -20,7 +20,7 @@ VARIABLE = "AUTOSHARD_TUNE"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tuning:
-    """A setting of `tune_kernels`: the folder of tuned choices, and the timer that replaces Triton's."""
+    """A setting of `tune_kernels`: the folder of tuned choices, and a timer, or None for Triton's timer."""
 
     store: Store
     timer: Timer | None
@@ -49,7 +49,10 @@ def tune_kernels(is_on: bool = True, *, folder: str | Path | None = None, timer:
 
 
 def active_tuning() -> Tuning | None:
-    """Return the last setting of `tune_kernels`, or else of AUTOSHARD_TUNE. None means that tuning is off."""
+    """Return the setting of the last call of `tune_kernels`, or without a call the setting of AUTOSHARD_TUNE.
+
+    None means that tuning is off.
+    """
     return _SET[0] if _SET else _from_environment(os.environ.get(VARIABLE, ""))
 
 

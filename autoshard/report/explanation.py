@@ -125,7 +125,10 @@ def _cells(item: Outcome, chosen: Outcome) -> list[str]:
 
 
 def _largest_differences(parts: Mapping[str, float], others: Mapping[str, float]) -> str:
-    """Return the two parts whose seconds differ most from `others`, e.g. `communication over data +1.2 ms`."""
+    """Return text on the two parts of a step whose seconds in `parts` differ most from those in `others`.
+
+    For example: `communication over data +1.2 ms`.
+    """
     changes = {name: parts.get(name, 0.0) - others.get(name, 0.0) for name in {**parts, **others}}
     largest = sorted(changes.items(), key=lambda item: -abs(item[1]))[:2]
     return ", ".join(f"{name} {_signed(change, format_time)}" for name, change in largest if abs(change) >= _SHOWN_S)

@@ -267,7 +267,7 @@ def _cost_table(plan: Plan) -> Table:
 
 
 def figure_rows(plan: Plan) -> list[tuple[str, str]]:
-    """Return rows (name, value) of the further predictions: hardware utilisation, load of experts, layouts."""
+    """Return rows (name, value) of secondary predictions: hardware utilisation, load of experts, parameter layouts."""
     predicted, total = plan.predicted, sum(plan.layouts.values())
     rows: list[tuple[str, str]] = []
     if predicted.hfu is not None:

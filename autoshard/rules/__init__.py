@@ -69,8 +69,8 @@ def strategies(
         order. The replicated strategy is first. An operator without a rule has no other strategy.
 
     Raises:
-        OperatorError: `op` is no operator, or refuses the call, or the result's shape depends on values that an operand
-            lacks.
+        OperatorError: `op` is no operator, or raises an error for the call. Or the result's shape depends on values
+            that an operand lacks.
 
     Example:
         >>> import torch

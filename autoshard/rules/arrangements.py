@@ -1,6 +1,6 @@
 """Rules of operators that rearrange elements: `rot90`, `block_diag`, `masked_select`, `put` and others.
 
-The rearranged dims cannot be split. Partial values pass, because elements are only moved.
+The rearranged dims cannot be split. A partial operand gives a partial result, because elements are only moved.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ aten = torch.ops.aten
 
 @sharding_rule(aten.rot90.default)
 def quarter_turns(x: torch.Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Rule:
-    """Dims that the turn reverses cannot be split; an odd number of turns exchanges two dims and reverses one."""
+    """Return the rule of `rot90`. Dims that the turns reverse cannot be split.
+
+    An odd number of turns exchanges both dims and reverses one of them. Two turns reverse both dims.
+    """
     first, second = (normal_dim(dim, x.dim()) for dim in dims)
     turns = k % 4
     reversed_dims = {0: (), 1: (second,), 2: (first, second), 3: (first,)}[turns]
@@ -64,7 +67,7 @@ def block_diag(xs: Sequence[torch.Tensor]) -> Rule:
 
 @sharding_rule(aten._chunk_cat.default)
 def chunk_cat(xs: Sequence[torch.Tensor], dim: int, num_chunks: int) -> Rule:
-    """Dims from `dim` on cannot be split, because the operator flattens, pads and cuts them."""
+    """Return a rule that cannot split dims from `dim` on, because the operator flattens, pads and cuts them."""
     before = named(normal_dim(dim, xs[0].dim()))
     operands = [(*before, *all_blocked(x.dim() - len(before))) for x in xs]
     return joins(operands, (*before, BLOCKED, BLOCKED), xs)
@@ -72,7 +75,7 @@ def chunk_cat(xs: Sequence[torch.Tensor], dim: int, num_chunks: int) -> Rule:
 
 @sharding_rule(aten.masked_scatter.default)
 def masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> Rule:
-    """No dim can be split, because masked places take elements of the source in the global order."""
+    """Return a rule that splits no dim, because masked places take elements of the source in the global order."""
     operands = tuple(all_blocked(operand.dim()) for operand in (x, mask, source))
     shape = broadcast_shape([x.shape, mask.shape])
     return _written((operands, (all_blocked(len(shape)),)), x, source, 2)
@@ -80,7 +83,7 @@ def masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) ->
 
 @sharding_rule(aten.masked_select.default)
 def masked_select(x: torch.Tensor, mask: torch.Tensor) -> Rule:
-    """No dim can be split, because the number of selected elements depends on the mask's values."""
+    """Return a rule that splits no dim, because the number of selected elements depends on the mask's values."""
     return Rule(((all_blocked(x.dim()), all_blocked(mask.dim())), (all_blocked(1),)), transparent=True)
 
 
@@ -92,9 +95,9 @@ def masked_scatter_backward(grad: torch.Tensor, mask: torch.Tensor, sizes: Seque
 
 @sharding_rule(aten.put.default)
 def put(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False) -> Rule:
-    """With `accumulate`, the result is linear in the target and the source together.
+    """Return the rule of `put`. With `accumulate`, the result is linear in `x` and `source` together.
 
-    Then partial maxima and minima pass only through the target, because a maximum of sums is not a sum of maxima.
+    Then partial maxima and minima of `x` pass, but those of `source` do not: a maximum of sums is not a sum of maxima.
     """
     target = all_blocked(x.dim())
     whole = (target, all_blocked(index.dim()), all_blocked(source.dim())), (target,)
@@ -109,9 +112,9 @@ def put(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: 
 
 
 def _written(sides: tuple[Sequence[Dims], Sequence[Dims]], x: torch.Tensor, source: torch.Tensor, index: int) -> Rule:
-    """Return the rule of an operator that puts elements of operand `index`, `source`, into operand 0, `x`.
+    """Return the rule of an operator that writes elements of `source` into operand 0, `x`.
 
-    `sides` has the dims of operands and results.
+    `index` is the number of the operand `source`. `sides` has the dims of operands and the dims of results.
     """
     carries: list[Carry] = meaningful({0: x, index: source}, [*increasing((0,), (index,)), *moving((0, index))])
     return Rule(sides, linear=[(0, index)] if is_additive(x, source) else (), carries=carries)
@@ -152,7 +155,8 @@ def _places(
 ) -> tuple[tuple[Dims, ...], Dims] | None:
     """Return the dims of the operands (tensor, mask, then indices), and the dims of the selected elements.
 
-    Mask and indices broadcast to the shape of the selected elements. None if some dim of the tensor has no index.
+    Mask and indices broadcast to the shape of the selected elements. Return None if some dim of the tensor has no
+    index.
     """
     present = tensors(*indices)
     if len(present) != x.dim():

@@ -57,7 +57,10 @@ def attention_backward(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
     out: torch.Tensor, lse: torch.Tensor, seed: torch.Tensor | None, *_: Any,
 ) -> Rule:  # fmt: skip
-    """Gradients of keys and values are sums over queries, and over the query heads of a key head."""
+    """Return the rule of the backward of attention. Gradients of keys and values are sums over queries.
+
+    They are also sums over the query heads of a key head.
+    """
     operands = (_OUT, _Q, _K, _V, *_optional(mask, None), _OUT, _LSE, *_optional(None, seed))
     return Rule(
         (operands, (_Q, _K, _V)), sizes=_head_sizes(q, k), reduce={"s": "sum", "g": "sum"}, linear=[(0,)],
@@ -83,10 +86,10 @@ def _local_backward(context: LocalContext, grad_out: Any, q: Any, k: Any, v: Any
 
 
 def _call(context: LocalContext, ring: Any, operands: Sequence[Any], rest: Sequence[Any], is_unmasked: bool) -> Any:
-    """Emit attention on a rank's piece, or `ring`, a ring attention operator, if one axis splits queries and keys.
+    """Emit attention on a rank's piece, or the ring attention operator `ring` if one axis splits queries and keys.
 
-    `operands` ends with the mask. The last two of `rest` are the offset in the global matrix of probabilities, and its
-    shape.
+    `operands` ends with the mask, and `is_unmasked` says whether there is none. The last two of `rest` are the offset
+    in the global matrix of probabilities, and the shape of this matrix.
     """
     *others, offset, global_shape = rest
     batch, heads, queries, _ = context.input_offset(0)  # of q, or of the gradient in q's shape
@@ -110,7 +113,7 @@ def _may_pair(context: LocalContext, others: Sequence[Any], offset: Sequence[int
     """Whether each rank of a causal ring can take an early and a late block of the sequence (`is_paired`).
 
     The ring must be causal, without dropout, with the same tokens as queries and keys. Twice the number of ranks must
-    divide the number of tokens. `others` ends before the `offset` in the matrix of probabilities.
+    divide the number of tokens. `others` are the arguments before the `offset` in the matrix of probabilities.
     """
     *_, dropout_p, is_causal, _, _ = others
     ranks, length = context.shards("t"), context.global_size("t")
@@ -123,7 +126,11 @@ def cpu_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, is_causal: bool = False,
     *, attn_mask: torch.Tensor | None = None, scale: float | None = None,
 ) -> Rule | None:  # fmt: skip
-    """Batch and heads may be split. Programs have the operator only if the model calls the operator by name."""
+    """Return a rule that may split batch and heads.
+
+    Traced attention is `autoshard::attention`. This operator is in a program only if the model calls the operator by
+    name.
+    """
     if dropout_p or q.shape[1] != k.shape[1]:
         return None
     operands = (_Q, _K, _V, *_optional(attn_mask, None))

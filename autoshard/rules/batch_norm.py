@@ -41,7 +41,10 @@ def batch_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running_mean: torch.Tensor | None,
     running_var: torch.Tensor | None, training: bool, momentum: float, eps: float,
 ) -> Rule | None:  # fmt: skip
-    """Return no rule (None) if the call writes running statistics in place, because programs are functional."""
+    """Return the rule of a batch norm, or None if the call writes running statistics in place.
+
+    Programs are functional, so they do not contain calls that write in place.
+    """
     if training and running_mean is not None:
         return None
     return _forward(x, [weight, bias, running_mean, running_var], training, updates=False)
@@ -71,7 +74,7 @@ def batch_norm_in_evaluation(
 
 
 def _forward(x: torch.Tensor, others: Sequence[torch.Tensor | None], training: bool, *, updates: bool) -> Rule:
-    """Return the rule of a forward; `others` are weight and bias, then any running mean and variance.
+    """Return the rule of a forward. `others` are weight and bias, then any running mean and variance.
 
     The results are the output, mean and inverse deviation of the batch (empty without `training`). With `updates`, the
     new running mean and variance follow.
@@ -89,7 +92,10 @@ def _forward(x: torch.Tensor, others: Sequence[torch.Tensor | None], training: b
 
 
 def _carried(x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> list[Carry]:
-    """Return carries of partial values through weight and bias into the output, which is affine in both."""
+    """Return carries through weight and bias into the output, which is affine in both.
+
+    They are carries of sums, and of maxima and minima through the bias.
+    """
     weight, bias = others[:2]
     if bias is None:
         return sums((1,)) if weight is not None else []
@@ -100,7 +106,8 @@ def _carried(x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> list[Car
 def _saved(x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> torch.dtype:
     """Return the dtype of the saved mean and inverse deviation.
 
-    On a CPU it is the dtype of `x`, unless a parameter is wider. On other devices it is the dtype of the computation.
+    On a CPU it is the dtype of `x`, unless a parameter is wider. On other devices it is the dtype of the statistics'
+    computation, `wide(x.dtype)`.
     """
     is_wide = any(tensor is not None and tensor.dtype == wide(x.dtype) for tensor in others)
     return wide(x.dtype) if is_wide or x.device.type != "cpu" else x.dtype
@@ -108,7 +115,10 @@ def _saved(x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> torch.dtyp
 
 @dataclass(frozen=True, slots=True)
 class _Types:
-    """Dtypes of the operand `x`, of statistics saved for the backward, and of running statistics (`held`, or None)."""
+    """Dtypes of a batch norm: of the operand `x`, of statistics `saved` for the backward, and of running statistics.
+
+    `held`, the dtype of running statistics, is None if there are none.
+    """
 
     x: torch.dtype
     saved: torch.dtype

@@ -1,9 +1,10 @@
 """Makes the entries of `Rule.carries`: ways for partial maxima, minima, products and some sums to pass a call.
 
-A partial maximum passes an operator that never decreases. In an operator that never increases, the maximum becomes a
-partial minimum. One of several operands may be a partial maximum or minimum, while the other operands are whole. For
-operators such as `max` and `where`, all operands may be partial together. A partial product passes products and powers.
-Sums through linear operands are in `Rule.linear` instead.
+A partial operand *passes* a call if the call turns each rank's addend into an addend of the result. A partial maximum
+passes an operator that never decreases. In an operator that never increases, the maximum becomes a partial minimum. One
+of several operands may be a partial maximum or minimum, while the other operands are whole. For operators such as `max`
+and `where`, all operands may be partial together. A partial product passes products and powers. Sums through linear
+operands are in `Rule.linear` instead.
 
 Each *group* below is a collection of operand indices that are partial at the same time.
 """
@@ -27,29 +28,36 @@ _OPPOSITE = {Reduction.MAX: Reduction.MIN, Reduction.MIN: Reduction.MAX}
 
 
 def increasing(*groups: Operands) -> list[Carry]:
-    """Return carries of maxima and minima through each group; no result decreases if operands of the group increase."""
+    """Return carries of maxima and minima through each group of operands.
+
+    No result of the call decreases if operands of the group increase.
+    """
     return [Carry(frozenset(group), reduction) for group in groups for reduction in _OPPOSITE]
 
 
 def decreasing(*groups: Operands) -> list[Carry]:
     """Return carries through each group of operands, in which maxima become minima and minima become maxima.
 
-    The call has one result, which may not increase when operands of the group increase.
+    The call has one result, which never increases when operands of the group increase.
     """
     return [Carry(frozenset(group), given, (left,)) for group in groups for given, left in _OPPOSITE.items()]
 
 
 def scaled(scale: Any, operand: int) -> list[Carry]:
-    """Return carries of maxima and minima through an operand times `scale`, unless complex, zero or infinite."""
+    """Return carries of maxima and minima through operand number `operand`, which the call multiplies by `scale`.
+
+    There are no carries if `scale` is complex, zero or infinite.
+    """
     if isinstance(scale, complex) or scale == 0 or math.isinf(scale):
         return []
     return increasing((operand,)) if scale > 0 else decreasing((operand,))
 
 
 def increasing_addend(*addends: torch.Tensor, operand: int) -> list[Carry]:
-    """Return carries of maxima and minima through one operand of a sum of `addends`; empty for integers.
+    """Return carries of maxima and minima through operand number `operand`, one of the tensors that the call adds.
 
-    A rank without elements has the smallest integer as its maximum, and adding a negative number would wrap round.
+    Integer `addends` have no carries. A rank without elements has the smallest integer as its maximum, and adding a
+    negative number would wrap round.
     """
     keeps_order = all(x.is_floating_point() or x.dtype == torch.bool for x in addends)
     return increasing((operand,)) if keeps_order else []
@@ -71,12 +79,12 @@ def products(*groups: Operands) -> list[Carry]:
 
 
 def moving(*groups: Operands) -> list[Carry]:
-    """Return carries of maxima, minima and products through groups whose elements are moved to the result."""
+    """Return carries of maxima, minima and products through each group of operands whose elements are moved."""
     return [*increasing(*groups), *products(*groups)]
 
 
 def meaningful(operands: Sequence[torch.Tensor] | Mapping[int, torch.Tensor], carries: Iterable[Carry]) -> list[Carry]:
-    """Return the carries that the dtypes of `operands` allow; a mapping has operands by index.
+    """Return the `carries` that are possible for the dtypes of `operands`. A mapping has operands by index.
 
     Products through booleans, and carries through operands outside the mapping, are left out. The registry later
     removes all carries of complex numbers except sums.
@@ -103,7 +111,7 @@ def keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def through_conversion(source: torch.dtype, target: torch.dtype, operand: int) -> list[Carry]:
-    """Return carries of maxima, minima and products through an operand that is converted between dtypes.
+    """Return carries of maxima, minima and products through operand number `operand`, which the call converts.
 
     Conversion keeps the order, except to booleans, and to integers that may wrap round. Conversion keeps products where
     it keeps sums, except from complex numbers to real numbers.
@@ -128,7 +136,10 @@ def _wraps(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def only_in(result: int, results: int, carries: Iterable[Carry]) -> list[Carry]:
-    """Return carries into result `result` alone of a call with `results` results, from the carries of this result."""
+    """Return carries of a call with `results` results, in which only result number `result` is partial.
+
+    `carries` has the carries of this result alone.
+    """
     return [
         Carry(carry.operands, carry.reduction, tuple(carry.result(0) if i == result else None for i in range(results)))
         for carry in carries
@@ -145,7 +156,12 @@ def sums(*groups: Operands) -> list[Carry]:
 
 @dataclass(frozen=True, slots=True)
 class LinearResult:
-    """One of several results: the operands on which it depends, and each set in which it is jointly linear."""
+    """One result of a call with several results.
+
+    Args:
+        operands: indices of the operands on which the result depends.
+        linear: sets of operand indices. The result is jointly linear in the operands of each set.
+    """
 
     operands: frozenset[int]
     linear: tuple[frozenset[int], ...]

@@ -44,9 +44,10 @@ def _windows(
     x: torch.Tensor, weight: torch.Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
     transposed: bool, output_padding: Sequence[int],
 ) -> tuple[HaloWindow, ...]:  # fmt: skip
-    """Return the windows of each spatial dim, which slide over the result of a transposed convolution.
+    """Return the windows of each spatial dim.
 
-    Halos of complex numbers are not exchanged, so their spatial dims cannot be split.
+    They slide over the operand, or over the result of a transposed convolution. Halos of complex numbers are not
+    exchanged, so spatial dims of complex operands cannot be split.
     """
     size, kernel, space = x.shape[_FIRST:], weight.shape[_FIRST:], x.dim() - _FIRST
     options = [each(option, space) for option in (stride, padding, dilation, output_padding)]
@@ -119,7 +120,10 @@ def _local_transposed(
     context: LocalContext, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, *rest: Any,
     windows: Sequence[HaloWindow],
 ) -> Any:  # fmt: skip
-    """Emit a transposed convolution of the piece with halos, cut to the rank's piece. `rest` ends with the groups."""
+    """Emit a transposed convolution of the rank's piece with halos, and cut the result to the rank's piece.
+
+    `rest` ends with the number of groups.
+    """
     *others, _ = rest
     split = [window for window in windows if context.shards(window.factor) > 1]
     halos = [_needed(window) for window in split]
@@ -142,7 +146,10 @@ def convolution_backward(
     padding: Sequence[int], dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
     output_mask: Sequence[bool],
 ) -> Rule:  # fmt: skip
-    """The gradient of the bias does not depend on input channels, so their split leaves this gradient whole."""
+    """Return the rule of the backward of a convolution.
+
+    The gradient of the bias does not depend on input channels, so it stays whole if input channels are split.
+    """
     windows = _windows(x, weight, stride, padding, dilation, transposed, output_padding)
     x_dims, weight_dims, result = _operand_dims(windows, transposed=transposed)
     gradients = (x_dims, weight_dims, (_OUT_CHANNELS,))
@@ -172,7 +179,10 @@ def _local_convolution_backward(
     context: LocalContext, grad: Any, x: Any, weight: Any, bias_sizes: Any, stride: Any, padding: Any, *rest: Any,
     halos: Sequence[Halo],
 ) -> Any:  # fmt: skip
-    """Emit the backward: extend the operand by halos, fold its gradient. `rest` ends with groups and output_mask."""
+    """Emit the backward: extend the operand by halos, then send the gradients of halos back to the neighbours.
+
+    `rest` ends with the number of groups and output_mask.
+    """
     *others, _, output_mask = rest
     split = split_halos(context, halos)
     options = (stride, _inner(context, padding, split), *others, context.local_size("g"), output_mask)

@@ -69,7 +69,10 @@ def _local_new(context: LocalContext, x: Any, size: Sequence[int], *rest: Any, *
 
 
 def _new(x: torch.Tensor, size: Sequence[int], *, is_zero: bool = False, local: Rewrite = _local_new) -> Rule:
-    """Return the rule of an operator that makes a tensor of shape `size` with dtype and device of `x`."""
+    """Return the rule of an operator that makes a tensor of shape `size` with dtype and device of `x`.
+
+    With `is_zero`, the tensor is zero, so it is also a partial sum of zeros. `local` is the rewrite.
+    """
     result = named(len(size))
     source = result if tuple(x.shape) == tuple(size) else all_blocked(x.dim())
     return Rule(((source,), (result,)), linear=_ZERO if is_zero else (), local=local, padding={})
@@ -77,7 +80,7 @@ def _new(x: torch.Tensor, size: Sequence[int], *, is_zero: bool = False, local: 
 
 @sharding_rule(aten.new_empty_strided.default)
 def new_empty_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], **kwargs: Any) -> Rule:
-    """The local piece is contiguous, because the strides of empty memory do not matter."""
+    """Return a rule whose local pieces are contiguous, because the strides of empty memory do not matter."""
     return _new(x, size, local=_local_new_empty)
 
 
@@ -116,7 +119,7 @@ def arange_by(start: float, end: float, step: float = 1, **kwargs: Any) -> Rule 
 
 
 def _arange(start: float, end: float, step: float) -> Rule | None:
-    """Return the rule of `arange`, or None for floats, whose rounding depends on the distance from the start."""
+    """Return the rule of `arange`, or None for floats, because their rounding depends on the distance from `start`."""
     if not all(isinstance(value, int) for value in (start, end, step)):
         return None
 

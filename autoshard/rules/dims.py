@@ -24,7 +24,7 @@ BLOCKED: tuple[str, ...] = ("_",)
 
 
 def named(ndim: int, prefix: str = "d") -> Dims:
-    """Return `ndim` dims with one factor each, named `d0, d1, ...` for the prefix "d"."""
+    """Return `ndim` dims with one factor each, named `d0, d1, ...` if `prefix` is "d"."""
     return tuple((f"{prefix}{dim}",) for dim in range(ndim))
 
 
@@ -51,7 +51,10 @@ def broadcast_dims(shape: Sequence[int], dims: Dims) -> Dims:
 
 
 def elementwise(shapes: Sequence[Sequence[int]], results: int = 1) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
-    """Return the dims of operands of these shapes, and of `results` results, for an operator on broadcast elements."""
+    """Return the dims of the operands, and of `results` results, of an operator that broadcasts its operands.
+
+    `shapes` has the shapes of the operands.
+    """
     if len(shapes) == 1:
         dims = named(len(shapes[0]))
         return (dims,), (dims,) * results
@@ -60,14 +63,14 @@ def elementwise(shapes: Sequence[Sequence[int]], results: int = 1) -> tuple[tupl
 
 
 def without(dims: Dims, removed: Collection[int], *, keepdim: bool = False) -> Dims:
-    """Return `dims` less the dims at the positions `removed`; with `keepdim`, dims of size one replace them."""
+    """Return `dims` less the dims at the positions `removed`. With `keepdim`, dims of size one stay in their places."""
     if keepdim:
         return tuple(ONE if position in removed else dim for position, dim in enumerate(dims))
     return tuple(dim for position, dim in enumerate(dims) if position not in removed)
 
 
 def with_blocked(dims: Dims, positions: Collection[int]) -> Dims:
-    """Return `dims` with dims that cannot be split at `positions`."""
+    """Return `dims` with a dim that cannot be split at each index in `positions`."""
     return tuple(BLOCKED if position in positions else dim for position, dim in enumerate(dims))
 
 
@@ -90,7 +93,7 @@ def names(dims: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def is_additive(*tensors: torch.Tensor) -> bool:
-    """Whether these tensors may be partial sums; booleans may not."""
+    """Whether all of these tensors may be partial sums: none has the dtype bool."""
     return all(tensor.dtype != torch.bool for tensor in tensors)
 
 
@@ -105,12 +108,15 @@ def tensors(*values: object) -> list[torch.Tensor]:
 
 
 def moves(source: Dims, result: Dims, **options: object) -> Rule:
-    """Return the rule, with `options` as further fields, of an operator that only moves its one operand's elements."""
+    """Return the rule of an operator with one operand, whose elements it only moves to the result.
+
+    `options` are further fields of the rule.
+    """
     return Rule(((source,), (result,)), transparent=True, **options)  # type: ignore[arg-type]
 
 
 def joins(operands: Sequence[Dims], result: Dims, xs: Sequence[torch.Tensor]) -> Rule:
-    """Return the rule of an operator whose result elements are elements of its operands `xs`, or zero.
+    """Return the rule of an operator with the operands `xs`. Each result element is an element of an operand, or zero.
 
     Partial maxima and minima pass through any subset of the operands. With more than six operands, they pass through
     one operand or through all operands.

@@ -43,9 +43,9 @@ _READ_IN_ORDER: dict[Any, tuple[int, ...]] = {
 """From an operator to the indices of operands that its kernel reads as if they were contiguous.
 
 With other strides the kernel raises an error, or reads wrong elements. On one device torch's caller makes the operands
-contiguous, which the trace may not show. On ranks they may have other strides, because a reshard keeps the order of
-dims in memory. The table was found by running the samples of torch's own tests (`op_db` of torch 2.13, on CPUs) on
-permuted memory.
+contiguous, and a trace does not always show it. On ranks the operands may have other strides, because a reshard keeps
+the order of dims in memory. The table was found by running the samples of torch's own tests (`op_db` of torch 2.13, on
+CPUs) on permuted memory.
 """
 
 
@@ -102,7 +102,10 @@ def _call_itself(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tr
 
 
 def fills(rule: BoundRule, splits: Mapping[str, Sequence[str]], mesh: Mesh) -> dict[int, dict[str, Any]]:
-    """Return the fill values of padding by operand index, then by factor; `splits` has each split factor's axes."""
+    """Return the values to write into padding of operands, by operand index, then by factor.
+
+    `splits` maps each split factor to its axes. Only factors that are split unevenly have padding.
+    """
     found: dict[int, dict[str, Any]] = {}
     for factor, axes in splits.items():
         if rule.sizes[factor] % mesh.shards(axes) == 0:
@@ -130,7 +133,10 @@ def _fill_padding(
 
 @dataclass(frozen=True, slots=True)
 class FxLocalContext:
-    """A `LocalContext` that appends nodes to the graph of `tracer`; `splits` has each factor's axes, major to minor."""
+    """A `LocalContext` that appends nodes to the graph of `tracer`.
+
+    `splits` maps each split factor to its axes, major to minor.
+    """
 
     target: Any
     rule: BoundRule
@@ -194,7 +200,10 @@ class FxLocalContext:
         return self.global_size(factor) % self.shards(factor) == 0
 
     def _levels(self, factor: str) -> list[tuple[str, int]]:
-        """Return the axes that split a factor, major to minor, each with the padded size of a piece after its split."""
+        """Return the axes that split `factor`, major to minor, each with the size of a piece after its split.
+
+        The sizes are numbers of elements of the factor, and include padding.
+        """
         found, size = [], self.global_size(factor)
         for axis in self.splits.get(factor, ()):
             size = -(-size // self.mesh.axis_size(axis))

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The choice of an axis to split `factor`, together with the factors `others` (`Rule.together`)."""
+    """The choice of one axis to split `factor`, and at the same time the factors `others` (`Rule.together`)."""
 
     factor: str
     others: tuple[str, ...] = ()
@@ -54,7 +54,10 @@ class Strategy:
 
 
 def replicated(rule_inputs: int, rule_outputs: int, mesh: Mesh) -> Strategy:
-    """Return the strategy in which every rank computes the whole call, for these numbers of operands and results."""
+    """Return the strategy in which every rank computes the whole call.
+
+    `rule_inputs` and `rule_outputs` are the numbers of operands and results.
+    """
     whole = PartitionSpec()
     return Strategy((whole,) * rule_inputs, (whole,) * rule_outputs, (None,) * len(mesh.axes))
 
@@ -85,7 +88,7 @@ def enumerate_strategies(rule: BoundRule, mesh: Mesh, groups: Groups | None = No
 
 
 def axis_choices(rule: BoundRule) -> list[Choice]:
-    """Return all choices that a single mesh axis has for a call."""
+    """Return all choices of a single mesh axis for a call: nothing (None), a `Split` or a `Carry`."""
     together = (Split(first, tuple(others)) for first, *others in rule.together)
     return [None, *(Split(factor) for factor in rule.splittable), *together, *_carries(rule)]
 
@@ -100,7 +103,10 @@ def _carries(rule: BoundRule) -> Iterator[Carry]:
 
 
 def assemble_strategy(rule: BoundRule, mesh: Mesh, choices: Sequence[Choice]) -> Strategy | None:
-    """Return the strategy in which the mesh axes make these choices, in order; None if they do not fit together."""
+    """Return the strategy in which each axis of `mesh` makes its choice in `choices`.
+
+    Return None if the choices do not fit together.
+    """
     splits: dict[str, tuple[str, ...]] = {}
     for axis, choice in zip(mesh.axis_names, choices, strict=True):
         for factor in choice.factors if isinstance(choice, Split) else ():
@@ -141,7 +147,10 @@ def _may_split(rule: BoundRule, mesh: Mesh, factor: str, axes: Sequence[str], ca
 
 
 def _carries_agree(rule: BoundRule, splits: Mapping[str, tuple[str, ...]], carried: Mapping[str, Carry]) -> bool:
-    """Whether each operand and result has at most one kind of pending reduction: reductions do not commute."""
+    """Whether each operand and result has at most one kind of pending reduction, because reductions do not commute.
+
+    `splits` has the axes of each split factor, and `carried` has the carry of each axis with a carry.
+    """
     for output in range(len(rule.outputs)):
         reductions = {carry.result(output) for carry in carried.values()} - {None}
         reductions |= {rule.reduce[factor] for factor in splits if rule.is_reduced(factor, output)}
@@ -153,10 +162,10 @@ def _carries_agree(rule: BoundRule, splits: Mapping[str, tuple[str, ...]], carri
 def _pending(
     rule: BoundRule, index: int, splits: Mapping[str, tuple[str, ...]], carried: Mapping[str, Carry]
 ) -> dict[str, str]:
-    """Return the pending reduction of operand `index` over each axis, by axis.
+    """Return the pending reduction of operand number `index` over each mesh axis, by axis.
 
-    An axis that carries the operand has the carry's reduction. For an operand in `added`, an axis that splits a reduced
-    factor has the factor's reduction.
+    If an axis carries the operand as a partial value (`carried`), its reduction is the carry's. If the operand is in
+    `BoundRule.added`, each axis that splits a reduced factor has the factor's reduction.
     """
     pending = {axis: carry.reduction.value for axis, carry in carried.items() if index in carry.operands}
     if index in rule.added:
@@ -186,7 +195,7 @@ def _alone(factor: str, axes: Sequence[str], splits: Mapping[str, Sequence[str]]
 
 
 def _keeps_apart(splits: Mapping[str, Sequence[str]], choices: Sequence[Choice]) -> bool:
-    """Whether no axis splits a factor of some `Split.others` alone, without another factor."""
+    """Whether each axis that splits a factor of some `Split.others` also splits another factor."""
     others = {factor for choice in choices if isinstance(choice, Split) for factor in choice.others}
     return all(not _alone(factor, splits[factor], splits) for factor in others)
 
@@ -202,7 +211,7 @@ def _operand_spec(
 
 @lru_cache(maxsize=2**16)
 def _spec(axes: tuple[tuple[str, ...], ...], partial: tuple[tuple[str, str], ...]) -> PartitionSpec:
-    """Return the spec that splits each dim over the given axes, one object for equal specs."""
+    """Return the spec with these axes for each dim and these partial axes, the same object for equal arguments."""
     return PartitionSpec(*axes, partial=dict(partial))
 
 

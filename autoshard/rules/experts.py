@@ -31,7 +31,10 @@ def experts(
     x: _Tensor, index: _Tensor, weights: _Tensor, gate_up: _Tensor, gate_up_bias: _Tensor | None, down: _Tensor,
     experts: int, activation: str, transposed: bool, interleaved: bool, *_: Any,
 ) -> Rule:  # fmt: skip
-    """Results are linear in the router's weights and in the matrices `down`."""
+    """Return the rule of a layer of experts.
+
+    The results are linear in the router's weights, and in the matrices `down`.
+    """
     held = _held(gate_up_bias is not None, transposed, interleaved)
     return Rule(
         f"{_TOKENS}, {_TOKENS}, {_TOKENS}, {', '.join(held)} -> {_TOKENS}",
@@ -45,7 +48,10 @@ def experts_backward(
     grad_out: _Tensor, x: _Tensor, index: _Tensor, weights: _Tensor, gate_up: _Tensor, gate_up_bias: _Tensor | None,
     down: _Tensor, experts: int, activation: str, transposed: bool, interleaved: bool, *_: Any,
 ) -> Rule:  # fmt: skip
-    """Gradients of matrices are sums over tokens; all other gradients, over experts and intermediate values."""
+    """Return the rule of the backward of a layer of experts.
+
+    Gradients of matrices are sums over tokens. All other gradients are sums over experts and intermediate values.
+    """
     held = ", ".join(_held(gate_up_bias is not None, transposed, interleaved))
     return Rule(
         f"{', '.join([_TOKENS] * 4)}, {held} -> {_TOKENS}, {_TOKENS}, {held}",
@@ -70,9 +76,10 @@ def _local_backward(context: LocalContext, grad_out: Any, x: Any, index: Any, *r
 
 
 def _call(context: LocalContext, exchanged: Any, tokens: tuple[Any, ...], index: Any, rest: tuple[Any, ...]) -> Any:
-    """Emit the call on a rank's experts, or the operator `exchanged` if one axis splits both tokens and experts.
+    """Emit the traced call on a rank's experts, or the operator `exchanged` if one axis splits both tokens and experts.
 
-    If experts are split otherwise, indices are counted from the rank's first expert.
+    `tokens` are the operands before `index`, and `rest` are the arguments after `index`. If experts are split without
+    tokens, `index` is counted from the rank's first expert.
     """
     group = context.group("t", "e")
     if group is not None:

@@ -37,6 +37,7 @@ class HaloWindow:
         dim: the dim in operand and result, a negative index from the end.
         size: the number of elements of the operand's dim.
         count: the number of windows, which is the size of the result's dim.
+        kernel, stride, padding, dilation: the operator's options for this dim.
         is_plain: whether all windows are computed in the same way, even those that reach into padding.
     """
 
@@ -76,12 +77,15 @@ class HaloWindow:
 
     @property
     def elements(self) -> tuple[str, ...]:
-        """The factors of the operand's dim: o and s, or a factor that cannot be split if the dim does not fit."""
+        """The factors of the operand's dim: `factor` and `stride_factor`.
+
+        If the dim does not fit, it has a factor that cannot be split.
+        """
         return (self.factor, self.stride_factor) if self.fits else BLOCKED
 
     @property
     def windows(self) -> tuple[str, ...]:
-        """The factors of the result's dim: o, or a factor that cannot be split if the dim does not fit."""
+        """The factors of the result's dim: `factor`, or a factor that cannot be split if the dim does not fit."""
         return (self.factor,) if self.fits else BLOCKED
 
 
@@ -104,7 +108,7 @@ class Halo:
 
     @property
     def least(self) -> int:
-        """Size of the smallest piece from which a neighbour can take its halo, in elements of the factor, or 0."""
+        """Least number of elements of the factor in a piece from which a neighbour takes its halo; 0 without a halo."""
         return -(-max(self.left, self.right, 0) // self.scale)
 
     def size(self, context: LocalContext) -> int:
@@ -145,23 +149,26 @@ def sliding(
 
 
 def each(option: int | Sequence[int], space: int) -> tuple[int, ...]:
-    """Return an option as a tuple with one number for each of `space` dims."""
+    """Return an operator's option, one number or a number for each dim, as a tuple of `space` numbers."""
     listed = (option,) if isinstance(option, int) else tuple(option)
     return listed * space if len(listed) == 1 else listed
 
 
 def stride_factors(windows: Sequence[HaloWindow]) -> dict[str, int]:
-    """Return the sizes of the windows' factors s, the strides, by factor. No factor s can be split."""
+    """Return the size of the factor s of each window that fits, which is the stride, by the factor's name.
+
+    No factor s can be split.
+    """
     return {window.stride_factor: window.stride for window in windows if window.fits}
 
 
 def window_factors(windows: Sequence[HaloWindow]) -> tuple[str, ...]:
-    """Return the windows' factors o, which can only be split evenly."""
+    """Return the names of the factors o of the windows that fit. These factors can only be split evenly."""
     return tuple(window.factor for window in windows if window.fits)
 
 
 def exchanged(halos: Sequence[Halo]) -> dict[str, int]:
-    """Return `Rule.exchanged` for these halos: the smallest piece that a rank may hold of each factor."""
+    """Return `Rule.exchanged` for these halos: from a factor to the least number of its elements in a piece."""
     return {halo.factor: halo.least for halo in halos if halo.least}
 
 
@@ -171,20 +178,26 @@ def split_halos(context: LocalContext, halos: Sequence[Halo]) -> list[Halo]:
 
 
 def inner_padding(padding: int | Sequence[int], space: int, halos: Sequence[Halo]) -> list[int]:
-    """Return the padding argument for each of `space` spatial dims, with 0 for dims that `halos` extends."""
+    """Return the padding with which a rank calls the operator, one number for each of `space` spatial dims.
+
+    It is 0 for dims that `halos` extends, because halos include padding. The other dims keep `padding`.
+    """
     extended = {halo.dim + space for halo in halos}
     return [0 if dim in extended else amount for dim, amount in enumerate(each(padding, space))]
 
 
 def extend_all(context: LocalContext, value: Any, halos: Sequence[Halo], fill: float) -> Any:
-    """Emit the extension of a rank's piece by the halos of several dims, in order; return the extended piece."""
+    """Emit calls that extend a rank's piece by the halos of several dims, in order, and return the extended piece."""
     for halo in halos:
         value = extend(context, value, halo, fill)
     return value
 
 
 def fold_all(context: LocalContext, value: Any, halos: Sequence[Halo]) -> Any:
-    """Emit the backward of `extend_all`, in reverse order; return the gradient of the rank's own piece."""
+    """Emit the backward of `extend_all`, and return the gradient of the rank's own piece.
+
+    `value` is the gradient of the extended piece. Dims are folded in reverse order.
+    """
     for halo in reversed(halos):
         value = fold(context, value, halo)
     return value
@@ -233,7 +246,7 @@ def fold(context: LocalContext, value: Any, halo: Halo) -> Any:
 
 
 def _narrow(context: LocalContext, value: Any, halo: Halo, start: int, length: int) -> Any:
-    """Emit a slice of `length` elements of the halo's dim from `start` on; return None for length 0."""
+    """Emit a slice of `value` along the halo's dim: `length` elements from `start` on. For length 0, return None."""
     return context.call(aten.narrow.default, value, halo.dim, start, length) if length else None
 
 
@@ -247,8 +260,9 @@ def _swap(
 ) -> tuple[Any, Any]:
     """Exchange strips of a piece with both neighbours, and return the strips from the left and the right neighbour.
 
-    The strips have `sizes` elements. A rank without a neighbour on one side has `fill` there. An empty strip is None.
-    One all-gather moves both strips, because other collectives would need other shapes at the ends of the dim.
+    The returned strips have `sizes[0]` and `sizes[1]` elements. An empty strip is None. At an end of the dim, `fill`
+    replaces the missing neighbour's elements. One all-gather moves both strips, because other collectives would need
+    other shapes at the ends of the dim.
     """
     sent = [strip for strip in (to_right, to_left) if strip is not None]
     if not sent:

@@ -23,7 +23,7 @@ _LINEAR = ((0,),)
 
 
 def _planes(x: torch.Tensor, space: int) -> Dims:
-    """Return dims of a tensor, of which the last `space` cannot be split."""
+    """Return the dims of `x`. The last `space` dims cannot be split."""
     return (*named(x.dim() - space), *all_blocked(space))
 
 
@@ -32,7 +32,8 @@ def _window(
 ) -> Callable[..., Rule]:
     """Return the rule function of an operator whose tensor operands and results all end in `space` unsplittable dims.
 
-    `is_linear`: the operator is linear in its first operand, except for integers, whose results are rounded.
+    With `is_linear`, the operator is linear in its first operand, if no operand has integers. Integer results are
+    rounded.
     """
 
     def rule(*args: Any, **kwargs: Any) -> Rule:
@@ -61,7 +62,7 @@ def _resample_backward(space: int) -> Callable[..., Rule]:
 
 
 def _local_resample_backward(context: LocalContext, grad: Any, output_size: Any, input_size: Any, *rest: Any) -> Any:
-    """Emit the backward with the local shape as `input_size`, because this argument includes batch and channels."""
+    """Emit the backward with the rank's local shape as `input_size`, because this shape includes batch and channels."""
     return context.default(grad, output_size, context.output_shape(), *rest)
 
 
@@ -74,7 +75,10 @@ for _space, _names in _RESAMPLERS.items():
 
 @sharding_rule(aten.im2col.default)
 def im2col(x: torch.Tensor, *_: Any) -> Rule:
-    """A dim of the result is channels (major), which may be split, times window elements (minor)."""
+    """Return a rule in which a dim of the result is channels (major) times window elements (minor).
+
+    Channels may be split.
+    """
     batch = named(x.dim() - 3, "n")
     result = (*batch, ("c", "_"), BLOCKED)
     return Rule((((*batch, ("c",), BLOCKED, BLOCKED),), (result,)), linear=_LINEAR)
@@ -109,14 +113,20 @@ def _pixels(factor: int) -> dict[str, int]:
 
 
 def _grid_dims(space: int) -> tuple[Dims, Dims, Dims]:
-    """Return the dims of the operand, of the grid and of the result. Positions of the grid may be split."""
+    """Return the dims of operand, grid and result of a grid sampler with `space` spatial dims.
+
+    Positions of the grid may be split.
+    """
     blocked = all_blocked(space)
     places = named(space, "p")
     return (("n",), ("c",), *blocked), (("n",), *places, BLOCKED), (("n",), ("c",), *places)
 
 
 def _within_planes(space: int) -> dict[str, Fill]:
-    """Return `Rule.padding` that fills a grid with 0, a valid position: at NaN, ATen's kernels would read anywhere."""
+    """Return `Rule.padding` of a grid sampler: padding of the grid is filled with 0, a valid position.
+
+    At a position of NaN, ATen's kernels would read outside the operand.
+    """
     return dict.fromkeys(("n", *names(named(space, "p"))), 0)
 
 
@@ -129,7 +139,10 @@ def _grid_sampler(space: int) -> Callable[..., Rule]:
 
 
 def _grid_sampler_backward(space: int) -> Callable[..., Rule]:
-    """Return the rule function: the operand's gradient is a sum over grid positions, the grid's over channels."""
+    """Return the rule function of the backward of a grid sampler with `space` spatial dims.
+
+    The operand's gradient is a sum over grid positions, and the grid's gradient is a sum over channels.
+    """
 
     def rule(grad: torch.Tensor, x: torch.Tensor, grid: torch.Tensor, *args: Any) -> Rule:
         x_dims, grid_dims, result = _grid_dims(space)

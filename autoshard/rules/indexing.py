@@ -32,7 +32,10 @@ aten = torch.ops.aten
 
 
 def local_indices(context: LocalContext, indices: Any, factor: str) -> tuple[Any, Any]:
-    """Emit indices into the rank's piece of `factor`, and a mask of the indices of other ranks, which become 0."""
+    """Emit the conversion of global indices along `factor` to indices into the rank's piece.
+
+    Return the converted indices, and a mask that is True for indices of other ranks. These indices become 0.
+    """
     shifted = context.call(aten.sub.Tensor, indices, context.offset(factor))
     too_low = context.call(aten.lt.Scalar, shifted, 0)
     too_high = context.call(aten.ge.Scalar, shifted, context.real_size(factor))
@@ -78,7 +81,10 @@ def _local_embedding_backward(
     padding_idx: int,
     scale_grad_by_freq: bool,
 ) -> Any:
-    """Emit the backward on the rank's rows. Indices of other ranks, and of padding, add zero to row 0."""
+    """Emit the gradient of the rank's rows of the table.
+
+    Indices of other ranks, and of padding, add zero to row 0.
+    """
     if not context.is_split("v"):
         return context.default(grad, indices, num_weights, padding_idx, scale_grad_by_freq)
     local, skipped = local_indices(context, indices, "v")
@@ -164,7 +170,7 @@ def index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> 
 
 
 def _whole(operands: Sequence[torch.Tensor]) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
-    """Return the dims of a call in which no dim may be split, and whose result has the shape of the first operand."""
+    """Return dims of operands and result that cannot be split. The result has the dims of the first operand."""
     dims = tuple(all_blocked(operand.dim()) for operand in operands)
     return dims, dims[:1]
 
@@ -203,9 +209,10 @@ def gather(x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool 
 
 
 def _aligned(shape: Sequence[int], index_shape: Sequence[int], position: int) -> tuple[Dims, Dims]:
-    """Return the dims of an operand and of its index: factor `v` in the operand and `i` in the index along `position`.
+    """Return the dims of an operand and of its index tensor, which selects along dim `position`.
 
-    Other dims share their factor if sizes agree, and cannot be split otherwise.
+    In this dim, the operand has the factor `v`, and the index has `i`. Each other dim has one factor in both tensors if
+    the sizes agree, and cannot be split otherwise.
     """
     dims = named(len(shape))
     shared = [size == other for size, other in zip(shape, index_shape, strict=True)]
@@ -260,10 +267,11 @@ def scatter_reduce(
 def _reducing(
     sides: tuple[tuple[Dims, ...], tuple[Dims, ...]], x: torch.Tensor, reduce: str, include_self: bool
 ) -> Rule:
-    """Return the rule of an operator that reduces elements of operand 2 into operand 0, `x`, at indices of factor `i`.
+    """Return the rule of an operator that reduces elements of operand 2 into operand 0, `x`, such as `scatter_reduce`.
 
-    `reduce` is "sum", "mean", "prod", "amax" or "amin". `i` may be split if the reduction includes the old elements of
-    `x` (`include_self`). A mean needs all elements.
+    `sides` has the dims of operands and results. The indices have the factor `i`. `reduce` is "sum", "mean", "prod",
+    "amax" or "amin". `i` may be split if the reduction includes the old elements of `x` (`include_self`). A mean needs
+    all elements, so `i` is not split.
     """
     linear, carries = _REDUCED[reduce]
     if reduce in ("sum", "mean") and not x.is_floating_point():  # means round, and sums wrap round
@@ -312,9 +320,9 @@ def _beside(x: torch.Tensor, other: torch.Tensor, index: int) -> list[Carry]:
 def _scattered(
     x: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor | None = None
 ) -> tuple[tuple[Dims, ...], tuple[Dims, ...]] | None:
-    """Return the dims of operands and result of `scatter` and its relatives.
+    """Return the dims of operands and result of operators like `scatter`, which write along dim `dim` of `x`.
 
-    The written dim of `x` cannot be split. In this dim, index and source have the factor `i`.
+    This dim of `x` cannot be split. In this dim, `index` and `src` have the factor `i`.
     """
     if x.dim() == 0 or any(t is not None and t.dim() != x.dim() for t in (index, src)):
         return _whole(tensors(x, index, src))
@@ -358,7 +366,7 @@ def index_put(
 
 
 def _indexed(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> tuple[Dims, tuple[Dims, ...], Dims] | None:
-    """Return the dims of the operand, of each index tensor, and of the selected elements, or None without an index.
+    """Return the dims of the operand, of each index tensor, and of the selected elements. Return None without an index.
 
     A mask stands for one vector of indices for each of its dims. The vectors' length depends on the mask's values.
     """
@@ -382,7 +390,10 @@ def _is_mask(index: torch.Tensor) -> bool:
 
 
 def _indexed_dims(indices: Sequence[torch.Tensor | None]) -> list[int]:
-    """Return the dims of the operand that the index tensors cover, ascending. A mask covers as many dims as it has."""
+    """Return the dims of the operand that `indices` select from, ascending.
+
+    A tensor of integers selects from one dim. A mask selects from as many dims as it has.
+    """
     found: list[int] = []
     dim = 0
     for index in indices:
@@ -406,7 +417,7 @@ def embedding_bag(
     weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, scale_grad_by_freq: bool = False, mode: int = 0,
     sparse: bool = False, per_sample_weights: torch.Tensor | None = None, *_: Any,
 ) -> Rule | None:  # fmt: skip
-    """Columns of the table may be split.
+    """Return a rule that may split columns of the table.
 
     The last result of a maximum (mode 2) has the row of each column's maximum, so it is split with the columns.
     """
@@ -418,7 +429,10 @@ def embedding_bag(
 
 @sharding_rule(aten._embedding_bag_backward.default, aten._embedding_bag_dense_backward.default)
 def embedding_bag_backward(grad: torch.Tensor, *args: Any, **kwargs: Any) -> Rule:
-    """Columns may be split. For maxima, an operand has an index for each element, and is split with the columns."""
+    """Return a rule that may split columns of the table.
+
+    For maxima, an operand has the row of each column's maximum, and is split with the columns.
+    """
     result = (BLOCKED, ("d",))
     others = (result if x.dim() == 2 else all_blocked(x.dim()) for x in tensor_operands(args, kwargs))
     return Rule(((result, *others), (result,)), linear=[(0,)])

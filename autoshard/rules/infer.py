@@ -90,9 +90,9 @@ def infer_rule(operator: Any, sample_inputs: Sequence[Any] | Mapping[str, Any]) 
         The rule. Dims that cannot be split are `_`.
 
     Raises:
-        RuleInferenceError: the operator is random, writes to an operand, returns no tensors, or refuses sampled
-            operands.
-        OperatorError: `operator` is no operator or has a written rule, or the operator refuses the sample.
+        RuleInferenceError: the operator is random, writes to an operand, returns no tensors, or raises an error for
+            drawn operands.
+        OperatorError: `operator` is no operator, has a written rule, or raises an error for the sample.
 
     Example:
         >>> @torch.library.custom_op("autoshard_doctest::scaled_sum", mutates_args=())
@@ -124,7 +124,10 @@ _cases: dict[Any, list[_Case]] = {}
 
 
 def _rule_function(operator: Any) -> Any:
-    """Return the rule function of an operator with inferred rules, with even splits: inference does not try padding."""
+    """Return the rule function of an operator with inferred rules.
+
+    Inferred rules only allow even splits, because inference does not try padding.
+    """
 
     def inferred(*args: Any, **kwargs: Any) -> Rule | None:
         kind = _kind_of_call(operator, args, kwargs)
@@ -158,7 +161,10 @@ def _kind_of_tensor(x: Tensor) -> str:
 
 
 def _fits(rule: Rule, shapes: Sequence[Sequence[int]]) -> bool:
-    """Whether operands have these shapes under an inferred rule: one size per factor, and size one without a factor."""
+    """Whether operands of these shapes fit an inferred rule.
+
+    All dims with one factor must have one size, and dims without a factor must have size one.
+    """
     assert isinstance(rule.notation, str)
     operands, _ = parse(rule.notation)
     sizes: dict[str, set[int]] = {"1": {1}}
@@ -169,7 +175,7 @@ def _fits(rule: Rule, shapes: Sequence[Sequence[int]]) -> bool:
 
 
 def find_rule(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rule:
-    """Return, without registering it, the sharding rule of an operator that works on all draws."""
+    """Return the sharding rule of an operator that works on all drawn operands. The rule is not registered."""
     call, sample = call_of(operator, args, kwargs)
     _check_operator(call, sample)
     sampler = Sampler(call, sample).in_widest_type()
@@ -242,7 +248,10 @@ def _find_factor(sampler: Sampler, tie: TiedDims, trials: Sequence[Trial]) -> Fo
 
 
 def _outcomes(sampler: Sampler, tie: TiedDims, added: frozenset[int], trials: Sequence[Trial]) -> list[set[Outcome]]:
-    """Return each result's outcomes that held in all trials; none unless `tie` was split at two different sizes."""
+    """Return, for each result, the outcomes that hold in all trials if the dims `tie` are split.
+
+    The operands `added` are cut into addends. All sets are empty unless `tie` was split at two different sizes.
+    """
     found: list[set[Outcome]] = [
         {*range(x.dim()), "whole", *(_REDUCTIONS if x.dtype != torch.bool and not x.is_complex() else ())}
         for x in trials[0].results
@@ -266,14 +275,17 @@ def _outcomes(sampler: Sampler, tie: TiedDims, added: frozenset[int], trials: Se
 
 
 def _piece_counts(size: int) -> list[int]:
-    """Return those of the numbers of pieces 2, 3 and `size` that divide `size` and are at most 8."""
+    """Return the numbers of pieces to try for a factor of this size: the divisors among 2, 3 and `size`, up to 8."""
     return [count for count in (2, 3, size) if count > 1 and size % count == 0 and count <= 8]
 
 
 def _cut(
     sampler: Sampler, tie: TiedDims, added: frozenset[int], trial: Trial, pieces: int
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the operands of each piece: sliced along dims of `tie`, cut into addends if in `added`, or whole."""
+    """Yield, for each of `pieces` pieces, the operands with which to run the call.
+
+    Operands are sliced along the dims of `tie`, or cut into addends if in `added`. All other operands are whole.
+    """
     split: list[Sequence[Tensor]] = []
     for index, operand in enumerate(trial.operands):
         parts: Sequence[Tensor] = [operand] * pieces
@@ -286,7 +298,10 @@ def _cut(
 
 
 def _makes_up(outcome: Outcome, parts: Sequence[Tensor | None], whole: Tensor) -> bool:
-    """Whether the results `parts` (None: the operator refused) make up `whole` in the way `outcome`."""
+    """Whether the results `parts` of the pieces make up the result `whole` in the way `outcome`.
+
+    A part is None if the operator raised an error for the piece.
+    """
     present = [part for part in parts if part is not None]
     if len(present) < len(parts) or len({part.shape for part in present}) != 1:
         return False
@@ -322,9 +337,10 @@ def _best(tie: TiedDims, index: int, found: set[Outcome], reduction: str, trials
 
 
 def _compatible(factors: Sequence[FoundFactor]) -> list[FoundFactor]:
-    """Return the factors that fit into one rule, earlier factors first.
+    """Return the factors that fit into one rule. If two factors conflict, only the earlier one is returned.
 
-    Two factors must not claim the same result dim, and all reduced factors must need the same operands as addends.
+    Two factors must not be concatenated along the same result dim. All reduced factors must need the same operands as
+    addends.
     """
     kept: list[FoundFactor] = []
     for factor in factors:
@@ -337,7 +353,7 @@ def _compatible(factors: Sequence[FoundFactor]) -> list[FoundFactor]:
 
 
 def _assemble(sampler: Sampler, factors: Sequence[FoundFactor], trials: Sequence[Trial]) -> Rule:
-    """Return the rule with these factors, and with the linearity that holds in all trials."""
+    """Return the rule with the found `factors`, and with all linearity of the results that holds in all trials."""
     names = {factor: _name(position) for position, factor in enumerate(factors)}
     operands = tuple(_operand_dims(index, x, names) for index, x in enumerate(sampler.sample))
     results = tuple(_result_dims(index, names, trials) for index in range(len(trials[0].results)))
@@ -374,8 +390,8 @@ def _result_dim(
 ) -> tuple[str, ...]:
     """Return the factors of dim `dim` of result `index`. `owner` is the found factor along the dim, with its name.
 
-    If the dim is larger than the factor in some trial, a blocked minor factor `_` follows the name. A dim without an
-    owner is blocked, or has no factor if its size is one in all trials.
+    If the dim is larger than the factor in some trial, a blocked minor factor `_` follows the name. Without an owner,
+    the dim is blocked, or has no factor if its size is one in all trials.
     """
     sizes = [trial.results[index].shape[dim] for trial in trials]
     if owner is None:

@@ -1,4 +1,4 @@
-"""Rules of linear algebra and of Fourier transforms. Batch dims may be split, and the dims of matrices may not."""
+"""Rules of linear algebra and of Fourier transforms. Only batch dims may be split, not the dims of matrices."""
 
 from __future__ import annotations
 
@@ -28,10 +28,14 @@ aten = torch.ops.aten
 def _batched(
     operands: Sequence[int], results: Sequence[int], linear: Sequence[Sequence[int]] = ()
 ) -> Callable[..., Rule]:
-    """Return the rule function of an operator on the last dims of its operands, such as matrices, after batch dims.
+    """Return the rule function of an operator on batches of matrices or vectors. Only batch dims may be split.
 
-    `operands` and `results` have the number of these last dims for each tensor. Batches are only split evenly, because
-    a decomposition of padding may fail and raise an error.
+    A batch is split only into equal parts. Padding would add matrices of zeros, for which `cholesky` raises an error.
+
+    Args:
+        operands: for each operand, the number of its last dims that are not batch dims: 2 for matrices.
+        results: the same numbers for the results.
+        linear: `Rule.linear`, the sets of operands in which the results are linear.
     """
 
     def rule(*args: Any, **kwargs: Any) -> Rule:
@@ -69,9 +73,10 @@ for _operands, _results, _linear, _operators in (
 def lu_unpack(
     lu: torch.Tensor, pivots: torch.Tensor, unpack_data: bool = True, unpack_pivots: bool = True
 ) -> Rule | None:
-    """Return no rule (None) if not all results are requested: a result that is not requested has no batch dims.
+    """Return the rule of `lu_unpack`, or None if not all results are requested.
 
-    Partial sums do not pass, because the factors contain constant zeros and ones.
+    A result that is not requested has no batch dims. Partial sums do not pass, because the factors contain constant
+    zeros and ones.
     """
     if not (unpack_data and unpack_pivots):
         return None
@@ -81,7 +86,10 @@ def lu_unpack(
 
 @sharding_rule(aten._linalg_solve_ex.default)
 def solve(a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Rule | None:
-    """The results are solution, factors, pivots and info. The solution is linear in `b`."""
+    """Return the rule of `_linalg_solve_ex`, whose results are solution, factors, pivots and info.
+
+    The solution is linear in `b`.
+    """
     if b.dim() != a.dim() or b.shape[:-2] != a.shape[:-2]:
         return None
     return replace(_batched((2, 2), (2, 2, 1, 0))(a, b), carries=only_in(0, 4, sums((1,))))
@@ -89,7 +97,10 @@ def solve(a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Rule | None:
 
 @sharding_rule(aten.triangular_solve.default)
 def triangular_solve(b: torch.Tensor, a: torch.Tensor, *_: Any, **__: Any) -> Rule:
-    """The results are the solution, which is linear in `b`, and a copy of `a`."""
+    """Return the rule of `triangular_solve`, whose results are the solution and a copy of `a`.
+
+    The solution is linear in `b`.
+    """
     return replace(_batched((2, 2), (2, 2))(b, a), carries=only_in(0, 2, sums((0,))))
 
 
@@ -97,7 +108,7 @@ def triangular_solve(b: torch.Tensor, a: torch.Tensor, *_: Any, **__: Any) -> Ru
 def lu_solve(
     lu: torch.Tensor, pivots: torch.Tensor, b: torch.Tensor, *, left: bool = True, adjoint: bool = False
 ) -> Rule:
-    """Right-hand sides, the columns of `b` (rows for `left=False`), may be split.
+    """Return a rule that may split right-hand sides, the columns of `b` (rows for `left=False`).
 
     Batches are only split evenly, because padding has no valid pivots.
     """
@@ -113,9 +124,9 @@ def trilinear(
     a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, expand1: Sequence[int], expand2: Sequence[int],
     expand3: Sequence[int], sumdim: Sequence[int], unroll_dim: int = 1,
 ) -> Rule:  # fmt: skip
-    """Return the rule of a sum over `sumdim` of the product of three tensors.
+    """Return the rule of `_trilinear`, a sum over the dims `sumdim` of the product of three tensors.
 
-    `expand1` to `expand3` are the dims in which the tensors get size one before the product.
+    `expand1` to `expand3` are the dims in which the three tensors get size one before the product.
     """
     dims = named(a.dim() + len(expand1))
     operands = [
@@ -128,7 +139,7 @@ def trilinear(
 
 @sharding_rule(aten._cdist_forward.default)
 def cdist(a: torch.Tensor, b: torch.Tensor, p: float, mode: int | None) -> Rule:
-    """Points of both operands may be split, and coordinates may not."""
+    """Return a rule that may split the points of both operands, but not the coordinates of a point."""
     batch = named(max(a.dim(), b.dim()) - 2, "b")
     left, right = broadcast_dims(a.shape[:-2], batch), broadcast_dims(b.shape[:-2], batch)
     return Rule((((*left, ("m",), BLOCKED), (*right, ("n",), BLOCKED)), ((*batch, ("m",), ("n",)),)))
@@ -138,7 +149,7 @@ def cdist(a: torch.Tensor, b: torch.Tensor, p: float, mode: int | None) -> Rule:
 def cdist_backward(
     grad: torch.Tensor, a: torch.Tensor, b: torch.Tensor, p: float, distances: torch.Tensor
 ) -> Rule | None:
-    """The gradient of the first points is a sum over the second points."""
+    """Return a rule in which the gradient of the first points is a sum over the second points."""
     if a.shape[:-2] != b.shape[:-2]:
         return None
     batch = named(a.dim() - 2, "b")
@@ -156,7 +167,7 @@ def cross(a: torch.Tensor, b: torch.Tensor, *, dim: int = -1) -> Rule:
 
 @sharding_rule(aten._fft_r2c.default, aten._fft_c2c.default, aten._fft_c2r.default)
 def fourier(x: torch.Tensor, dim: Sequence[int], *_: Any) -> Rule:
-    """Dims that are not transformed may be split.
+    """Return a rule that may split dims that are not transformed.
 
     Padding is filled with zero. Libraries transform several rows at once, so NaN would spread to neighbouring rows.
     """
@@ -167,7 +178,7 @@ def fourier(x: torch.Tensor, dim: Sequence[int], *_: Any) -> Rule:
 
 @sharding_rule(aten.searchsorted.Tensor)
 def searchsorted(sequence: torch.Tensor, x: torch.Tensor, *, sorter: torch.Tensor | None = None, **kwargs: Any) -> Rule:
-    """If each row of `x` has its own sequence, rows and sequences are split together."""
+    """Return a rule that splits rows of `x`, together with their sequences if each row has its own sequence."""
     dims = named(x.dim())
     of_sequence = (BLOCKED,) if sequence.dim() == 1 else (*dims[:-1], BLOCKED)
     operands = (of_sequence, dims) if sorter is None else (of_sequence, dims, of_sequence)
@@ -182,7 +193,7 @@ def isin(x: torch.Tensor, members: torch.Tensor, **kwargs: Any) -> Rule:
 
 @sharding_rule(aten._weight_norm_interface.default)
 def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> Rule:
-    """Slices along `dim` may be split, because each has its own norm."""
+    """Return a rule that may split slices along `dim`, because each slice has its own norm."""
     dims = with_blocked(named(v.dim()), [position for position in range(v.dim()) if position != dim])
     norm_dims = broadcast_dims(g.shape, dims)
     return Rule(((dims, norm_dims), (dims, norm_dims)))

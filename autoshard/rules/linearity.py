@@ -46,7 +46,11 @@ class Range:
 
 
 def with_safe_sums(rule: BoundRule, ranges: Sequence[Range]) -> BoundRule:
-    """Return the rule without the partial sums that may not pass a call whose operands have these ranges."""
+    """Return the rule without the partial sums that could make the result differ from the result on one device.
+
+    For example, the sum of the ranks' results could be NaN. `ranges` has the possible values of each operand of the
+    call.
+    """
     return replace(
         rule,
         linear=tuple(group for group in rule.linear if _passes(rule, group, ranges)),
@@ -59,7 +63,7 @@ def with_safe_sums(rule: BoundRule, ranges: Sequence[Range]) -> BoundRule:
 
 
 def _passes(rule: BoundRule, group: Collection[int], ranges: Sequence[Range]) -> bool:
-    """Whether a partial sum in `group` may pass: all other operands meet their conditions `rule.beside`."""
+    """Whether the operands `group` may be partial sums: all other operands meet their conditions in `rule.beside`."""
     return not group or all(
         _is_safe(rule.beside.get(index, OperandCondition.FINITE), found)
         for index, found in enumerate(ranges)

@@ -1,9 +1,9 @@
 """The interface through which rewrites of sharding rules emit the calls of each rank.
 
 Most operators run unchanged on their local operands. An operator whose arguments name shapes, or whose value depends on
-global indices, needs a *rewrite*. This function emits the calls that each rank runs in place of the traced call. Its
-operands are fx proxies of local values. Every call goes through `context.call`, so that calls without tensor operands
-(`arange`) are also emitted instead of run.
+global indices, needs a *rewrite*. This function *emits* the calls that each rank runs in place of the traced call: it
+appends them to the ranks' program. Its operands are fx proxies of local values. Every call goes through `context.call`,
+so that calls without tensor operands (`arange`) are also emitted instead of run.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LocalContext(Protocol):
         ...
 
     def pieces(self, factor: str) -> list[tuple[int, int]]:
-        """Return the global index of the first element, and the `real_size`, of each piece of `factor`, in order."""
+        """Return, for each piece of `factor` in order, the global index of its first element, and its `real_size`."""
         ...
 
     def input_shape(self, operand: int) -> list[int]:
@@ -77,11 +77,11 @@ class LocalContext(Protocol):
         ...
 
     def all_gather(self, value: Any, factor: str) -> Any:
-        """Emit an all-gather over the ranks that split `factor`: their values in order, stacked on a new dim 0."""
+        """Emit an all-gather of `value` over the ranks that split `factor`, stacked in their order on a new dim 0."""
         ...
 
     def group(self, *factors: str) -> str | None:
-        """Return the axes that split all of `factors` at once, as a communicator's name ("data,model"), or None."""
+        """Return the axes that split all of `factors` at once, joined as in "data,model", or None if no axis does."""
         ...
 
     def fill(self, value: Any, operand: int, factor: str, number: bool | int | float) -> Any:
@@ -98,11 +98,14 @@ class LocalContext(Protocol):
 
 
 def whole_to_piece(context: LocalContext, factors: Iterable[str]) -> float:
-    """Return the number of elements along `factors` in the whole, divided by that of a padded piece."""
+    """Return the number of elements along `factors` in the whole tensor, divided by the number in a padded piece."""
     sizes = [(context.global_size(factor), context.local_size(factor)) for factor in factors]
     return math.prod(size / local for size, local in sizes if size != local)
 
 
 def shifted(offset: Sequence[Any], shift: Sequence[Any]) -> list[Any]:
-    """Return the global index, by dim, of the first element of a piece at `shift` in a tensor at `offset`."""
+    """Return the global index, by dim, of the first element of a piece within a tensor.
+
+    `shift` is the element's index in the tensor, and `offset` is the global index of the tensor's first element.
+    """
     return [by if start == 0 else start + by for start, by in zip(offset, shift, strict=True)]

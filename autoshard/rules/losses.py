@@ -66,7 +66,10 @@ def _split_cross_entropy(
 
 @sharding_rule(autoshard_ops.ctc_loss.default)
 def ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, *_: Any) -> str:
-    """Sequences may be split, and times and classes may not, because alignments run through them."""
+    """Return a rule that may split only the batch.
+
+    Times and classes stay whole, because alignments run through them.
+    """
     return "_ n _, n _, n, n -> n, n _ _"
 
 
@@ -96,7 +99,7 @@ def _local_cross_entropy_backward(accumulation: torch.dtype) -> Any:
     ) -> Any:
         """Emit the gradient of the rank's logits, 0 for ignored targets.
 
-        It is grad (exp(x - lse) - (1 - smoothing) [c = target] - smoothing / C).
+        For the logits x of C classes, it is grad (exp(x - lse) - (1 - smoothing) [c = target] - smoothing / C).
         """
         call = context.call
         if not context.is_split("c"):
@@ -122,7 +125,10 @@ def _accumulation_dtype(x: torch.Tensor) -> torch.dtype:
 def nll_loss(
     x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore_index: int
 ) -> Rule | None:
-    """Return no rule (None) for a single row; a mean's rewrite all-reduces the losses' sum and the total weight."""
+    """Return a rule that may split rows, or None for a single row.
+
+    For a mean, the rewrite all-reduces the sum of losses and the total weight.
+    """
     if x.dim() != 2:
         return None
     return _nll(2, weight is not None, reduction)
@@ -150,7 +156,10 @@ def _nll(ndim: int, is_weighted: bool, reduction: int) -> Rule:
 
 
 def _nll_carries(is_weighted: bool, reduction: int) -> list[Carry]:
-    """Return carries of sums into the loss and the total weight; a mean is not linear in the class weights."""
+    """Return carries of sums into both results, the loss and the total weight.
+
+    A mean is not linear in the class weights.
+    """
     of_weight = [(2,)] if is_weighted and reduction != _MEAN else []
     total = linear_result((), ()) if reduction == _NONE else linear_result((2,), (2,))
     return sums_by_result([linear_result((0, 2), (0,), *of_weight), total])
@@ -159,7 +168,10 @@ def _nll_carries(is_weighted: bool, reduction: int) -> list[Carry]:
 def _local_nll_mean(
     context: LocalContext, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int
 ) -> tuple[Any, Any]:
-    """Emit mean loss and total weight: reduce the sum of losses and the weights over all ranks, then divide."""
+    """Emit mean loss and total weight over all ranks.
+
+    Ranks all-reduce the sum of losses and the total weight, then divide.
+    """
     summed = context.default(x, target, weight, _SUM, ignore_index)
     loss, total = summed[0], summed[1]
     for factor in (f"r{dim}" for dim in range(3)):
@@ -194,7 +206,10 @@ def nll_loss_2d_backward(
 
 
 def _nll_backward(ndim: int, is_weighted: bool, reduction: int) -> Rule:
-    """Return the rule of the backward, which needs no communication: the total weight is an operand."""
+    """Return the rule of the backward of the negative log-likelihood loss.
+
+    It needs no communication, because the total weight is an operand.
+    """
     rows = named(ndim - 1, "r")
     x = (rows[0], ("c",), *rows[1:])
     grad = rows if reduction == _NONE else ()
@@ -262,7 +277,7 @@ def pointwise_loss_backward(grad: torch.Tensor, x: torch.Tensor, target: torch.T
 
 @sharding_rule(aten.mse_loss_backward.default)
 def mse_loss_backward(grad: torch.Tensor, x: torch.Tensor, target: torch.Tensor, reduction: int) -> Rule:
-    """The result 2 grad (x - target) is linear in grad, and in x and target together."""
+    """Return the rule of 2 grad (x - target), which is linear in `grad`, and in `x` and `target` together."""
     rule = _pointwise_loss_backward([grad, x, target], reduction)
     return replace(rule, linear=[(0,), (1, 2)])
 

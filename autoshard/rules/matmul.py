@@ -29,7 +29,7 @@ def mm(a: torch.Tensor, b: torch.Tensor, *_: Any) -> Rule:
 
 
 def _of_one(a: torch.Tensor, b: torch.Tensor) -> list[Carry]:
-    """Return carries of products through both operands together, if the contracted dim has size one; else none."""
+    """Return carries of products through both operands together if the contracted dim has size one, else no carries."""
     return meaningful([a, b], products((0, 1))) if a.shape[-1] == 1 else []
 
 
@@ -109,7 +109,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 @sharding_rule(aten.matmul.default)
 def matmul(a: torch.Tensor, b: torch.Tensor) -> Rule:
-    """Batch dims broadcast. A vector `a` has no factor `m`, and a vector `b` has no factor `n`."""
+    """Return the rule of `matmul` with broadcast batch dims.
+
+    A vector `a` has no factor `m`, and a vector `b` has no factor `n`.
+    """
     batch = named(max(a.dim(), b.dim(), 2) - 2, "b")
     rows, columns = (("m",),) * (a.dim() > 1), (("n",),) * (b.dim() > 1)
     left = (*broadcast_dims(a.shape[:-2], batch), *rows, ("k",))
@@ -119,7 +122,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> Rule:
 
 @sharding_rule(aten.linalg_solve_triangular.default)
 def solve_triangular(a: torch.Tensor, b: torch.Tensor, *, upper: bool, left: bool = True, **kwargs: Any) -> Rule:
-    """Batches and right-hand sides, the columns of `b` (rows for `left=False`), may be split."""
+    """Return a rule that may split batches and right-hand sides, the columns of `b` (rows for `left=False`)."""
     batch = named(max(a.dim(), b.dim()) - 2, "b")
     free, _ = ("r",), ("_",)
     result = (*batch, _, free) if left else (*batch, free, _)
@@ -132,7 +135,7 @@ def scaled_mm(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: torch.Tensor | None = None,
     scale_result: torch.Tensor | None = None, out_dtype: torch.dtype | None = None, *_: Any, **kwargs: Any,
 ) -> Rule | None:  # fmt: skip
-    """Return no rule (None) if blocks of an operand have scales of their own.
+    """Return the rule of `_scaled_mm`, or None if blocks of an operand have scales of their own.
 
     Each operand has one scale, or one for each row of `a` and column of `b`. Products are summed in a wider dtype. The
     contracted factor may be split unless the result is as narrow as the operands.
@@ -153,7 +156,10 @@ def scaled_mm(
 
 
 def _scale_dims(scale: torch.Tensor, rows: int, by_row: Dims) -> Dims | None:
-    """Return the dims of an operand's scale, or of its scales by row (`by_row`); None if blocks have their own."""
+    """Return the dims of an operand's scale: no factors for one number, `by_row` for a number for each row.
+
+    Return None if blocks of the operand have scales of their own. `rows` is the number of rows.
+    """
     if scale.numel() == 1:
         return ((),) * scale.dim()
     return by_row if scale.dim() == 2 and scale.numel() == rows and 1 in scale.shape else None
@@ -170,9 +176,9 @@ _ALIGNED_BYTES = 16
 def grouped_mm(
     x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor | None = None, *_: Any, **__: Any
 ) -> Rule | None:
-    """Rows from offsets[e - 1] to offsets[e] - 1 belong to expert e.
+    """Return the rule of a product of groups of rows with one matrix for each expert. Experts cannot be split.
 
-    Experts cannot be split. Columns are split into multiples of `_ALIGNED_BYTES`.
+    Rows from offsets[e - 1] to offsets[e] - 1 belong to expert e. Columns are split into multiples of `_ALIGNED_BYTES`.
     """
     if offsets is None or x.dim() != 2 or weight.dim() != 3:
         return None
@@ -188,7 +194,7 @@ def grouped_mm(
 
 @sharding_rule("transformers.grouped_mm_fallback.default")
 def grouped_mm_fallback(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> Rule:
-    """The rule of `aten._grouped_mm` without its alignment."""
+    """Return the rule of a grouped product that, unlike `aten._grouped_mm`, needs no aligned columns."""
     return _GROUPED
 
 

@@ -63,7 +63,10 @@ def _norm(x: torch.Tensor, normalized: Sequence[int], weights: Sequence[Any], lo
 
 
 def affine(weights: Sequence[torch.Tensor | None], results: int) -> list[Carry]:
-    """Return carries through weight and bias (None if absent) into the first of `results` results, affine in both."""
+    """Return carries through the weight and bias of a norm into its first result, which is affine in both.
+
+    `weights` has weight and bias, or None for an absent tensor. `results` is the number of the norm's results.
+    """
     present = tensors(*weights)
     if not present:
         return []

@@ -23,7 +23,7 @@ autoshard_ops = torch.ops.autoshard
     autoshard_ops.amsgrad_update.default,
 )
 def update(param: torch.Tensor, grad: torch.Tensor, *rest: object) -> Rule:
-    """Parameter, gradient, state and results (the new parameter and state) share their dims."""
+    """Return a rule in which parameter, gradient, state, new parameter and new state share their dims."""
     tensors = [index for index, item in enumerate(rest) if isinstance(item, torch.Tensor)]
     scale = tensors[-1] - 1  # hyper-parameters come last, after the optional scale
     count = 2 + len([index for index in tensors if index < scale])
@@ -33,6 +33,6 @@ def update(param: torch.Tensor, grad: torch.Tensor, *rest: object) -> Rule:
 
 @sharding_rule(autoshard_ops.sum_of_squares.default)
 def sum_of_squares(x: torch.Tensor) -> Rule:
-    """Any dim may be split, and the result is then a partial sum. Padding is filled with zeros."""
+    """Return a rule that may split any dim. The result is then a partial sum. Padding is filled with zeros."""
     dims = named(x.dim())
     return Rule(((dims,), ((),)), reduce=dict.fromkeys(names(dims), "sum"), padding=dict.fromkeys(names(dims), 0))

@@ -39,7 +39,10 @@ _INTEGER_DIVISIONS = frozenset(
 def padding_of(
     operator: Any, rule: Rule, bound: BoundRule, dtypes: Sequence[torch.dtype]
 ) -> Mapping[str, tuple[Fill, ...]]:
-    """Return the fill value (None: no fill) of each operand's padding, by factor that may be split unevenly."""
+    """Return, for each factor that may be split unevenly, the value that fills padding of each operand.
+
+    None stands for padding that is not filled.
+    """
     if rule.local is not None and rule.padding is None:
         return {}
     even = set(rule.even)

@@ -1,7 +1,7 @@
 """Rules of operators that act on each element independently, after broadcasting.
 
-Any dim may be split. Rules differ in the partial values that pass. A partial sum passes through linear operands, a
-partial maximum through monotone operands, and a partial product through products and powers.
+Any dim may be split. Rules differ in the partial operands that give partial results. A partial sum passes through
+linear operands, a partial maximum through monotone operands, and a partial product through products and powers.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _COPIES = "clone contiguous alias alias_copy detach detach_copy positive lift_fr
 
 
 def _overloads(names: str) -> Iterator[Any]:
-    """Yield the aten operators in `names`: all functional overloads for "pow", and one overload for "max.other"."""
+    """Yield the aten operators in `names`. "pow" stands for all functional overloads, "max.other" for one overload."""
     for name in names.split():
         packet_name, _, overload = name.partition(".")
         packet = getattr(aten, packet_name)
@@ -174,7 +174,7 @@ def _if(condition: bool, carries: list[Carry]) -> list[Carry]:
 
 
 def _of_floats(x: torch.Tensor, carries: list[Carry]) -> list[Carry]:
-    """Return `carries`, or no carries for integers. Products of integers wrap round, and their zero has no sign."""
+    """Return `carries` unless `x` has integers, whose products wrap round, and whose zero has no sign."""
     return _if(x.is_floating_point() or x.is_complex(), carries)
 
 
@@ -190,7 +190,7 @@ def sign(x: torch.Tensor) -> Rule:
 
 @sharding_rule(aten.neg.default)
 def neg(x: torch.Tensor) -> Rule:
-    """Maxima pass only for floats, because the least integer has no negative."""
+    """Return the rule of -x. Partial maxima of integers do not pass, because the least integer has no negative."""
     return _rule([x], _in_first([x]), _if(x.is_floating_point(), decreasing((0,))))
 
 
@@ -211,7 +211,7 @@ def _scaled(x: torch.Tensor, other: Any, *, is_linear: bool) -> Rule:
 
 @sharding_rule(aten.xlogy.Scalar_Other, aten.special_xlog1py.other_scalar)
 def scale_by_logarithm(x: torch.Tensor, other: Any) -> Rule:
-    """The results x log(other) and x log(1 + other) are linear in `x` if `other` is positive and finite."""
+    """Return the rule of x log(other) or x log(1 + other), linear in `x` if `other` is positive and finite."""
     return _rule([x], _in_first([x]) if are_finite(other) and other > 0 else ())
 
 
@@ -247,7 +247,11 @@ def _is_finite(number: Any) -> bool:
 
 @sharding_rule(aten.add.Scalar, aten.sub.Scalar)
 def shift(x: torch.Tensor, other: Any, alpha: Any = 1) -> Rule:
-    """Sums pass only for the number 0, which all ranks add. Maxima of integers do not: their identity would wrap."""
+    """Return the rule of a sum or difference of `x` and the number `other`.
+
+    Partial sums pass only for the number 0, because each rank adds the number. Partial maxima of integers do not pass.
+    A rank without elements has the least integer as its maximum, and the sum may wrap round.
+    """
     if other == 0 and _keeps_type(x, other):
         return _rule([x], _in_first([x]), moving((0,)))
     return _rule([x], (), _if(x.is_floating_point() and _is_finite(other), increasing((0,))))
@@ -276,9 +280,8 @@ def rsub(x: torch.Tensor, other: Any, *, alpha: Any = 1) -> Rule:
 def _sum(x: torch.Tensor, other: Any, scale: Any, other_scale: Any) -> Rule:
     """Return the rule of scale x + other_scale other, for two tensors, or for a tensor and a number in either order.
 
-    If both scales have the same sign, only maxima pass, and otherwise only minima. A tensor may contain -inf (a mask).
-    A rank without elements has -inf as its maximum, and +inf as its minimum. Infinities of different signs add up to
-    NaN.
+    A partial maximum of a tensor passes if both scales have the same sign, and a partial minimum otherwise. The other
+    kind could give NaN: a tensor may contain -inf (a mask), and a rank without elements has +inf as its minimum.
     """
     if not isinstance(other, torch.Tensor):
         is_ordered = x.is_floating_point() and _is_finite(other)
@@ -300,7 +303,11 @@ def lerp_by_number(start: torch.Tensor, end: torch.Tensor, weight: Any) -> Rule:
 
 @sharding_rule(aten.pow.Tensor_Scalar)
 def power(x: torch.Tensor, exponent: Any) -> Rule:
-    """Products pass for whole exponents except 0, maxima of floats for odd ones above 0, all partial values for 1."""
+    """Return the rule of x^exponent. All partial values pass for the exponent 1.
+
+    Partial products pass for whole exponents except 0. Partial maxima and minima of floats pass for odd exponents above
+    0.
+    """
     number = 0.0 if isinstance(exponent, complex) else float(exponent)
     is_whole = number.is_integer() and number != 0
     is_odd = is_whole and number > 0 and number % 2 == 1
@@ -311,14 +318,18 @@ def power(x: torch.Tensor, exponent: Any) -> Rule:
 
 @sharding_rule(aten.pow.Scalar)
 def exponential(base: Any, exponent: torch.Tensor) -> Rule:
-    """The result base^x is increasing in x for a base of at least 1, and decreasing below."""
+    """Return the rule of base^x. It is increasing in x for a base of at least 1, and decreasing for a smaller base."""
     is_ordered = exponent.is_floating_point() and _is_finite(base) and base > 0
     return _rule([exponent], (), _if(is_ordered, increasing((0,)) if base >= 1 else decreasing((0,))))
 
 
 @sharding_rule(aten.clamp.Tensor, aten.clip.Tensor)
 def clamp(x: torch.Tensor, min: torch.Tensor | None = None, max: torch.Tensor | None = None) -> Rule:
-    """Maxima and minima pass min(max(x, low), high) as they pass `max` and `min`."""
+    """Return the rule of min(max(x, low), high), where low is `min` and high is `max`.
+
+    Any one operand may be a partial maximum or minimum. `x` and low may be partial maxima together. `x` and high, or
+    low and high, may be partial minima together.
+    """
     low = () if min is None else (1,)
     high = () if max is None else (1 + len(low),)
     alone = increasing(*(group for group in ((0,), low, high) if group))
@@ -344,10 +355,10 @@ def elu_backward(
 
 @sharding_rule(aten.softplus.default)
 def softplus(x: torch.Tensor, beta: float = 1, threshold: float = 20) -> Rule:
-    """Maxima and minima pass if rounding hides a step at the threshold, as in float32 from 20 on.
+    """Return the rule of softplus. Partial maxima and minima pass if rounding hides its step at the threshold.
 
     Above the threshold the result is `x`, which is less than the softplus by the share log(1 + exp(-threshold)) /
-    threshold, so the result steps down.
+    threshold. So the result steps down. Rounding to float32 hides the step for thresholds from 20 on.
     """
     step = math.log1p(math.exp(-threshold)) / threshold if threshold >= 20 else math.inf
     is_hidden = x.is_floating_point() and step < torch.finfo(x.dtype).eps / 4
@@ -438,7 +449,7 @@ def where_self(condition: torch.Tensor, a: float, b: torch.Tensor) -> Rule:
 
 
 def _beside(number: Any, operand: int) -> list[Carry]:
-    """Return carries through an operand of which some elements are replaced by a number."""
+    """Return carries through operand number `operand`, some elements of which the call replaces by `number`."""
     return [*increasing((operand,)), *_if(number in (0, 1), products((operand,)))]
 
 
@@ -477,7 +488,7 @@ def addcdiv(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, value: float =
 
 @sharding_rule(aten.fill.Tensor)
 def fill_tensor(x: torch.Tensor, value: torch.Tensor) -> Rule:
-    """The result is linear in `value`. Only the shape and dtype of `x` matter."""
+    """Return the rule of `fill`, which is linear in `value`. Only the shape and dtype of `x` matter."""
     linear = [(1,)] if keeps_sums(value.dtype, x.dtype) else ()
     return _rule([x, value], linear, through_conversion(value.dtype, x.dtype, 1), {0: OperandCondition.ANYTHING})
 

@@ -26,7 +26,10 @@ def frexp(x: torch.Tensor) -> Rule:
 
 @sharding_rule(aten.log_sigmoid_backward.default)
 def log_sigmoid_backward(grad: torch.Tensor, x: torch.Tensor, buffer: torch.Tensor) -> Rule | None:
-    """The forward's buffer has the shape of `x` on a CPU, and is empty on a GPU."""
+    """Return the rule of the backward of log-sigmoid.
+
+    The forward's `buffer` has the shape of `x` on a CPU, and is empty on a GPU.
+    """
     (x_dims,), results = elementwise([x.shape])
     buffer_dims = x_dims if buffer.shape == x.shape else all_blocked(buffer.dim())
     beside: dict[int, OperandCondition] = {1: OperandCondition.ANYTHING, 2: OperandCondition.ANYTHING}

@@ -91,7 +91,7 @@ def _count(size: int, kernel: int, stride: int, padding: int, dilation: int, *, 
 
 
 def _adaptive_windows(x: torch.Tensor, sizes: Sequence[int]) -> tuple[HaloWindow, ...]:
-    """Return the windows of adaptive pooling; a dim fits only if its size is a multiple of its number of windows."""
+    """Return the windows of adaptive pooling. A dim fits only if its size is a multiple of its number of windows."""
     pairs = zip(x.shape[x.dim() - len(sizes) :], sizes, strict=True)
     return tuple(
         HaloWindow(dim - len(sizes), size, count, size // max(count, 1), size // max(count, 1), 0)
@@ -123,7 +123,7 @@ def _to_whole(context: LocalContext, indices: Any, windows: Sequence[HaloWindow]
 def _to_piece(context: LocalContext, indices: Any, windows: Sequence[HaloWindow], split: Sequence[Halo]) -> Any:
     """Emit the conversion of indices into the whole plane to indices into the rank's piece with halos.
 
-    Indices outside the piece, such as 0 in padding of the batch, become some index inside.
+    An index outside the piece, such as 0 in padding of the batch, becomes an arbitrary index inside the piece.
     """
     starts = {halo.dim: halo.start(context) for halo in split}
     places = _places(context, indices, [window.size for window in windows])
@@ -157,7 +157,10 @@ def _flat(context: LocalContext, places: Sequence[Any], sizes: Sequence[int]) ->
 
 
 def _without_values(context: LocalContext, x: Any, split: Sequence[Halo]) -> Any:
-    """Emit an empty tensor in the shape of `x`, operand 1, with halos, for calls that only read the operand's shape."""
+    """Emit an empty tensor with the shape of operand 1, `x`, extended by the halos `split`.
+
+    It serves calls that only read the operand's shape. Without halos, return `x` itself.
+    """
     if not split:
         return x
     shape = context.input_shape(1)
@@ -241,7 +244,7 @@ def _adaptive_max_pool_backward(space: int) -> Callable[..., Rule]:
 
 
 def _local_sizes(context: LocalContext, windows: Sequence[HaloWindow], sizes: Sequence[int]) -> list[int]:
-    """Return the number of windows on each rank along each spatial dim."""
+    """Return the size of a rank's result along each spatial dim. `sizes` has the sizes of the whole result."""
     pairs = zip(windows, sizes, strict=True)
     return [context.local_size(window.factor) if window.fits else size for window, size in pairs]
 

@@ -63,6 +63,9 @@ def binomial(count: torch.Tensor, p: torch.Tensor, *_: Any) -> Rule:
 
 
 def _local_of_parameters(context: LocalContext, *args: Any) -> Any:
-    """Emit the call with the offset of the rank's piece. Its last arguments are `offset` and `global_shape`."""
+    """Emit the call with the global index of the piece's first element as its `offset`.
+
+    `args` ends with `offset` and `global_shape`.
+    """
     *others, offset, global_shape = args
     return context.default(*others, shifted(offset, context.output_offset()), global_shape)

@@ -1,8 +1,8 @@
 """Finds the range of possible numbers of each value in a traced program.
 
 It is interval arithmetic (Moore, 1966) over the graph, in the order of its nodes. A range ignores NaN. Floating-point
-parameters, buffers and inputs may be any number, infinities included. So may results of operators outside the table
-below.
+parameters, buffers and inputs may be any number, infinities included. Results of operators outside the table below may
+also be any number.
 
 A partial sum may pass a product only if the other factor is finite, and a quotient only if the divisor is not zero
 (`autoshard.rules.linearity`). The ranges say whether an operand is finite or nonzero.
@@ -40,7 +40,10 @@ Ranges = Mapping[fx.Node, Range]
 
 
 def find_ranges(graph_module: fx.GraphModule) -> Ranges:
-    """Return the range of each value of a traced program; a tuple's range covers its floating-point numbers."""
+    """Return the range of each value of a traced program.
+
+    For a call that returns a tuple, the range covers all floating-point numbers in the tuple.
+    """
     found: dict[fx.Node, Range] = {}
     for node in graph_module.graph.nodes:
         if node.op == "get_attr":
@@ -51,7 +54,7 @@ def find_ranges(graph_module: fx.GraphModule) -> Ranges:
 
 
 def facts_of(node: fx.Node, ranges: Ranges) -> tuple[tuple[bool, bool], ...]:
-    """Return, for each tensor operand of a call, whether its range is finite, and whether the range excludes zero."""
+    """Return two bools for each tensor operand of a call: whether its range is finite, and whether it excludes zero."""
     return tuple((found.is_finite, found.excludes_zero) for found in map(ranges.__getitem__, _operands(node)))
 
 
@@ -66,7 +69,7 @@ def range_of_type(dtype: torch.dtype) -> Range:
 
 
 def range_of_values(values: torch.Tensor) -> Range:
-    """Return the range from the smallest to the largest number in a tensor, or to the magnitudes of complex numbers."""
+    """Return the range of a tensor's numbers, or of their absolute values if they are complex. NaN is ignored."""
     numbers = values.abs().double() if values.is_complex() else values.double()
     numbers = numbers[~numbers.isnan()]
     if not numbers.numel():
@@ -130,7 +133,10 @@ def _either(ranges: Iterable[Range]) -> Range:
 
 
 def _ranges(names: str) -> Callable[[_RangeFunction], _RangeFunction]:
-    """Register the function for aten operators: all overloads for "sum", one overload for "max.dim"."""
+    """Return a decorator that registers a function for the aten operators in `names`.
+
+    "sum" stands for all overloads of an operator, and "max.dim" for one overload.
+    """
 
     def register(function: _RangeFunction) -> _RangeFunction:
         for name in names.split():
@@ -149,7 +155,7 @@ def _ranges(names: str) -> Callable[[_RangeFunction], _RangeFunction]:
     "split_with_sizes squeeze t topk transpose unbind _unsafe_view unsqueeze view.default _to_copy"
 )
 def _of_first(_: fx.Node, ranges: Sequence[Range]) -> Range:
-    """Return the range of the first operand, because results are its elements, or lie between them."""
+    """Return the range of the first operand. The results are its elements, or lie between its elements."""
     return ranges[0] if ranges else ANYTHING
 
 
@@ -238,7 +244,10 @@ def _clamped(node: fx.Node, ranges: Sequence[Range]) -> Range:
 
 @_ranges("nan_to_num")
 def _finite_instead(node: fx.Node, ranges: Sequence[Range]) -> Range:
-    """Return the range of `nan_to_num`: infinities become the dtype's largest numbers, if no others are given."""
+    """Return the range of `nan_to_num`, which replaces infinities by the dtype's largest numbers.
+
+    If the call gives other numbers for infinities, the range has all numbers.
+    """
     greatest = torch.finfo(node.meta["val"].dtype).max * (1 - 2**-20)
     if len(node.args) > 2 or {"posinf", "neginf"} & set(node.kwargs):
         return ANYTHING
@@ -373,7 +382,10 @@ def _inverse(divisor: Range) -> Range:
 
 
 def _power(base: Range, exponent: float) -> Range:
-    """Return the range of `base` to the power 2, 0.5, -0.5, -1 or -2; all numbers for others. Ranges ignore NaN."""
+    """Return the range of `base` to the power 2, 0.5, -0.5, -1 or -2, without NaN.
+
+    Any other exponent gives the range of all numbers.
+    """
     if exponent == 2:
         ends = [_times(bound, bound) for bound in (base.low, base.high)]
         return Range(min(ends) if base.excludes_zero else 0.0, max(ends))

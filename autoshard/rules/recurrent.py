@@ -78,5 +78,8 @@ def rnn_backward(
 
 
 def _backward(grads: list[str], operands: list[str], results: list[str]) -> Rule:
-    """Return the rule of a backward, linear in the incoming gradients `grads` together, from each tensor's notation."""
+    """Return the rule of the backward of a recurrent layer from the notation of gradients, operands and results.
+
+    The backward is linear in the incoming gradients `grads` together.
+    """
     return _rule([*grads, *operands], results, reduce={"b": "sum"}, linear=[range(len(grads))])

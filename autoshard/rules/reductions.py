@@ -50,11 +50,15 @@ def _reduction(
     is_move: bool = True,
     dtype: torch.dtype | None = None,
 ) -> Rule:
-    """Return the rule of an operator that reduces some dims (None: all), and whose result is partial if they are split.
+    """Return the rule of an operator that reduces the dims `dim` (None: all) by `reduction`.
+
+    If a reduced dim is split, the result is partial.
 
     Args:
         is_linear: whether the operator is linear. Then padding is filled with zeros.
+        local: the rewrite, or None.
         fill: the fill value of padding that does not change the result, or None.
+        carries: further ways for partial operands to pass.
         is_move: whether the result is the operand if all reduced dims have size one.
         dtype: the dtype to which elements are converted first; by default `_widened`.
     """
@@ -193,7 +197,7 @@ def _is_boolean(x: torch.Tensor) -> bool:
 
 
 def _of_booleans(x: torch.Tensor, carries: list[Carry]) -> list[Carry]:
-    """Return the carries if `x` is boolean. `any` and `all` of numbers compare them with zero, and lose their order."""
+    """Return `carries` if `x` is boolean, else none: `any` and `all` compare numbers with 0, and lose their order."""
     return carries if _is_boolean(x) else []
 
 
@@ -229,7 +233,11 @@ def norm_all(x: torch.Tensor, p: float = 2) -> Rule:
 
 @sharding_rule(aten.linalg_vector_norm.default)
 def vector_norm(x: torch.Tensor, ord: float = 2, dim: DimList = None, keepdim: bool = False, **kwargs: Any) -> Rule:
-    """For the orders infinity, -infinity, 1 and 0, norms of pieces are reduced; for other orders, their powers."""
+    """Return the rule of a norm of order `ord`.
+
+    For the orders infinity, -infinity, 1 and 0, ranks reduce the norms of pieces. For other orders, ranks sum the
+    norms' powers.
+    """
     reduction = {math.inf: "max", -math.inf: "min", 1: "sum", 0: "sum"}.get(ord)
     if reduction is not None:
         return _reduction(x, dim, keepdim, reduction, fill=math.inf if reduction == "min" else 0, is_move=False)
@@ -280,7 +288,7 @@ sharding_rule(aten.min.dim)(_extreme(aten.min.dim, Reduction.MIN))
 
 @sharding_rule(aten.aminmax.default)
 def aminmax(x: torch.Tensor, *, dim: int | None = None, keepdim: bool = False) -> Rule:
-    """If the reduced dims have size one, both results are the operand, and partial values pass."""
+    """Return the rule of `aminmax`. If reduced dims have size one, both results are the operand, and may be partial."""
     is_move = all(x.shape[position] == 1 for position in _positions(x, dim))
     carries = meaningful([x], [*sums((0,)), *moving((0,))]) if is_move else []
     if not can_travel(x.dtype):
@@ -310,7 +318,8 @@ def kthvalue(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> R
 def _arg_extreme(op: Any, fill: Reduction) -> RuleFunction:
     """Return the rule function of `argmax` or `argmin`, whose reduced dim may be split.
 
-    Without `dim`, the indices of pieces of a matrix are not in order, so its dims cannot be split.
+    `op` is `max.dim` or `min.dim`, and the identity of `fill` fills padding. Without `dim`, the flat indices of a
+    matrix's pieces are not in order, so its dims cannot be split.
     """
 
     def rule(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Rule:
@@ -334,7 +343,7 @@ sharding_rule(aten.argmin.default)(_arg_extreme(aten.min.dim, Reduction.MIN))
 
 @sharding_rule(aten.logsumexp.default)
 def logsumexp(x: torch.Tensor, dim: DimList, keepdim: bool = False) -> Rule:
-    """Integers are only split evenly, because no integer in padding leaves the result unchanged."""
+    """Return the rule of a log-sum-exp. It splits integers only evenly, as no integer in padding keeps the result."""
     carries = _of_one(x, dim)
     if x.is_complex():
         return _over_whole(x, dim, keepdim, carries=carries)
@@ -463,7 +472,7 @@ def topk(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: b
 
 @sharding_rule(aten.renorm.default)
 def renorm(x: torch.Tensor, p: float, dim: int, maxnorm: float) -> Rule:
-    """Only `dim` may be split, because each slice along it is scaled by its own norm."""
+    """Return a rule that may split only `dim`, because each slice along `dim` is scaled by its own norm."""
     kept = normal_dim(dim, x.dim())
     dims = with_blocked(named(x.dim()), [position for position in range(x.dim()) if position != kept])
     return Rule(((dims,), (dims,)))
@@ -481,7 +490,7 @@ def glu_backward(grad: torch.Tensor, x: torch.Tensor, dim: int) -> Rule:
 
 @sharding_rule(aten.histc.default)
 def histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Rule | None:
-    """Return no rule (None) if the range of the bins depends on the data. Counts of pieces are summed."""
+    """Return a rule that sums the counts of pieces, or None if the range of the bins depends on the data."""
     if min >= max:
         return None
     dims = named(x.dim())

@@ -74,7 +74,10 @@ def _is_name(operator: Any) -> bool:
 
 
 def checked_operator(operator: Any) -> OpOverload:
-    """Return the overload that programs have for `operator`. Raises `OperatorError` if there is none, or several."""
+    """Return the overload that programs have for `operator`.
+
+    Raise `OperatorError` if `operator` is no operator, or has several overloads.
+    """
     found = as_overload(operator)
     if not isinstance(found, OpOverload):
         name = getattr(operator, "__name__", "mm")
@@ -87,7 +90,10 @@ def checked_operator(operator: Any) -> OpOverload:
 
 
 def as_overload(operator: Any) -> Any:
-    """Return an operator's only overload, and any other object unchanged. Raises `OperatorError` for several."""
+    """Return an operator's only overload, and any other object unchanged.
+
+    Raise `OperatorError` for an operator with several overloads.
+    """
     if isinstance(operator, CustomOpDef):
         return operator._opoverload
     if not isinstance(operator, OpOverloadPacket):
@@ -111,12 +117,12 @@ def author_of_rule(operator: Any) -> str | None:
 
 
 def mark_inferred(operator: Any, rules: tuple[str, ...]) -> None:
-    """Record that an operator's rules, given as texts, were found by running the operator."""
+    """Record that the rules of `operator` were found by running the operator. `rules` has their notations as texts."""
     _inferred[operator] = rules
 
 
 def inferred_operators() -> dict[str, tuple[str, ...]]:
-    """Return the inferred rules, as texts, of each operator that has some, by the operator's name."""
+    """Return a dict from the name of each operator with inferred rules to these rules, as texts."""
     return {str(operator): rules for operator, rules in _inferred.items()}
 
 
@@ -188,7 +194,10 @@ def _place(function: RuleFunction) -> str:
 
 
 def _wraps(dtype: torch.dtype, results: Sequence[torch.Tensor]) -> bool:
-    """Whether results have another dtype than a narrow integer operand, whose addends may have wrapped round."""
+    """Whether addends of the integer dtype `dtype` may have wrapped round before conversion to a result's dtype.
+
+    This is so if the dtype has less than 64 bits and differs from the dtype of a result.
+    """
     is_narrow = dtype.itemsize < 8 and dtype != torch.bool and not dtype.is_floating_point and not dtype.is_complex
     return is_narrow and any(result.dtype != dtype for result in results)
 
@@ -214,8 +223,8 @@ def _with_complex_sums_alone(rule: Rule, operands: Sequence[torch.Tensor], resul
 def evaluate(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Run one call on the "meta" device and return its tensor results, which have shapes and dtypes but no values.
 
-    If shapes depend on values (a mask as an index), the call runs on the real operands. Raises `NotImplementedError` if
-    one of them has no values.
+    If shapes depend on values (a mask as an index), the call runs on the real operands. Raise `NotImplementedError` if
+    one of these operands has no values.
     """
     named: dict[str, Any] = dict(_on_meta(kwargs))
     if any(argument.name == "device" for argument in operator._schema.arguments):

@@ -46,7 +46,7 @@ class SampledCall:
     places: tuple[int, ...]
 
     def run(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        """Run the call with `operands`, and return its tensor results in order. Errors of the operator are raised."""
+        """Run the call with `operands`, and return its tensor results in order. Errors of the operator pass through."""
         leaves = list(self.leaves)
         for place, operand in zip(self.places, operands, strict=True):
             leaves[place] = operand
@@ -65,7 +65,7 @@ class SampledCall:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Whole operands that the operator accepts, with their results."""
+    """Whole operands that the operator accepts, with the operator's results."""
 
     operands: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
@@ -85,7 +85,10 @@ class Sampler:
     generator: torch.Generator = field(default_factory=lambda: torch.Generator("cpu").manual_seed(0))
 
     def in_widest_type(self) -> Sampler:
-        """Return a sampler with float64 in place of floats, for less rounding, if the operator takes float64."""
+        """Return a sampler with floats converted to float64, so that rounding is smaller.
+
+        If the operator raises an error for float64, return this sampler.
+        """
         wide = tuple(map(_widened, self.sample))
         return replace(self, sample=wide) if self.call.attempt(wide) is not None else self
 
@@ -118,14 +121,17 @@ class Sampler:
         return self.sample[dim[0]].shape[dim[1]]
 
     def trials(self, ties: Sequence[TiedDims], count: int) -> Iterator[Trial]:
-        """Yield a trial with the sample itself, then up to `count` trials for each scale of values."""
+        """Yield a trial with the sample itself, then up to `count` trials for each scale of drawn values."""
         yield from self._trial(self.sample)
         for scale in (None, *_NORMAL_SCALES):
             for _ in range(count):
                 yield from self._drawn_trial(ties, scale)
 
     def _drawn_trial(self, ties: Sequence[TiedDims], scale: float | None) -> Iterator[Trial]:
-        """Yield at most one trial. Sizes are first drawn small, then as multiples of the sample's sizes."""
+        """Yield a trial with drawn sizes and values, or no trial if the operator accepts none of the draws.
+
+        The first draws have small sizes, and the last draws have multiples of the sample's sizes.
+        """
         for draw_size in (self._small_size, self._small_size, self._multiple, self._multiple):
             trial = list(self._trial(self.draw({tie: draw_size(tie) for tie in ties}, scale)))
             if trial:
@@ -138,7 +144,10 @@ class Sampler:
             yield Trial(tuple(operands), tuple(results))
 
     def _small_size(self, tie: TiedDims) -> int:
-        """Draw a small size, or a multiple of the sample's size if the sample has integers, which may index the dim."""
+        """Draw a small size for the dims `tie`.
+
+        If the sample has integers, which may index the dims, draw a multiple of the sample's size instead.
+        """
         if any(not _is_float(x) for x in self.sample):
             return self._multiple(tie)
         return _SMALL_SIZES[self._integer(len(_SMALL_SIZES))]
@@ -150,7 +159,7 @@ class Sampler:
         return int(torch.randint(limit, (), generator=self.generator, device="cpu"))
 
     def draw(self, sizes: Mapping[TiedDims, int], scale: float | None) -> tuple[Tensor, ...]:
-        """Draw operands with the new `sizes` of ties; other dims keep their size.
+        """Draw operands. The dims of each tie in `sizes` get its new size, and other dims keep the sample's size.
 
         `scale` is the standard deviation of normal values. None draws values like those of the sample. Integers are
         always elements of the sample.
@@ -195,7 +204,10 @@ def call_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
 
 
 def agree(found: Tensor, expected: Tensor) -> bool:
-    """Whether two results are equal up to rounding, relative to each element plus a far smaller part of the largest."""
+    """Whether two results are equal up to rounding.
+
+    A float may differ by a small share of itself plus a far smaller share of the largest element.
+    """
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
     if not _is_float(expected):
@@ -207,7 +219,7 @@ def agree(found: Tensor, expected: Tensor) -> bool:
 
 
 def is_additive(x: Tensor) -> bool:
-    """Whether partial sums of `x` can be drawn and compared."""
+    """Whether `x` has floats or complex numbers, so that random addends of `x` can be drawn and compared."""
     return _is_float(x)
 
 

@@ -34,7 +34,10 @@ def _softmax(*, is_log: bool) -> RuleFunction:
 
 
 def _softmax_to(*, is_log: bool = False, is_safe: bool = False) -> RuleFunction:
-    """Return the rule function of an operator that takes its result's dtype; `is_safe`: rows of -inf give zeros."""
+    """Return the rule function of a softmax with the arguments (x, dim, dtype). `dtype` is the dtype of the result.
+
+    With `is_log`, the operator is log-softmax. With `is_safe`, rows of -inf give zeros.
+    """
 
     def rule(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Rule:
         source, target = x.dtype, dtype or x.dtype

@@ -29,12 +29,14 @@ def split_along(
     x: torch.Tensor, dim: int, local: Rewrite, fill: Fill, *, operands: int = 1, is_linear: bool = False,
     carries: Sequence[Carry] = (), is_even: bool = False,
 ) -> Rule:  # fmt: skip
-    """Return the rule of an operator along dim `dim`, which may be split; all tensors have the shape of `x`.
+    """Return the rule of an operator along dim `dim`, which may be split. All tensors have the shape of `x`.
 
     Args:
         local: the rewrite. It takes the factor of the dim as the keyword `factor`.
         fill: the fill value of padding along the dim.
+        operands: the number of tensor operands.
         is_linear: whether the operator is linear in the first operand.
+        carries: further ways for partial operands to pass.
         is_even: whether the dim may only be split evenly.
     """
     dims = named(max(x.dim(), 1))
@@ -79,12 +81,15 @@ def reduce_over(context: LocalContext, value: Any, reduction: str, factors: Iter
 
 
 def total(context: LocalContext, value: Any, dims: Sequence[int], factors: Iterable[str]) -> Any:
-    """Emit the sum over `dims`, whose factors are `factors`, of all ranks' pieces. The dims stay with size one."""
+    """Emit the sum of `value` over `dims` of all ranks' pieces. The dims stay with size one.
+
+    `factors` are the factors of these dims.
+    """
     return reduce_over(context, context.call(aten.sum.dim_IntList, value, list(dims), True), "sum", factors)
 
 
 def log_sum_exp(context: LocalContext, of_pieces: Any, factors: Sequence[str]) -> Any:
-    """Emit the log-sum-exp of the whole, given the log-sum-exp l_i of each rank's piece.
+    """Emit the log-sum-exp of whole rows, given `of_pieces`, the log-sum-exp l_i of each rank's piece.
 
     It is m + log(sum_i exp(l_i - m)) with m = max_i l_i. An infinite m is replaced by 0.
     """
@@ -111,9 +116,10 @@ def softmax(context: LocalContext, x: Any, dim: int, factor: str, *, is_log: boo
 
 
 def softmax_backward(context: LocalContext, grad: Any, output: Any, dim: int, factor: str, *, is_log: bool) -> Any:
-    """Emit the gradient of the operand of softmax or log-softmax along a split dim, given the result y and gradient g.
+    """Emit the gradient of the operand of softmax or log-softmax along a split dim.
 
-    It is y (g - sum(g y)) for softmax, and g - exp(y) sum(g) for log-softmax.
+    Let y be `output` and g be `grad`. The gradient is y (g - sum(g y)) for softmax, and g - exp(y) sum(g) for
+    log-softmax.
     """
     call = context.call
     if is_log:
@@ -141,7 +147,7 @@ def moments(
 
 
 def without_padding(context: LocalContext, value: Any, factors: Iterable[str], operand: int = 0) -> Any:
-    """Emit zeros in the padding of `factors` in `value`, which has the dims of operand number `operand`."""
+    """Emit `value` with zeros in the padding of `factors`. `value` has the dims of operand number `operand`."""
     for factor in factors:
         if context.global_size(factor) % context.shards(factor):
             value = context.fill(value, operand, factor, 0)
@@ -152,7 +158,10 @@ def variance(
     context: LocalContext, x: Any, dims: Sequence[int], factors: Sequence[str], count: int, correction: float,
     *, is_root: bool,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Emit variance, or its root, and mean over dims that stay with size one; `correction` is that of `torch.var`."""
+    """Emit variance (its root if `is_root`) and mean over `dims`, which stay with size one.
+
+    `correction` is that of `torch.var`. The other arguments are those of `moments`.
+    """
     mean, _, squares = moments(context, x, dims, factors, count)
     result = context.call(aten.div.Scalar, squares, max(0, count - correction))
     return context.call(aten.sqrt.default, result) if is_root else result, mean
@@ -172,9 +181,10 @@ def first_extreme(context: LocalContext, op: Any, x: Any, dim: int, keepdim: boo
 
 
 def scan(context: LocalContext, scanned: Any, dim: int, factor: str, dtype: torch.dtype, *, is_product: bool) -> Any:
-    """Emit cumulative sums or products along a split dim, given those of the rank's own piece, `scanned`.
+    """Emit cumulative sums or products along a split dim, from the sums or products `scanned` of the rank's own piece.
 
-    The total of all earlier pieces is added to the rank's sums, or multiplied with the rank's products.
+    The total of all earlier pieces is added to the rank's sums, or multiplied with the rank's products. `dtype` is
+    their dtype.
     """
     call = context.call
     last = call(aten.narrow.default, scanned, dim, context.local_size(factor) - 1, 1)

@@ -45,12 +45,12 @@ def _statistics_dtype(x: torch.Tensor, weights: Sequence[torch.Tensor | None]) -
 
 
 def _promoted(x: torch.Tensor, weights: Sequence[torch.Tensor | None]) -> torch.dtype:
-    """Return the dtype of a product of weights and normalised elements. The elements have at least 32 bits."""
+    """Return the dtype of a product of `weights` and normalised elements of `x`, at least float32."""
     return reduce(torch.promote_types, (weight.dtype for weight in tensors(*weights)), wide(x.dtype))
 
 
 def layer_norm(like: torch.Tensor, ndim: int, weights: Sequence[torch.Tensor | None]) -> Rewrite:
-    """Return the rewrite of `native_layer_norm` over the last `ndim` dims of an operand like `like`."""
+    """Return the rewrite of `native_layer_norm` over the last `ndim` dims of the operand `like`."""
     (dims, factors), count = _width(ndim), _count(like, ndim)
     dtype, kept, made = like.dtype, _statistics_dtype(like, weights), _promoted(like, weights)
 
@@ -70,7 +70,7 @@ def layer_norm(like: torch.Tensor, ndim: int, weights: Sequence[torch.Tensor | N
 
 
 def rms_norm(like: torch.Tensor, ndim: int, weight: torch.Tensor | None) -> Rewrite:
-    """Return the rewrite of `_fused_rms_norm` over the last `ndim` dims of an operand like `like`."""
+    """Return the rewrite of `_fused_rms_norm` over the last `ndim` dims of the operand `like`."""
     (dims, factors), count = _width(ndim), _count(like, ndim)
     dtype, made = like.dtype, _promoted(like, [weight])
 
@@ -97,7 +97,7 @@ def _affine(context: LocalContext, normal: Any, weight: Any, bias: Any) -> Any:
 
 
 def layer_norm_backward(like: torch.Tensor, ndim: int, weight: torch.Tensor | None) -> Rewrite:
-    """Return the rewrite of `native_layer_norm_backward` over the last `ndim` dims of an operand like `like`."""
+    """Return the rewrite of `native_layer_norm_backward` over the last `ndim` dims of the operand `like`."""
     _, factors = _width(ndim)
     dtypes = (like.dtype, *[like.dtype if weight is None else weight.dtype] * 2)
     made = _promoted(like, [weight])
@@ -115,7 +115,7 @@ def layer_norm_backward(like: torch.Tensor, ndim: int, weight: torch.Tensor | No
 
 
 def rms_norm_backward(like: torch.Tensor, ndim: int, weight: torch.Tensor | None) -> Rewrite:
-    """Return the rewrite of `_fused_rms_norm_backward` over the last `ndim` dims of an operand like `like`."""
+    """Return the rewrite of `_fused_rms_norm_backward` over the last `ndim` dims of the operand `like`."""
     _, factors = _width(ndim)
     dtypes = (like.dtype, like.dtype if weight is None else weight.dtype)
     made = _promoted(like, [weight])
@@ -173,7 +173,7 @@ def _operand_gradient(
     context: LocalContext, weighted: Any, normal: Any, rstd: Any, over: tuple[list[int], Sequence[str], int],
     *, is_centred: bool,
 ) -> Any:  # fmt: skip
-    """Emit dx as in the module's formula, given `weighted` g w and `normal` n.
+    """Emit dx as in the module's formula, where `weighted` is g w, and `normal` is n.
 
     `over` has the dims of a row, their factors, and the number of elements of a row over all ranks.
     """
@@ -197,7 +197,7 @@ def _sum_of_rows(context: LocalContext, value: Any, rows: list[int]) -> Any:
 
 
 def group_norm(like: torch.Tensor, weights: Sequence[torch.Tensor | None], space: Sequence[str]) -> Rewrite:
-    """Return the rewrite of `native_group_norm` for an operand like `like`. `space` has the factors of spatial dims."""
+    """Return the rewrite of `native_group_norm` for the operand `like`. `space` has the factors of spatial dims."""
     dtype, kept, made = like.dtype, _statistics_dtype(like, weights), _promoted(like, weights)
 
     def local(

@@ -48,7 +48,7 @@ def reshape_alias(x: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -
 
 @sharding_rule(aten.as_strided.default, aten.as_strided_copy.default)
 def as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Rule | None:
-    """Dims may be split only if the call is a reshape of contiguous memory."""
+    """Return a rule that may split dims only if the call is a reshape of contiguous memory."""
     is_plain = x.is_contiguous() and x.numel() == math.prod(size) and list(stride) == _contiguous_stride(size)
     whole = moves(all_blocked(x.dim()), all_blocked(len(size)))
     return (_reshape(x, size, _local_view) or whole) if is_plain and not offset else whole
@@ -62,13 +62,16 @@ def flatten(x: torch.Tensor, start_dim: int = 0, end_dim: int = -1) -> Rule | No
 
 @sharding_rule(aten.view.dtype)
 def view_dtype(x: torch.Tensor, dtype: torch.dtype) -> Rule | None:
-    """Return no rule (None) if element sizes differ. Partial values do not pass, because bits do not add up."""
+    """Return the rule of a view in another dtype, or None if element sizes differ.
+
+    A partial sum does not pass, because the bits of addends do not add up.
+    """
     dims = named(x.dim())
     return Rule(((dims,), (dims,))) if dtype.itemsize == x.dtype.itemsize else None
 
 
 def _local_view(context: LocalContext, x: Any, *_: Any) -> Any:
-    """Emit a reshape to the local shape. The strides of a local piece may not allow a view."""
+    """Emit a reshape to the local shape. A view could fail on the strides of a local piece."""
     return context.call(aten.reshape.default, x, context.output_shape())
 
 
@@ -123,7 +126,7 @@ def common_factors(source: Sequence[int], result: Sequence[int]) -> tuple[Dims, 
 
 
 class _Side:
-    """A shape while its factors are being found: each dim's factors so far, and the remainder of the current dim."""
+    """A shape while its factors are being found: the factors of each dim so far, and the rest of the current dim."""
 
     def __init__(self, shape: Sequence[int], rest: str) -> None:
         self._shape = shape
@@ -147,7 +150,7 @@ class _Side:
         self._advance()
 
     def take_rest(self, sizes: dict[str, int]) -> int:
-        """Make the remainder of the current dim a factor of its own, and return its size."""
+        """Make the remainder of the current dim a factor of its own, write its size into `sizes`, and return it."""
         size, name = self.left, f"{self._rest}{len(sizes)}"
         sizes[name] = size
         self.take(name, size)
@@ -160,7 +163,7 @@ class _Side:
 
 
 def _skip_to_meeting(sides: tuple[_Side, _Side], sizes: dict[str, int]) -> None:
-    """Give both sides factors of their own until both cover the same number of elements."""
+    """Give both shapes factors `rest...` of their own until these cover the same number of elements on both sides."""
     covered = [side.take_rest(sizes) for side in sides]
     while covered[0] != covered[1]:
         behind = 0 if covered[0] < covered[1] else 1
@@ -227,7 +230,10 @@ def squeeze_dims(x: torch.Tensor, dim: int | Sequence[int]) -> Rule:
 
 
 def _squeeze(x: torch.Tensor, removed: Sequence[int]) -> Rule:
-    """Return the rule, whose rewrite reshapes to the local shape, because a piece may have size one in other dims."""
+    """Return the rule of an operator that removes those dims of `removed` that have size one.
+
+    The rewrite reshapes to the local shape, because a piece may have size one in other dims.
+    """
     dims = named(x.dim())
     gone = [dim for dim in removed if dim < x.dim() and x.shape[dim] == 1]
     return moves(dims, without(dims, gone), local=_local_view, padding={})
@@ -249,7 +255,10 @@ def _local_expand(context: LocalContext, x: Any, *_: Any, **__: Any) -> Any:
 
 @sharding_rule(aten.repeat.default)
 def repeat(x: torch.Tensor, repeats: Sequence[int]) -> Rule | None:
-    """A dim of the result is copies (major) times elements (minor): elements are split only if a rank has one copy."""
+    """Return the rule of `repeat`. A dim of the result is copies (major) times elements (minor).
+
+    So elements of a dim are split only if a rank has a single copy.
+    """
     if 0 in repeats or x.numel() == 0:
         return None
     new = len(repeats) - x.dim()
@@ -388,7 +397,10 @@ def unfold_backward(grad: torch.Tensor, sizes: Sequence[int], dim: int, size: in
 
 @sharding_rule(aten.cat.default)
 def cat(xs: Sequence[torch.Tensor], dim: int = 0) -> Rule:
-    """Some operands may be empty vectors, which `cat` ignores."""
+    """Return the rule of a concatenation along `dim`, which cannot be split.
+
+    Some of the operands `xs` may be empty vectors, which `cat` ignores.
+    """
     ndim = max(x.dim() for x in xs)
     dims = with_blocked(named(ndim), [normal_dim(dim, ndim)])
     operands = tuple(dims if x.dim() == ndim else all_blocked(x.dim()) for x in xs)
@@ -415,7 +427,10 @@ def constant_pad_nd(x: torch.Tensor, pad: Sequence[int], value: float = 0) -> Ru
 
 
 def _padded(x: torch.Tensor, pad: Sequence[int]) -> Dims:
-    """Return dims in which padded dims cannot be split. `pad` has (before, after) for each dim, from the last on."""
+    """Return the dims of `x`. Dims that are padded cannot be split.
+
+    `pad` has the numbers of elements (before, after) for each dim, from the last dim on.
+    """
     changed = [x.dim() - 1 - index // 2 for index, amount in enumerate(pad) if amount]
     return with_blocked(named(x.dim()), changed)
 

@@ -4,8 +4,8 @@ The node's forward runs the program's forward, and saves the tensors that its ba
 does. So torch notices an in-place change of a saved tensor. The backward frees each saved value after its last use.
 
 A tangent is the gradient of an output, which the backward takes as an input. If a model returns losses, its program has
-tangents for the losses only. A backward from another output runs a second program, with a tangent for each output, from
-the saved inputs. The backward of a gradient (`create_graph=True`) does so with a program that returns the gradients.
+tangents for the losses only. A backward from another output runs a second program, with a tangent for each output, on
+the saved inputs. A backward with `create_graph=True` does so with a program that returns the gradients.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class ProgramCall:
     """One call of a program.
 
     Args:
+        executable: the program.
         inputs: the tensors among the call's arguments, by name ("input:0").
         all_tangents: returns the program with a tangent for each output; compiles it the first time.
         differentiate: returns a call that computes this call's gradients from its inputs and tangents.
@@ -41,7 +42,7 @@ class ProgramCall:
 
 
 def run(call: ProgramCall, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Run a call on tensors of the program's input slots, and return tensors of its output slots, both in their order.
+    """Run a call on the tensors of the program's inputs, and return the tensors of its outputs, in the order of slots.
 
     If gradients are enabled, the call becomes a node of autograd's graph.
     """
@@ -51,7 +52,7 @@ def run(call: ProgramCall, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Te
 
 
 class ProgramFunction(torch.autograd.Function):
-    """`apply(call, *tensors)` maps tensors of the program's input slots to tensors of its output slots."""
+    """The autograd function of a call: `apply(call, *tensors)` maps the program's inputs to its outputs."""
 
     @staticmethod
     def forward(ctx: Any, call: ProgramCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -88,10 +89,11 @@ class ProgramFunction(torch.autograd.Function):
 
 
 class GradientFunction(torch.autograd.Function):
-    """`apply(first, names, *tensors, *tangents)` returns the gradients of a call. Autograd can differentiate them.
+    """The autograd function of a call's backward, which autograd can differentiate.
 
-    `first` is the context of the call's `ProgramFunction`, which gets the names of the gradients. `names` are those of
-    the tangents. `tensors` are in the order of the program's input slots.
+    `apply(first, names, *tensors, *tangents)` returns the gradients. `first` is the context of the call's
+    `ProgramFunction`, into which the names of the gradients are written. `names` are those of the tangents. `tensors`
+    are the program's inputs, in order.
     """
 
     @staticmethod
@@ -131,7 +133,10 @@ class GradientFunction(torch.autograd.Function):
 def _recomputed_gradients(ctx: Any, names: tuple[str, ...], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Compute the results of a `GradientFunction` again, by a compiled program that autograd can differentiate.
 
-    `ctx` is the function's context. `tensors` has the inputs of the first call, then the tangents.
+    Args:
+        ctx: the context of the `GradientFunction`.
+        names: the gradients to return.
+        tensors: the inputs of the first call, then its tangents.
     """
     first, slots = ctx.first, [slot.slot for slot in ctx.first.call.executable.inputs]
     check_versions(slots, first.tensors, first.versions)
@@ -146,15 +151,15 @@ def _recomputed_gradients(ctx: Any, names: tuple[str, ...], tensors: Sequence[to
 
 
 def _differentiable_gradients(ctx: Any, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Make the results of `_gradients` a node of autograd's graph, for `create_graph=True`."""
+    """Return the results of `_gradients` as the outputs of a node of autograd's graph, for `create_graph=True`."""
     results = GradientFunction.apply(ctx, tuple(tangents), *ctx.tensors, *tangents.values())
     return dict(zip(ctx.gradient_names, results, strict=True))
 
 
 def _gradients(ctx: Any, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the gradients that autograd needs, by the names of the inputs.
+    """Return the gradients that autograd needs, by the names of the inputs. `tangents` are gradients of outputs.
 
-    They come from the program's backward phase, or from a second program if the first lacks a tangent.
+    They come from the program's backward phase, or from a second program if the first has no input for a tangent.
     """
     executable, likes = ctx.call.executable, _wanted(ctx)
     if not tangents.keys() <= {slot.slot.name for slot in executable.tangents}:
@@ -176,7 +181,7 @@ def _wanted(ctx: Any) -> dict[str, torch.Tensor]:
 
 
 def _tangents(executable: Executable, grads: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """Name the gradients of outputs by their tangents: "tangent:3" for "output:3"."""
+    """Return the given gradients of outputs by the names of tangents: "tangent:3" for "output:3"."""
     return {
         slot.slot.name.replace("output:", "tangent:"): grad
         for slot, grad in zip(executable.outputs, grads, strict=True)
@@ -185,7 +190,7 @@ def _tangents(executable: Executable, grads: Sequence[torch.Tensor | None]) -> d
 
 
 def _run_whole(ctx: Any, executable: Executable, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Run forward and backward of a program with more tangents, from the saved inputs."""
+    """Return gradients from forward and backward of a second program, which has more tangents, on the saved inputs."""
     check_versions([slot.slot for slot in ctx.call.executable.inputs], ctx.tensors, ctx.versions)
     kept = zip(ctx.call.executable.inputs, ctx.tensors, strict=True)
     by_key = {(slot.slot.kind, slot.slot.name): tensor for slot, tensor in kept}
@@ -198,7 +203,7 @@ def _plain(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _distinct(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy repeated objects, because autograd tells results apart by identity."""
+    """Return the outputs with repeated objects copied, because autograd tells results apart by identity."""
     seen: set[int] = set()
     result = []
     for output in outputs:
@@ -208,7 +213,7 @@ def _distinct(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _save(ctx: Any, saved: Sequence[LocalValue]) -> tuple[Any, ...]:
-    """Save the tensors of local values in autograd; return the layout by which `_saved` restores the values."""
+    """Save the tensors in local values for the backward; return the layout from which `_saved` restores the values."""
     tensors: list[torch.Tensor] = []
     layout: list[Any] = []
     for value in saved:

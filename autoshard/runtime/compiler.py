@@ -1,4 +1,4 @@
-"""The interface through which a sharded module asks for programs, since the runtime imports no passes."""
+"""The interface by which a sharded module gets programs. The runtime does not import the passes that make them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ from autoshard.runtime.engine import Engine
 
 
 class Compiler(Protocol):
-    """Traces, plans and lowers calls. `passes.driver` implements it, because the runtime may not import the passes."""
+    """Traces, plans and lowers calls. `passes.driver` implements it."""
 
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
-        """Compile a call, and return its program. All ranks must call."""
+        """Compile the requested call for an engine's mesh, and return its program. All ranks must call this."""
         ...
 
     def trace(self, request: Request) -> Program:
-        """Trace a call, and return its program with global shapes, without a plan."""
+        """Trace the requested call, and return its program with global shapes, without a plan."""
         ...
 
     def record_initialisation(
         self, model: nn.Module, device: torch.device, init_fn: Callable[[nn.Module], Any] | None
     ) -> Initialisation:
-        """Record the operations of a model's initialisers on `device`; `init_fn` runs after them."""
+        """Return the recorded operators that initialise a model's tensors, which are or will be on `device`.
+
+        `init_fn` is called with each module, after the modules' own initialisers.
+        """
         ...
 
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a program whose trace depended on values of tensors may run with the present values.
+        """Whether the tensor values that a program's trace read are still the same. If not, the program must not run.
 
         `inputs` are the tensors among the call's arguments. `state` has the parameters, buffers and seeds that guards
         read, by name.

@@ -1,4 +1,4 @@
-"""Run a function as a CUDA graph: record the kernels of the function once, and then launch them together.
+"""Run a function as a CUDA graph: record its kernels once, and launch all of them together in later calls.
 
 In a step of many small kernels, the host is slower than the device. For BERT on 8 x 128 tokens, an H200 computed 4 ms
 and the host took 23 ms to launch the kernels.
@@ -15,17 +15,20 @@ from torch import Tensor
 from autoshard.errors import NotAvailableError
 
 Function = Callable[[list[Tensor]], list[Tensor]]
-"""Maps a list of tensors on a device to results on the device. The function may empty the list."""
+"""Function from a list of tensors on a device to results on the device. The function may empty the list."""
 
 Record = Callable[[Callable[[], list[Tensor]]], tuple[Callable[[], None], list[Tensor]]]
-"""Records a function's launches without running them; returns a function that launches them, and the results."""
+"""Function that records the kernels of a function. It returns a function that launches them, and their results."""
 
 _CALLS_BEFORE = 2
-"""The number of calls before the recording. In them compilers compile, and libraries allocate workspaces."""
+"""This many calls run without a graph, so that compilers compile, and libraries allocate workspaces."""
 
 
 def record_on_cuda(function: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
-    """Record the launches of `function` on this thread as a CUDA graph; see `Record`."""
+    """Record the kernels that `function` launches on this thread as a CUDA graph.
+
+    Return a function that launches them, and the tensors into which they write the results.
+    """
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     generator = torch.cuda.default_generators[stream.device_index]
     state = generator.get_state()
@@ -39,7 +42,10 @@ def record_on_cuda(function: Callable[[], list[Tensor]]) -> tuple[Callable[[], N
 
 
 def _leave(stream: torch.cuda.Stream, generator: torch.Generator, state: Tensor) -> None:
-    """A failed recording leaves torch on another stream, and the generator in a state that records."""
+    """Restore torch's stream and the generator's state after a recording that failed.
+
+    The failure leaves torch on another stream, and the generator in a state that records.
+    """
     torch.cuda.set_stream(stream)
     anew = torch.Generator(generator.device)
     anew.set_state(state)
@@ -51,8 +57,8 @@ class CudaGraph:
     """Runs one function: twice as it is, and from the third call on as a CUDA graph.
 
     A graph reads and writes the memory with which it was recorded. The tensors at the positions `moving` have a new
-    address in each call, and are copied into memory of the graph. If another tensor moves, the graph is recorded again,
-    and that tensor is copied from then on.
+    address in each call, and are copied into memory of the graph. If another tensor has a new address, the graph is
+    recorded again, and that tensor is copied from then on. `record` records the graph.
     """
 
     moving: set[int]
@@ -64,7 +70,9 @@ class CudaGraph:
     _results: list[Tensor] = field(default_factory=list)
 
     def run(self, function: Function, values: Sequence[Tensor]) -> list[Tensor]:
-        """Run the same function at each call, on `values` of the same shapes. Results are valid until the next call.
+        """Return the results of `function` on `values`, valid until the next call.
+
+        Each call must pass the same function, and values of the same shapes.
 
         Raises:
             NotAvailableError: the function cannot be recorded, because it waits for the device.

@@ -1,7 +1,7 @@
 """The engine of torch.distributed: one process per rank, process groups from a `DeviceMesh`, parameters as DTensors.
 
 A program works on local tensors. The engine takes them out of DTensors before the program, and puts results into
-DTensors after it. If the specs differ there, the engine runs a small program that reshards.
+DTensors after it. If a DTensor's sharding differs from the program's spec, a small program reshards.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from autoshard.graphs.add_to_sums import add_to_sums
 from autoshard.graphs.direct_calls import call_directly
 from autoshard.graphs.fill_buckets import fill_buckets
 from autoshard.graphs.fold_views import fold_views
+from autoshard.graphs.join_squares import join_squares
 from autoshard.graphs.write_in_place import write_in_place
 from autoshard.ir.boundary import pad_local, unpad_local
 from autoshard.ir.emit import emit_reshard
@@ -51,23 +52,27 @@ from autoshard.runtime.weights.unread import shape_of
 T = TypeVar("T")
 
 CheckInPlace = Callable[[fx.GraphModule, fx.GraphModule, Mapping[int, int]], None]
-"""Checks a graph that writes over inputs. It takes the functional graph, the writing graph, and `written` of `load`."""
+"""Function that checks a graph that writes over inputs.
+
+It takes the graph without writes, the graph with writes, and the argument `written` of `Engine.load`.
+"""
 FinishInPlace = Callable[[fx.GraphModule], fx.GraphModule]
-"""Rewrites a graph that writes over inputs."""
+"""Function that rewrites a graph that writes over inputs."""
 
 REPLICATED = PartitionSpec()
 
 SMALL_BYTES = 2**20
-"""A tensor of at most this many bytes is gathered whole, even if a region is wanted."""
+"""A tensor of at most this many bytes is gathered whole, even if only a region of it is wanted."""
 
 _MOST_RESHARDS = 1024
-"""The number of loaded reshard programs to keep. Each input or output of a program may need some."""
+"""The most loaded reshard programs that are kept. Each input or output of a program may need some."""
 
 
 class DistributedEngine:
-    """Runs programs with this process as one rank of `device_mesh`; see `Engine`. A local value is a tensor.
+    """Runs programs with this process as one rank of `device_mesh`. A local value is this rank's tensor.
 
     Args:
+        device_mesh: the ranks that run a program.
         wrap: a compiler of graphs, such as Inductor; it is applied to each graph before the graph runs.
         check_in_place: checks each graph that writes over inputs.
         finish_in_place: rewrites each graph that writes over inputs, before the check.
@@ -125,31 +130,39 @@ class DistributedEngine:
         return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
     def load(self, graph_module: fx.GraphModule, written: Mapping[int, int] = NOTHING) -> Loaded:
-        """Make a graph ready to run; see `Engine.load`.
+        """Make a lowered graph ready to run on this rank.
 
-        A graph with `written` results writes them over its inputs, and `wrap` does not compile it.
+        If `written` names results that replace inputs, the graph writes them over these inputs, and `wrap` does not
+        compile it.
         """
         if self._wrap is not None and not written:
             return self._showing_life_once(self._at_rank(_spread(self._wrap(bind(graph_module, self.groups)))))
         return self._load_plainly(self._writing(graph_module, written), folds_views=not written)
 
     def load_adding(self, graph_module: fx.GraphModule, owned: Sequence[bool]) -> Loaded | None:
-        """Load a graph that adds to sums. None with a compiler, because its distinct results may share memory."""
+        """Make a graph ready to run that adds its last results to sums.
+
+        Return None if a compiler is used, because results of its graphs may share memory.
+        """
         if self._wrap is not None:
             return None
         return self._load_plainly(add_to_sums(self._writing(graph_module, NOTHING), owned), folds_views=True)
 
     def _load_plainly(self, writing: fx.GraphModule, *, folds_views: bool) -> Loaded:
-        """Bind a graph to this rank, to run without a compiler. `folds_views` removes redundant views."""
+        """Make a graph ready to run on this rank without a compiler. `folds_views` removes redundant views."""
         bound = bind(writing, self.groups)
         reduce_in_place(bound)
+        join_squares(bound)
         if folds_views:
             fold_views(bound)
         call_directly(bound)
         return self._at_rank(taking_from_a_list(bound))
 
     def _at_rank(self, run_bound: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]) -> Loaded:
-        """Return a function that runs a bound graph as this rank, without gradients."""
+        """Return a function that runs a graph with this rank's coordinates, and without gradients.
+
+        The graph names this rank's process groups.
+        """
         coordinates, one_thread = self.groups.coordinates, self.control.one_thread
 
         @torch.no_grad()
@@ -161,7 +174,7 @@ class DistributedEngine:
         return run
 
     def _showing_life_once(self, run: Loaded) -> Loaded:
-        """Show signs of life during the first run, which compiles, so that other ranks wait."""
+        """Return `run` with signs of life during its first call. This call compiles, and other ranks wait for it."""
         has_run = [False]
 
         def run_showing_life(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -175,7 +188,10 @@ class DistributedEngine:
         return run_showing_life
 
     def _writing(self, graph_module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
-        """Write `written` results over inputs. Without `written`, write values directly into their buckets."""
+        """Return a graph that writes its `written` results over inputs, finished and checked.
+
+        If `written` is empty, the graph instead computes values directly in the memory of their buckets.
+        """
         writing = write_in_place(graph_module, written) if written else fill_buckets(graph_module)
         if self._finish_in_place is not None and written:
             writing = self._finish_in_place(writing)
@@ -212,7 +228,7 @@ class DistributedEngine:
     def store(
         self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor], slots: Sequence[LocalSlot]
     ) -> None:
-        """Store values in the user's tensors. A value that is in its tensor's own memory already is not copied."""
+        """Copy local values into the user's tensors. A value that already lies in its tensor's memory is not copied."""
         if are_dtensors(tensors) and all(map(is_, map(local_of, tensors), values)):
             return
         for tensor, value, slot in zip(tensors, values, slots, strict=True):
@@ -256,7 +272,10 @@ class DistributedEngine:
 
     @torch.no_grad()
     def add(self, sums: list[torch.Tensor], addends: list[torch.Tensor], owned: Sequence[bool] | None = None) -> None:
-        """Add local values. Results of a compiled graph may share memory, so they are never written over."""
+        """Add each of `addends` to its sum.
+
+        With a compiler, results of graphs may share memory, so they are never written over.
+        """
         if owned is not None and self._wrap is not None:
             owned = [False] * len(sums)
         in_place = [index for index in range(len(sums)) if owned is None or owned[index]]
@@ -270,7 +289,7 @@ class DistributedEngine:
             sums[index] = sums[index] + left.pop(0)
 
     def adopt(self, model: nn.Module) -> None:
-        """Replace the parameters of `model` by DTensors, which are replicated at first."""
+        """Replace the parameters of `model` by DTensors. Until `place` shards them, each rank holds them whole."""
         take_over_parameters(model, self._replicate)
         check_states_again()
 
@@ -283,7 +302,10 @@ class DistributedEngine:
         specs: Mapping[str, PartitionSpec],
         pipeline_rank_of: Mapping[str, int] = NO_PIPELINE_RANKS,
     ) -> None:
-        """Shard the parameters of `model`; see `Engine.place`. Each rank keeps its shard."""
+        """Shard the parameters of `model` by `specs`, so that each rank keeps only its shards.
+
+        `pipeline_rank_of` has the pipeline rank that alone holds a parameter, by the parameter's name.
+        """
         for name, parameter in model.named_parameters():
             placements = self._layouts.stored(specs.get(name, REPLICATED), parameter.shape).placements
             if (
@@ -308,7 +330,11 @@ class DistributedEngine:
     def gather_region(
         self, tensor: torch.Tensor, region: tuple[slice, ...], pipeline_rank: int | None = None
     ) -> torch.Tensor:
-        """Return the values of a region; see `Engine.gather_region`. A small tensor is gathered whole."""
+        """Return the values in `region` of a parameter, buffer or input, on every rank.
+
+        `pipeline_rank` alone holds the tensor; None: every rank has its shard. A tensor of at most `SMALL_BYTES` is
+        gathered whole first.
+        """
         if pipeline_rank is not None and self._stages is not None:
             shape = shape_of(region)
             return self._stages.share(pipeline_rank, lambda: self.gather_region(tensor, region), shape, tensor)
@@ -326,7 +352,7 @@ class DistributedEngine:
     def _on_mesh_of(
         self, tensor: DTensor, shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Placement]
     ) -> DTensor:
-        """Return a tensor on the ranks that hold `tensor`, among which this rank is not."""
+        """Return a DTensor on the ranks that hold `tensor`. This rank is not one of them, so its part is empty."""
         assert self._stages is not None, "only a pipeline has ranks elsewhere"
         return self._stages.tensor_on_mesh(tensor.device_mesh, shape, dtype, placements)
 
@@ -338,7 +364,7 @@ class DistributedEngine:
         return DTensor.from_local(parameter.detach(), self.device_mesh, everywhere, run_check=False)
 
     def _shard(self, tensor: torch.Tensor, placements: Sequence) -> DTensor:
-        """Shard a parameter or gradient, which may be a DTensor, into new memory."""
+        """Return a copy of a parameter or gradient, which may be a DTensor, sharded by `placements` in new memory."""
         full = whole(tensor) if isinstance(tensor, DTensor) else tensor.detach()
         local = memory_of(self._part(full, placements), self.device)
         return self._from_local(local, self._layouts.of(placements, full.shape))
@@ -355,7 +381,10 @@ class DistributedEngine:
         return full
 
     def _take_out(self, tensor: DTensor) -> tuple[torch.Tensor, PartitionSpec]:
-        """Return the padded local value and its spec. A DTensor in other pieces than in programs is gathered."""
+        """Return a DTensor's local value, padded as in programs, and its spec.
+
+        A DTensor whose pieces differ from those of programs is gathered, and its spec is replicated.
+        """
         self._check_mesh(tensor)
         layout = self._layouts.of(tensor.placements, tensor.shape)
         if not layout.is_cut_alike:
@@ -365,7 +394,7 @@ class DistributedEngine:
         return local if is_padded else pad_local(local, layout.spec, self.mesh, layout.shape), layout.spec
 
     def _put_in(self, value: torch.Tensor, slot: LocalSlot, layout: TensorLayout) -> DTensor:
-        """Make a DTensor with `layout` from a padded local value with the slot's spec."""
+        """Return a DTensor with `layout`, from a padded local value that has the slot's spec."""
         if not layout.is_cut_alike:
             return distribute_tensor(self.write(value, slot), self.device_mesh, layout.placements, src_data_rank=None)
         local = self._reshard(value, slot.spec, layout.spec, slot)
@@ -403,7 +432,7 @@ class DistributedEngine:
 
 @torch.no_grad()
 def whole(tensor: DTensor) -> torch.Tensor:
-    """Gather a DTensor on every rank, and return its global value without gradient.
+    """Gather a DTensor on every rank, and return its global value, detached.
 
     Gloo copies the gathered bytes, so a large tensor is gathered in slices along a dim that is not split.
     """
@@ -436,7 +465,10 @@ def _dim_to_slice(tensor: DTensor) -> int | None:
 
 
 def _spread(function: Callable) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]:
-    """Return a function that calls `function` with a list of tensors in reverse order, and empties the list."""
+    """Return a function that takes a list of tensors in reverse order, and calls `function(*tensors)`.
+
+    The list is emptied.
+    """
 
     def run(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         inputs = values[::-1]
@@ -449,7 +481,10 @@ def _spread(function: Callable) -> Callable[[list[torch.Tensor]], tuple[torch.Te
 def reshard_program(
     source: PartitionSpec, target: PartitionSpec, shape: Sequence[int], dtype: torch.dtype, mesh: Mesh
 ) -> fx.GraphModule:
-    """Return a lowered program that reshards one local value, of global `shape`, from `source` to `target`."""
+    """Return a lowered graph that reshards a local value from spec `source` to spec `target`.
+
+    `shape` is the value's global shape.
+    """
     graph = fx.Graph()
     tracer = GraphAppendingTracer(graph)
     steps = plan_reshard(source, target, shape, mesh, itemsize=dtype.itemsize)

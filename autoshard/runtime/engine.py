@@ -1,8 +1,8 @@
 """Engines, which run the ranks of lowered programs on *local values*, and convert these from and to the user's tensors.
 
 With one process per rank, a local value is the rank's tensor. In the simulator, it is a list of tensors, one per rank.
-It has the padded local shape of its spec (`autoshard.ir.spec`). All other code treats local values as opaque. A slot
-(`LocalSlot`) is an input or result of a program, with its name, spec, global shape and dtype.
+It has the padded local shape of its spec (`autoshard.ir.spec`). No code outside the engines looks into local values. A
+slot (`LocalSlot`) is an input or result of a program, with its name, spec, global shape and dtype.
 """
 
 from __future__ import annotations
@@ -28,31 +28,34 @@ from autoshard.runtime.simulator import simulate
 T = TypeVar("T")
 
 LocalValue = Any
-"""A `torch.Tensor` with a process per rank; in the simulator a `list[torch.Tensor]` with one tensor per rank."""
+"""With a process per rank, this rank's `torch.Tensor`; in the simulator a `list[torch.Tensor]`, one for each rank."""
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
 NO_PIPELINE_RANKS: Mapping[str, int] = MappingProxyType({})
 
 Loaded = Callable[[list[LocalValue]], tuple[LocalValue, ...]]
-"""A graph that is ready to run. It maps local values of the placeholders to local values of the results."""
+"""A graph that is ready to run: a function from local values of its placeholders to local values of its results."""
 
 Reader = Callable[[Sequence[torch.Tensor]], list[LocalValue]]
-"""Maps the user's tensors to local values; both are in the order of the slots for which the reader was made."""
+"""Function from the user's tensors to local values; both are in the order of the slots for which it was made."""
 
 LikeWriter = Callable[[Sequence[LocalValue], Sequence[torch.Tensor | None]], list[torch.Tensor | None]]
-"""Maps local values to tensors that are sharded like given tensors (`Engine.write_like`).
+"""Function from local values to tensors that are sharded like given tensors (`Engine.write_like`).
 
-The arguments are the local values, and a given tensor or None for each value. Both are in the order of the slots for
-which the writer was made. A given tensor of None gives the result None.
+The arguments are the local values, and for each value a given tensor or None. Both are in the order of the slots for
+which the function was made. None gives the result None.
 """
 
 
 class Engine(Protocol):
-    """Runs programs on the ranks of a mesh. All ranks must call every method that communicates, in the same order."""
+    """Runs programs on the ranks of a mesh.
+
+    All ranks must call every method that communicates, in the same order.
+    """
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh on which a program runs. With an axis "pipeline", it is a stage's mesh, which lacks this axis."""
+        """The mesh on which a program runs. With a pipeline, it is a stage's mesh, without the axis "pipeline"."""
         ...
 
     @property
@@ -62,7 +65,7 @@ class Engine(Protocol):
 
     @property
     def control(self) -> ControlGroup | None:
-        """The processes that run the mesh together; None if one process runs it alone."""
+        """The ranks that compare calls and programs; None if one process runs the mesh alone."""
         ...
 
     def load(self, graph_module: fx.GraphModule, written: Mapping[int, int] = NOTHING) -> Loaded:
@@ -71,13 +74,14 @@ class Engine(Protocol):
         The returned function takes a list of values and empties it, so that each value is freed after its last use.
 
         Args:
-            written: from the index of a result to the index of the placeholder whose value it replaces. The result may
-                be written over this value. The caller must call `store` in any case.
+            graph_module: the lowered graph.
+            written: index of a result → index of the placeholder whose value it replaces. The result may be written
+                over this value. The caller must call `store` in any case.
         """
         ...
 
     def load_adding(self, graph_module: fx.GraphModule, owned: Sequence[bool]) -> Loaded | None:
-        """Make a graph ready to run that adds its last results to sums while it runs; see `add_to_sums`.
+        """Make a graph ready to run that adds its last results to sums while it runs (see `add_to_sums`).
 
         The returned function takes the sums after the graph's own inputs. The method returns None if this engine cannot
         add while the graph runs. The caller then calls `add` on the results of the graph.
@@ -92,22 +96,22 @@ class Engine(Protocol):
         ...
 
     def zeros(self, slot: LocalSlot, beside: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a tensor of zeros for the user, sharded as `slot` says.
+        """Return a tensor of zeros in the user's form, with the slot's shape, dtype and sharding.
 
         The tensor is on the ranks that hold the parameter `beside`; None: on the ranks of this engine's mesh.
         """
         ...
 
     def reshard(self, value: LocalValue, source: LocalSlot, target: LocalSlot) -> LocalValue:
-        """Reshard a local value from the spec of `source` to the spec of `target`."""
+        """Return a local value with the spec of `source` as a local value with the spec of `target`."""
         ...
 
     def lay_out(self, tensor: torch.Tensor, slot: LocalSlot) -> torch.Tensor:
-        """Return `tensor` itself if it is sharded as `slot` says; else return a resharded copy."""
+        """Return `tensor` itself if it is sharded as `slot` says; else return a copy that is."""
         ...
 
     def lay_out_like(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the whole tensor `tensor`, sharded as `like` is."""
+        """Return a copy of the whole tensor `tensor`, sharded like the tensor `like`."""
         ...
 
     def add(self, sums: list[LocalValue], addends: list[LocalValue], owned: Sequence[bool] | None = None) -> None:
@@ -122,35 +126,35 @@ class Engine(Protocol):
         ...
 
     def read(self, tensor: torch.Tensor, slot: LocalSlot) -> LocalValue:
-        """Return the local value of a user's tensor (a global tensor or a DTensor), with the spec of `slot`."""
+        """Return the local value, with the spec of `slot`, of a user's tensor (a global tensor or a DTensor)."""
         ...
 
     def reader(self, slots: Sequence[LocalSlot]) -> Reader:
-        """Return a function that applies `read` for each slot. Its values may be DTensors' own local tensors."""
+        """Return a function that applies `read` for each slot. The local values may share memory with DTensors."""
         ...
 
     def like_writer(self, slots: Sequence[LocalSlot]) -> LikeWriter:
-        """Return a function that applies `write_like` to each slot; its result is None for a `like` of None."""
+        """Return a function that applies `write_like` for each slot."""
         ...
 
     def write(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
-        """Gather a local value into one whole, global tensor."""
+        """Gather a local value, and return the whole, global tensor."""
         ...
 
     def write_sharded(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
-        """Return a local value as a tensor that stays sharded: a DTensor. The simulator returns a global tensor."""
+        """Return a local value as a DTensor, without gathering it. The simulator returns a global tensor."""
         ...
 
     def write_like(self, value: LocalValue, slot: LocalSlot, like: torch.Tensor) -> torch.Tensor:
-        """Return a local value as a tensor in the form of `like`: a DTensor with its placements, or a global tensor."""
+        """Return a local value as a DTensor with the placements of `like`; if `like` is no DTensor, whole."""
         ...
 
     def adopt(self, model: nn.Module) -> None:
-        """Take over the parameters of `model`, before their sharding is known."""
+        """Take over the parameters of `model`. Their sharding is not known yet."""
         ...
 
     def has_adopted(self, parameter: torch.Tensor) -> bool:
-        """Whether `adopt` took over a parameter."""
+        """Whether this parameter was in a model when `adopt` took the model's parameters over."""
         ...
 
     def place(
@@ -159,19 +163,20 @@ class Engine(Protocol):
         specs: Mapping[str, PartitionSpec],
         pipeline_rank_of: Mapping[str, int] = NO_PIPELINE_RANKS,
     ) -> None:
-        """Shard the parameters of `model` by `specs` (by qualified name), keeping their identity.
+        """Shard the parameters of `model` by `specs`. The parameter objects stay the same.
 
         Parameters and buffers on the meta device get memory, filled with zeros.
 
         Args:
-            specs: the spec of each parameter on the ranks that hold it.
-            pipeline_rank_of: by the name of a parameter, the pipeline rank (index along the axis "pipeline") that alone
-                holds the parameter. Empty: every rank has its shard of all parameters.
+            model: the user's model.
+            specs: parameter's qualified name → its spec on the ranks that hold it.
+            pipeline_rank_of: parameter's name → the pipeline rank (index along the axis "pipeline") that alone holds
+                it. Empty: every rank has its shard of all parameters.
         """
         ...
 
     def global_copy(self, tensor: torch.Tensor, pipeline_rank: int | None = None) -> torch.Tensor:
-        """Return a plain tensor with the global value and shape of a parameter, buffer or input.
+        """Return the whole value of a parameter, buffer or input as a plain tensor.
 
         `pipeline_rank` alone holds the tensor; None: every rank has its shard.
         """
@@ -180,21 +185,21 @@ class Engine(Protocol):
     def gather_region(
         self, tensor: torch.Tensor, region: tuple[slice, ...], pipeline_rank: int | None = None
     ) -> torch.Tensor:
-        """Return a region of the tensor that `global_copy` returns, with memory for little more than the region."""
+        """Return `region` of the tensor that `global_copy` returns, with little more memory than the region takes."""
         ...
 
     def agree(self, facts: Callable[[], Facts]) -> None:
-        """Raise `RankMismatchError` on every rank unless all ranks hold the same `facts`."""
+        """Raise `RankMismatchError` on every rank if the ranks' `facts` differ."""
         ...
 
     def share(self, compute: Callable[[], T]) -> T:
-        """Run `compute` on the first rank, and return its result or raise its error on every rank."""
+        """Run `compute` on the first rank only, and return its result or raise its error on every rank."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatorEngine:
-    """Runs all ranks of `mesh` in this process, in lock-step; see `Engine`. The user's parameters stay as they are."""
+    """Runs all ranks of `mesh` in this process, in lock-step. The user's parameters stay whole, plain tensors."""
 
     mesh: Mesh
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -204,7 +209,7 @@ class SimulatorEngine:
         return None
 
     def load(self, graph_module: fx.GraphModule, written: Mapping[int, int] = NOTHING) -> Loaded:
-        """Make a graph ready to run; see `Engine.load`. Results are new tensors, whatever `written` says."""
+        """Make a lowered graph ready to run on all ranks. Results are new tensors, whatever `written` says."""
 
         def run(values: list[LocalValue]) -> tuple[LocalValue, ...]:
             inputs = values.copy()
@@ -214,7 +219,7 @@ class SimulatorEngine:
         return run
 
     def load_adding(self, graph_module: fx.GraphModule, owned: Sequence[bool]) -> Loaded | None:
-        """Return None: ranks may share tensors, so a write would change the values of several ranks."""
+        """Return None: ranks may share a tensor, so adding to it would change the values of several ranks."""
         return None
 
     def read(self, tensor: torch.Tensor, slot: LocalSlot) -> LocalValue:
@@ -262,15 +267,18 @@ class SimulatorEngine:
         return tensor
 
     def add(self, sums: list[LocalValue], addends: list[LocalValue], owned: Sequence[bool] | None = None) -> None:
-        """Add local values; see `Engine.add`. Sums are new tensors; a pair that several ranks share is added once."""
+        """Replace each of `sums` by its sum with an addend, in new tensors.
+
+        A pair that several ranks share is added once.
+        """
         for index in range(len(sums)):
             sums[index] = _sums(sums[index], addends.pop(0))
 
     def adopt(self, model: nn.Module) -> None:
-        """Leave the parameters as they are."""
+        """Do nothing: the simulator leaves parameters as they are."""
 
     def has_adopted(self, parameter: torch.Tensor) -> bool:
-        """True: the simulator takes every parameter as it is."""
+        """Return True: the simulator takes every parameter as it is."""
         return True
 
     def place(
@@ -279,7 +287,7 @@ class SimulatorEngine:
         specs: Mapping[str, PartitionSpec],
         pipeline_rank_of: Mapping[str, int] = NO_PIPELINE_RANKS,
     ) -> None:
-        """Leave the parameters as they are, but give memory to parameters and buffers on the meta device."""
+        """Give memory to parameters and buffers on the meta device. All other parameters stay as they are."""
         for parameter in model.parameters():
             if parameter.is_meta:
                 swap_parameter(parameter, partial(memory_of, device=self.device))

@@ -1,4 +1,4 @@
-"""`Executable`: a compiled program, or a stage, with forward, backward and update, loaded by an engine."""
+"""`Executable`: a compiled program (forward, backward and update), or one pipeline stage of it, loaded by an engine."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ from autoshard.runtime.varying_numbers import Trace, VaryingNumbers
 from autoshard.runtime.versions import Key, inputs_behind_gradients
 
 _STATES = 8
-"""The number of Python states of the model to remember per program."""
+"""The most Python states of the model that a program remembers (see `Executable`)."""
 
 
 def check_state(state: PythonGuards, *, was_training: bool, is_training: bool) -> None:
-    """Raise `TraceError` if the model changed since the forward. Call this before a backward traces its call again.
+    """Raise `TraceError` if the model changed since the forward, before a backward traces the forward's call again.
 
-    `state` and `was_training` are the model's Python state and mode in the forward; `is_training` is its mode now.
+    Args:
+        state: guards of the model's attributes in the forward.
+        was_training: whether the model was in training mode in the forward.
+        is_training: whether it is now.
     """
     changes = [*state.changes(), *(["training"] if was_training != is_training else [])]
     if changes:
@@ -49,6 +52,7 @@ class Executable:
     it (`PythonGuards`). Executables compare by identity, so that `PerProgram` can keep values for each.
 
     Args:
+        compiled: the program in phases, its plan, and its stages.
         engine: the engine that runs it.
         python_guards: the Python states whose traces gave this program, newest last. One of them must hold at a call.
         varying: numbers of the model that change from call to call.
@@ -63,15 +67,18 @@ class Executable:
 
     @property
     def phased(self) -> PhasedProgram:
-        """The program in phases: forward, backward and update."""
+        """The lowered program, cut into forward, backward and update."""
         return self.compiled.phased
 
     def for_a_copy(self) -> Executable:
-        """Return this program for a copy of its model. It serves calls once a trace of the copy gives it again."""
+        """Return this program for a copy of its model.
+
+        It runs no call until a trace of the copy gives the same program.
+        """
         return Executable(self.compiled, self.engine, [PythonGuards(of_another=True)])
 
     def has_update(self, update: Update | None) -> bool:
-        """Whether the program updates parameters as `update` says; true if `update` or the program's update is None."""
+        """Whether the program updates parameters as `update` says. True if `update` or the program's update is None."""
         mine = self.compiled.update
         if update is None or mine is None or any(update is item for item in self._served):
             return True
@@ -80,7 +87,7 @@ class Executable:
         return serves
 
     def serves_state(self) -> bool:
-        """Whether the model is now in a Python state that the program serves."""
+        """Whether the model's Python values are now equal to one of the states whose traces gave this program."""
         for index, guards in reversed(list(enumerate(self.python_guards))):
             if guards.hold():
                 self.python_guards.append(self.python_guards.pop(index))
@@ -89,39 +96,45 @@ class Executable:
 
     @property
     def state(self) -> PythonGuards:
-        """The Python state that was last found to hold; empty for a program without Python states."""
+        """The guards of the Python state that was last found to hold; empty guards if the program has none."""
         return self.python_guards[-1] if self.python_guards else PythonGuards()
 
     def state_changes(self) -> Sequence[str]:
-        """Return the names of the Python values that now differ from `state`."""
+        """Return the names of the model's Python values that now differ from `state`."""
         return self.state.changes()
 
     def serve_state(self, use: PythonUse, registered: Iterable[torch.Tensor]) -> None:
-        """Serve calls in the present Python state too: a trace that read `use` has given this program.
+        """Add the model's present Python state to the states that this program serves: a trace in it gave this program.
 
-        `registered` are the parameters and buffers of the model.
+        `use` has the values that the trace read, and `registered` the parameters and buffers of the model.
         """
         del self.python_guards[: -_STATES + 1]
         self.python_guards.append(self.varying.guards(use, registered))
 
     def look_for_varying(self, trace: Trace) -> Iterator[str]:
-        """Find numbers that change from call to call, after a trace has given the program again; yield notes to log."""
+        """Find numbers of the model that change from call to call, after a trace gave this program again.
+
+        Yield notes to log.
+        """
         return self.varying.look(self.python_guards, self.compiled.fingerprint, trace)
 
     def set_attributes(self) -> None:
-        """Set the plain attributes that the model's own call sets, as in the trace of the present Python state."""
+        """Set the plain attributes that the model's own call sets, to the values that the trace of `state` set."""
         for holder, name, value in self.state.settings:
             if vars(holder).get(name, MISSING) is not value:
                 setattr(holder, name, value)
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the program's text, equal on all ranks; see `PhasedProgram.digest`."""
+        """A hash of the program's text, equal on all ranks."""
         return self.phased.digest() if self.compiled.staged is None else self.compiled.staged.digest()
 
     @property
     def stages(self) -> Mapping[int, Executable]:
-        """The stages that this process runs, by number; a program without stages is stage 0."""
+        """The programs of the pipeline stages that this process runs, by stage number.
+
+        A program without stages is stage 0.
+        """
         return {0: self} if self.compiled.staged is None else self._own_stages
 
     @cached_property
@@ -141,7 +154,10 @@ class Executable:
         return tuple(stage.phased.lowered for n, stage in enumerate(stages) if n not in self.compiled.own_stages)
 
     def by_stage(self, tensors: Sequence[torch.Tensor]) -> dict[int, Sequence[torch.Tensor]]:
-        """Return the inputs of a forward call by the stage's number, for own stages, without crossing inputs."""
+        """Return the inputs of each stage's forward among `tensors`, by stage number, for stages of this process.
+
+        Inputs that another stage sends are left out.
+        """
         if self.compiled.staged is None:
             return {0: tensors}
         given = dict(zip(self.input_names, tensors, strict=True))
@@ -152,32 +168,32 @@ class Executable:
 
     @cached_property
     def draws_seed(self) -> bool:
-        """Whether a forward call takes a seed."""
+        """Whether the forward has a seed as an input, because the program draws random numbers."""
         return any(slot.slot.kind is InputKind.SEED for slot in self.inputs)
 
     @cached_property
     def inputs(self) -> tuple[LocalSlot, ...]:
-        """The input slots of a forward call, in order."""
+        """The slots of the forward's inputs, in order."""
         return tuple(self.phased.lowered.inputs[index] for index in self.phased.forward_inputs)
 
     @cached_property
     def crossing_inputs(self) -> tuple[tuple[int, LocalSlot], ...]:
-        """Position and slot of each forward input that another stage sends."""
+        """Position in `inputs`, and slot, of each input of the forward that another stage sends."""
         return tuple((place, slot) for place, slot in enumerate(self.inputs) if crosses_stages(slot.slot.name))
 
     @cached_property
     def given_inputs(self) -> tuple[LocalSlot, ...]:
-        """The input slots of a forward call without the inputs that other stages send."""
+        """The slots of the forward's inputs, in order, without the inputs that other stages send."""
         return tuple(slot for slot in self.inputs if not crosses_stages(slot.slot.name))
 
     @cached_property
     def input_names(self) -> tuple[Key, ...]:
-        """Kind and name of each input of a forward call, in order."""
+        """Kind and name of each input of the forward, in order."""
         return tuple((InputKind(slot.slot.kind), slot.slot.name) for slot in self.inputs)
 
     @cached_property
     def traced_devices(self) -> Mapping[str, str]:
-        """The device type on which each input was traced, by the input's name."""
+        """The device type on which each input was traced, such as "cpu", by the input's name."""
         traced = self.phased.lowered.traced
         names = {slot.node: slot.name for slot in traced.inputs if slot.kind is InputKind.INPUT}
         nodes = traced.graph_module.graph.find_nodes(op="placeholder")
@@ -185,27 +201,30 @@ class Executable:
 
     @cached_property
     def outputs(self) -> tuple[LocalSlot, ...]:
-        """The output slots of a forward call, in order: outputs and buffer updates."""
+        """The slots of the forward's results, in order: outputs and buffer updates."""
         return tuple(self.phased.lowered.outputs[index] for index in self.phased.forward_outputs)
 
     @cached_property
     def tangents(self) -> tuple[LocalSlot, ...]:
-        """The slots of a backward call's tangents (gradients of outputs), in order."""
+        """The slots of the backward's tangents (gradients of outputs), in order."""
         return tuple(self.phased.lowered.inputs[index] for index in self.phased.backward_inputs)
 
     @cached_property
     def gradients(self) -> tuple[LocalSlot, ...]:
-        """The slots of the gradients that a backward returns, without those that it carries into the update."""
+        """The slots of the gradients that the backward returns, except those that it passes on to the update."""
         return tuple(self.phased.lowered.outputs[index] for index in self.phased.backward_outputs)
 
     @cached_property
     def read_by_backward(self) -> dict[str, frozenset[Key]]:
-        """The inputs that a backward reads for each gradient, by the name of the gradient's parameter or input."""
+        """The forward inputs that the backward reads for each gradient, by the name of its parameter or input.
+
+        Each is given by its kind and name.
+        """
         return inputs_behind_gradients(self.phased.lowered.traced)
 
     @cached_property
     def updated_buffers(self) -> frozenset[str]:
-        """Names of the buffers that a forward call changes."""
+        """Names of the buffers that the forward changes."""
         return frozenset(slot.slot.name for slot in self.outputs if slot.slot.kind == OutputKind.BUFFER_UPDATE)
 
     @cached_property
@@ -214,7 +233,7 @@ class Executable:
 
     @cached_property
     def _read_by_hoisted(self) -> tuple[int, ...]:
-        """Positions in `given_inputs` of the inputs of the graph `hoisted`, whose values depend on parameters alone."""
+        """Positions in `given_inputs` of the inputs of `hoisted`, a graph that runs once per step on parameters."""
         slots = self.phased.lowered.inputs
         given = [index for index in self.phased.forward_inputs if not crosses_stages(slots[index].slot.name)]
         return tuple(map(given.index, self.phased.hoisted_inputs))
@@ -233,7 +252,7 @@ class Executable:
 
     @cached_property
     def owned_gradients(self) -> tuple[bool, ...]:
-        """For each gradient that a backward carries into the update, whether it may be written over."""
+        """For each gradient that the backward passes on to the update, whether it may be written over."""
         return owned_results(self.phased.backward.graph)[len(self.gradients) :]
 
     @cached_property
@@ -246,17 +265,17 @@ class Executable:
 
     @cached_property
     def updated(self) -> tuple[LocalSlot, ...]:
-        """The slots of the parameters and optimizer state that an update returns, in order."""
+        """The slots of the parameters and the optimizer state that the update returns, in order."""
         return tuple(self.phased.lowered.outputs[index] for index in self.phased.update_outputs)
 
     @cached_property
     def read_by_update(self) -> tuple[LocalSlot, ...]:
-        """The slots that an update reads besides gradients, in order: parameters, optimizer state and options."""
+        """The slots that the update reads besides gradients, in order: parameters, optimizer state and options."""
         return tuple(self.phased.lowered.inputs[index] for index in self.phased.update_inputs)
 
     @cached_property
     def options_by_update(self) -> tuple[tuple[int, int], ...]:
-        """For each vector of an optimizer group's options, its position in `read_by_update`, and the group's number."""
+        """Position in `read_by_update`, and number of the group, of each vector of an optimizer group's options."""
         slots = enumerate(slot.slot for slot in self.read_by_update)
         return tuple((index, group_of(slot.name)) for index, slot in slots if slot.kind is InputKind.HYPER)
 
@@ -267,13 +286,13 @@ class Executable:
 
     @cached_property
     def updated_parameters(self) -> frozenset[str]:
-        """Names of the parameters that an update changes."""
+        """Names of the parameters that the update changes."""
         kinds = (OutputKind.PARAMETER_UPDATE,)
         return frozenset(slot.slot.name for slot in self.updated if slot.slot.kind in kinds)
 
     @cached_property
     def update(self) -> ProgramUpdate | None:
-        """The update of a training step's program, or of a stage; None if the program updates nothing."""
+        """The update phase of the program, or of the stage; None if the program updates nothing."""
         if self.phased.update is None:
             return None
         return ProgramUpdate(
@@ -289,9 +308,9 @@ class Executable:
         return _Halves(self.engine.load(halves.inputs), self.engine.load(halves.weights), adding, owned)
 
     def load(self, *, adds: bool = False) -> None:
-        """Load all phases now. The phases may bind process groups, so all ranks must load together.
+        """Load all phases now. Loading may make process groups, so all ranks must load together.
 
-        `adds` says whether several micro-batches add their gradients.
+        `adds` says whether gradients of several micro-batches are added.
         """
         if self.compiled.staged is not None:
             return  # `Executor` loads the stages, once they have process groups
@@ -304,36 +323,39 @@ class Executable:
             self.update.load()
 
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[LocalValue]]:
-        """Run the forward on tensors of `inputs`; return tensors of `outputs`, and local values for the backward."""
+        """Run the forward on the user's tensors, in the order of `inputs`.
+
+        Return tensors in the order of `outputs`, and the local values that the backward reads.
+        """
         results, saved = self.run_forward_locally(tensors)
         return [self.write_output(value, slot) for value, slot in zip(results, self.outputs, strict=True)], saved
 
     def for_hoisted(self, values: Sequence[LocalValue]) -> list[LocalValue]:
-        """Return the elements of `values`, the result of `read_inputs`, that `run_hoisted_on` takes."""
+        """Return the inputs of `run_hoisted_on` among `values`, which `read_inputs` returned."""
         return [values[place] for place in self._read_by_hoisted]
 
     def run_hoisted_on(self, values: list[LocalValue]) -> list[LocalValue]:
-        """Return the local values that depend on parameters alone; they serve all micro-batches of a step.
+        """Compute the local values that depend on parameters alone. They serve all micro-batches of a step.
 
         `values`, the result of `for_hoisted`, is emptied.
         """
         return [] if self._hoisted is None else list(self._hoisted(values))
 
     def read_inputs(self, tensors: Sequence[torch.Tensor]) -> list[LocalValue]:
-        """Return the local values of the inputs of a forward call, in the order of `given_inputs`."""
+        """Return the local values of the user's tensors; both are in the order of `given_inputs`."""
         return list(self._read_inputs(tensors))
 
     def run_forward_locally(self, tensors: Sequence[torch.Tensor]) -> tuple[list[LocalValue], list[LocalValue]]:
-        """Run the forward of a program without stages and hoisted values, on global tensors of `inputs`.
+        """Run the forward on the user's tensors, for a program without stages and without hoisted values.
 
-        Return the local values of `outputs`, and the local values saved for the backward.
+        Return the local values of `outputs`, and the local values that the backward reads.
         """
         return self.run_forward_on(self.read_inputs(tensors))
 
     def run_forward_on(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
-        """Run the forward on local values; return the local outputs, and the local values saved for the backward.
+        """Run the forward on local values; return the local values of `outputs`, and those that the backward reads.
 
-        `values` has local inputs, in the order of `inputs`, then the results of `run_hoisted_on`; emptied.
+        `values` has local inputs, in the order of `inputs`, then the results of `run_hoisted_on`. The list is emptied.
         """
         given = set(map(id, values))
         results = list(self._forward(values))
@@ -344,12 +366,12 @@ class Executable:
     def run_backward_on(
         self, values: list[LocalValue], sums: list[LocalValue] | None = None
     ) -> tuple[list[LocalValue], list[LocalValue]]:
-        """Run the backward; return the local gradients, and the local values carried into the update.
+        """Run the backward; return the local values of `gradients`, and of the gradients for the update.
 
         Args:
-            values: the values saved by the forward, then the local tangents; emptied.
-            sums: if given, each carried gradient is added to its sum as soon as it is computed. The sums are returned
-                in place of these gradients. The engine must add in backwards; emptied.
+            values: the local values that the forward saved, then the local tangents. The list is emptied.
+            sums: if given, each gradient for the update is added to its sum as soon as it is computed. The sums are
+                returned in place of these gradients, and the list is emptied. `adds_in_backward` must be true.
         """
         results = _run(self._backward if sums is None else self._adding_backward, values, sums)
         count = len(self.gradients)
@@ -357,13 +379,14 @@ class Executable:
 
     @property
     def adds_in_backward(self) -> bool:
-        """Whether backwards and second halves can add gradients to sums while they run."""
+        """Whether the backward, or the second half of a split backward, can add gradients to sums while it runs."""
         return self._adding_backward is not None
 
     def run_first_half(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
-        """Run the first half of a split backward, on `values` as for `run_backward_on`.
+        """Run the first half of a split backward, which computes gradients for other stages.
 
-        Return the local gradients for other stages, and the inputs of the second half.
+        Return the local values of `gradients`, and the inputs of the second half. `values` has the local values that
+        the forward saved, then the local tangents. The list is emptied.
         """
         results = list(self._halves.inputs(values))
         count = len(self.gradients)
@@ -372,10 +395,11 @@ class Executable:
     def run_second_half(
         self, values: list[LocalValue], sums: list[LocalValue] | None = None
     ) -> tuple[list[LocalValue], Sequence[bool]]:
-        """Run the second half of a split backward, on the second result of `run_first_half`, which is emptied.
+        """Run the second half of a split backward, which computes gradients of weights.
 
-        Return the values carried into the update, and for each whether it may be written over. `sums` are as for
-        `run_backward_on`.
+        `values` is the second result of `run_first_half`. It is emptied. Return the local gradients for the update, and
+        for each whether it may be written over. With `sums`, each gradient is added to its sum, which is returned in
+        its place.
         """
         halves = self._halves
         return _run(halves.weights if sums is None else halves.adding_weights, values, sums), halves.owned
@@ -386,12 +410,13 @@ class Executable:
         tangents: Mapping[str, torch.Tensor],
         likes: Mapping[str, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
-        """Run the backward; return the gradients by the names of their owners (parameters or inputs).
+        """Run the backward; return the gradients by the names of their parameters or inputs.
 
         Args:
             saved: the values that `run_forward` saved; emptied, so that each value is freed after its last use.
             tangents: the gradient of each output by the name of its tangent ("tangent:0"); missing tangents are zero.
-            likes: the owners of the wanted gradients, by name; a DTensor gives its gradient the same placements.
+            likes: the parameters and inputs whose gradients are wanted, by name. A DTensor's gradient gets its
+                placements.
         """
         values = [*saved, *(self._read_tangent(tangents, slot) for slot in self.tangents)]
         saved.clear()
@@ -405,7 +430,7 @@ class Executable:
         }
 
     def unreached(self, tangents: Collection[str]) -> frozenset[str]:
-        """Return the names of the parameters and inputs that get no gradient from these tangents."""
+        """Return the names of the parameters and inputs whose gradient is None in a backward from these tangents."""
         by_tangent = self.phased.lowered.traced.unreached
         if not by_tangent:
             return frozenset()
@@ -424,7 +449,7 @@ class Executable:
         return self._backward_from[given]
 
     def write_output(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
-        """Return an output for the user: sharded if the program's `sharded_outputs` has the slot's name, else whole."""
+        """Return an output for the user: a DTensor if its name is in `sharded_outputs`, else a whole tensor."""
         if slot.slot.name in self.compiled.sharded_outputs:
             return self.engine.write_sharded(value, slot)
         return self.engine.write(value, slot)
@@ -443,7 +468,7 @@ class _Halves:
     Args:
         inputs: the first half, which computes gradients for other stages.
         weights: the second half, which computes gradients of weights.
-        adding_weights: the second half, with results added to sums; None if the engine cannot do this.
+        adding_weights: the second half that adds its results to sums; None if the engine cannot do this.
         owned: for each result of the second half, whether it may be written over.
     """
 
@@ -454,7 +479,7 @@ class _Halves:
 
 
 def _run(loaded: Loaded | None, values: list[LocalValue], sums: list[LocalValue] | None) -> list[LocalValue]:
-    """Run a loaded graph on values, and perhaps sums; both lists are emptied."""
+    """Run a loaded graph on `values`, followed by `sums` if given. Both lists are emptied."""
     assert loaded is not None, "the engine adds in backwards"
     if sums is not None:
         values += sums
@@ -463,5 +488,8 @@ def _run(loaded: Loaded | None, values: list[LocalValue], sums: list[LocalValue]
 
 
 def _new_tensor_object(value: LocalValue) -> LocalValue:
-    """Make a new tensor object, because autograd marks results, and a DTensor may hold `value`."""
+    """Return a local value as a new tensor object with the same memory.
+
+    Autograd marks the objects that a function returns, and the user's DTensor may hold `value`.
+    """
     return value.detach() if isinstance(value, torch.Tensor) else value

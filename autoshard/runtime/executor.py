@@ -1,4 +1,4 @@
-"""`Executor` runs training steps, and calls in pipeline stages, task by task in a proven order."""
+"""`Executor` runs the tasks (forwards, backwards, messages) of steps, and of calls in stages, in a proven order."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ from autoshard.runtime.stages.stage_messages import MessagesInProcess, StageMess
 
 
 class Prove(Protocol):
-    """Proves that an order of tasks is complete and ends."""
+    """Proves that an order of tasks does all work once, and ends."""
 
     def __call__(self, order: PipelineOrder, *, trains: bool = True) -> None:
-        """Raise `VerificationError` if the proof fails. With `trains`, the order must have backwards too."""
+        """Raise `VerificationError` if the order is not proven. With `trains`, it must have backwards too."""
         ...
 
 
 class Executor:
     """Runs the training steps of a module, and its calls in pipeline stages. All ranks must call its methods together.
 
-    `messages` is None if programs have no stages, and `prove` is None to skip the proofs of orders.
+    Args:
+        messages: carries values between stages; None if programs have no stages.
+        prove: proves orders of tasks; None: no proof.
     """
 
     def __init__(self, messages: StageMessages | None = None, prove: Prove | None = None) -> None:
@@ -49,15 +51,15 @@ class Executor:
         return self
 
     def prove(self, order: PipelineOrder, *, trains: bool = True) -> None:
-        """Prove an order before it runs; nothing happens if `prove` was None."""
+        """Prove an order before it runs, if the executor was made with a function `prove`."""
         if self._prove is not None:
             self._prove(order, trains=trains)
 
     def prepare(self, executable: Executable, order: PipelineOrder | None = None) -> CrossingTable:
-        """Prove the order of a program, load its phases, and return the table of its messages between stages.
+        """Prove a program's order, load its phases, and return the table of the values that its stages send each other.
 
-        This is done once per program. All ranks must call for the same programs in the same order. `order` is that of a
-        step whose program has no stages.
+        This is done once per program. All ranks must call for the same programs in the same order. `order` is the
+        step's order if the program has no stages.
         """
         return self._tables.get_or_make(executable, lambda: self._prepare(executable, order))
 
@@ -79,7 +81,7 @@ class Executor:
         self, executable: Executable, table: CrossingTable, inputs: Inputs, weights: Sequence[float], take: Take,
         graphs: GraphedPasses | None = None, loss_scale: float = 1.0,
     ) -> ProgramRun:  # fmt: skip
-        """Run all forwards and backwards of a call. The stages of the returned run have the summed gradients.
+        """Run all forwards and backwards of a call. The stages of the returned run have the gradients, summed.
 
         `table` is the result of `prepare`. The other arguments are those of `ProgramRun`.
         """
@@ -94,7 +96,10 @@ class Executor:
 
     @torch.no_grad()
     def run_forward(self, executable: Executable, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run a call in stages on tensors of `executable.inputs`; return tensors of its `outputs` on every rank."""
+        """Run the forward of a program in stages, on every rank, without gradients.
+
+        `tensors` are in the order of `executable.inputs`, and the results in the order of `executable.outputs`.
+        """
         table, found = self.prepare(executable), dict[str, LocalValue]()
 
         def take(program: Executable, results: Sequence[LocalValue], micro_batch: int) -> None:
@@ -131,7 +136,7 @@ def loss_of(executable: Executable) -> LocalSlot:
 def check_sums(phased: PhasedProgram) -> None:
     """Raise `NotAvailableError` if a gradient is a partial maximum, minimum or product.
 
-    Micro-batches add their gradients, which is right for whole values and partial sums only.
+    Micro-batches add their gradients, which is right only for whole values and partial sums.
     """
     lowered = phased.lowered
     nodes = {node.name: node for node in lowered.graph_module.graph.nodes}

@@ -1,4 +1,4 @@
-"""Keep the memory that a step frees on a CPU with the process, for the next step.
+"""Make the C library of a CPU process keep the memory that a step frees, for the next step.
 
 glibc returns the free end of its heap to the system above a threshold. So each step takes a page fault for every 4 KiB.
 They took 5 to 25 % of a step of 300 ms of a small BERT. This module raises this threshold, and the size from
@@ -13,19 +13,19 @@ import sys
 from typing import Any
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Parameters of `mallopt` (malloc.h)."""
+"""Numbers of two parameters of `mallopt`, from malloc.h."""
 
 _KEPT_BYTES = (1 << 31) - 1
 """The largest value that `mallopt` takes."""
 
 _LARGEST_IN_HEAP_BYTES = 32 << 20
-"""glibc's DEFAULT_MMAP_THRESHOLD_MAX: allocations of at least this size are returned when they are freed."""
+"""glibc's DEFAULT_MMAP_THRESHOLD_MAX: blocks of at least this size go back to the system when they are freed."""
 
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 
 
 def keep_freed_memory() -> bool:
-    """Let the C library keep freed memory; return False if the user has set its variables, or it has no `mallopt`."""
+    """Make the C library keep freed memory. Return False if it has no `mallopt`, or the user has set its variables."""
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if any(name in os.environ for name in _VARIABLES) or "glibc.malloc" in tunables:
         return False
@@ -36,12 +36,12 @@ def keep_freed_memory() -> bool:
 
 
 def give_freed_memory_back() -> None:
-    """Return freed memory to the system, before other code allocates memory of other sizes."""
+    """Give freed memory back to the system, before other code allocates blocks of other sizes."""
     trim = _function("malloc_trim")
     if trim is not None:
         trim(0)
 
 
 def _function(name: str) -> Any:
-    """Find a function of the C library; None if there is none of this name, or the system is not Linux."""
+    """Return a function of the C library; None if it has no such function, or the system is not Linux."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

@@ -18,8 +18,9 @@ from autoshard.runtime.versions import Key
 class _Graphs:
     """The CUDA graphs of one program.
 
-    `hoisted` computes values that depend on parameters alone, once per step. `passes` runs the forward and backward of
-    a micro-batch.
+    Args:
+        hoisted: computes values that depend on parameters alone, once per step.
+        passes: runs the forward and the backward of a micro-batch.
     """
 
     hoisted: CudaGraph
@@ -28,13 +29,19 @@ class _Graphs:
 
 @dataclass(frozen=True, slots=True)
 class GraphedPasses:
-    """Runs forwards and backwards of programs as CUDA graphs, which it keeps for each program."""
+    """Runs forwards and backwards of programs as CUDA graphs, and keeps the graphs of each program.
+
+    `record` records a function's kernels as a graph.
+    """
 
     record: Record = record_on_cuda
     _graphs: PerProgram[_Graphs] = field(default_factory=PerProgram)
 
     def run_hoisted(self, executable: Executable, values: Sequence[Tensor]) -> list[Tensor]:
-        """Run `Executable.run_hoisted_on` as a CUDA graph, on the result of `Executable.for_hoisted`."""
+        """Compute the values that depend on parameters alone (`Executable.run_hoisted_on`) as a CUDA graph.
+
+        `values` is the result of `Executable.for_hoisted`.
+        """
         if executable.phased.hoisted is None:
             return []
         return self._of(executable).hoisted.run(executable.run_hoisted_on, values)
@@ -42,10 +49,10 @@ class GraphedPasses:
     def run(
         self, executable: Executable, values: Sequence[Tensor], tangents: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Run forward and backward; return the local outputs, and the gradients carried into the update.
+        """Run forward and backward of a micro-batch; return the local outputs, and the local gradients for the update.
 
-        `values` are local inputs, then the results of `run_hoisted`; `tangents` are local. The results are valid until
-        the next call.
+        `values` are local inputs, then the results of `run_hoisted`. `tangents` are local gradients of outputs. The
+        results are valid until the next call.
         """
 
         def run_both(given: list[Tensor]) -> list[Tensor]:
@@ -69,6 +76,6 @@ class GraphedPasses:
 
 
 def _stays(key: Key, updated_buffers: Container[str]) -> bool:
-    """Whether an input stays at its address. A buffer that a call changes is passed as a copy."""
+    """Whether an input has the same address in each call: a parameter, or a buffer that calls do not change."""
     kind, name = key
     return kind is InputKind.PARAMETER or (kind is InputKind.BUFFER and name not in updated_buffers)

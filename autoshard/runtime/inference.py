@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def in_normal_mode(function: Callable[P, T]) -> Callable[P, T]:
-    """Wrap `function` so that it makes tensors that autograd can use, even when called in inference mode."""
+    """Return `function` changed to run outside of inference mode, so that autograd can use tensors that it makes."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:

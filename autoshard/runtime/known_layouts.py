@@ -1,7 +1,7 @@
 """Convert DTensors to local values and back, fast if their sharding is the same as in the previous call.
 
 Torch describes a DTensor's sharding by a spec object (`_spec`), which it replaces and never changes. If a program can
-read a DTensor's local tensor as it is, this module remembers the spec object for the program's slot. At the next call,
+read a DTensor's local tensor as it is, this module remembers the spec object for the program's slot. In the next call,
 a DTensor with the same object needs no conversion. No tensor is remembered, so no memory is kept alive.
 """
 
@@ -21,15 +21,17 @@ _LASTING = (InputKind.PARAMETER, InputKind.STATE)
 """Kinds of inputs that are the same tensors at each call."""
 
 Read = Callable[[torch.Tensor, LocalSlot], torch.Tensor]
-"""Returns the local value of a user's tensor; see `Engine.read`."""
+"""Function `Engine.read`: it returns the local value of a user's tensor for a slot."""
 WriteLike = Callable[[torch.Tensor, LocalSlot, torch.Tensor], torch.Tensor]
-"""Returns a local value as a tensor in the form of another tensor; see `Engine.write_like`."""
+"""Function `Engine.write_like`: it returns a local value as a tensor that is sharded like another tensor."""
 
 
 class Reader:
-    """Returns the local values of a program's inputs.
+    """A function that returns the local values of a program's inputs.
 
-    `slots` are the program's input slots, in order. `read` is the slow path, for one tensor.
+    Args:
+        slots: the program's input slots, in order.
+        read: converts one tensor, where no remembered spec object helps.
     """
 
     def __init__(self, slots: Sequence[LocalSlot], read: Read) -> None:
@@ -51,7 +53,10 @@ class Reader:
         return found
 
     def _locals_of(self, tensors: list[Any]) -> list[torch.Tensor] | None:
-        """Return the local tensors, or None unless all specs are known, and all are contiguous plain tensors."""
+        """Return the local tensors of DTensors without conversion, if all have remembered specs; else None.
+
+        The local tensors must also be contiguous and plain.
+        """
         if not are_dtensors(tensors) or not all(map(is_, map(_spec_of, tensors), self._specs.values())):
             return None
         found = [*map(local_of, tensors)]
@@ -66,9 +71,11 @@ class Reader:
 
 
 class LikeWriter:
-    """Makes the user's tensors from a program's results: DTensors with the placements of given DTensors.
+    """A function that makes DTensors from a program's results, with the placements of given DTensors.
 
-    `slots` are the program's output slots, in order. `write_like` is the slow path, for one value.
+    Args:
+        slots: the program's output slots, in order.
+        write_like: converts one value, where no remembered spec object helps.
     """
 
     def __init__(self, slots: Sequence[LocalSlot], write_like: WriteLike) -> None:
@@ -77,7 +84,7 @@ class LikeWriter:
         self._specs: list[tuple[Any, Any]] = [(None, None)] * len(slots)
 
     def __call__(self, values: Sequence[torch.Tensor], likes: Sequence[torch.Tensor | None]) -> list[Any]:
-        """Return a tensor for each value, in the form of the tensor in `likes`; None if `likes` has None."""
+        """Return each value as a tensor that is sharded like its tensor in `likes`; None if `likes` has None."""
         found: list[Any] = []
         for index, (value, like) in enumerate(zip(values, likes, strict=True)):
             spec, made = self._specs[index]
@@ -102,7 +109,7 @@ def is_same_memory(value: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def are_dtensors(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the type of all tensors is DTensor; parameters that are DTensors have this type too."""
+    """Whether all tensors have the type DTensor. Parameters that are DTensors have this type too."""
     return set(map(type, tensors)) <= {DTensor}
 
 

@@ -1,4 +1,4 @@
-"""`KnownPrograms`: a cache of the programs that a module has compiled, by the key of their calls."""
+"""`KnownPrograms`: a cache of the programs that a module has compiled, by the keys of the calls that they serve."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autoshard.runtime.executable import Executable
 
 
 class KnownPrograms:
-    """At most `most` programs, by the key of the calls that they may serve (`key_of`). A key may have several programs.
+    """A cache of at most `most` programs, by the keys of calls (`key_of`). A key may have several programs.
 
     If a program is added beyond `most`, a program of the least recently used key is dropped. The memory of its graphs,
     plan and kernels is freed. The next call that needs the dropped program compiles it again.
@@ -38,7 +38,7 @@ class KnownPrograms:
         return tuple(self._programs.get(key, ()))
 
     def add(self, key: Hashable, executable: Executable) -> None:
-        """Add a program under a key, unless it is there, and mark it as the most recently used."""
+        """Add a program under a key, unless the key has it, and mark it as the most recently used."""
         known = self._programs.setdefault(key, [])
         if all(item is not executable for item in known):
             known.append(executable)
@@ -47,7 +47,7 @@ class KnownPrograms:
             self._forget_one()
 
     def for_a_copy(self) -> KnownPrograms:
-        """Return a cache with the same programs for a copy of the model; see `Executable.for_a_copy`."""
+        """Return a cache with the same programs for a copy of the model (`Executable.for_a_copy`)."""
         copy = KnownPrograms(self.most)
         for key, known in self._programs.items():
             copy._programs[key] = [executable.for_a_copy() for executable in known]

@@ -1,4 +1,4 @@
-"""A cache of the tensors of an optimizer; it is valid while the optimizer and the model hold the same objects."""
+"""A cache of an optimizer's tensors. It is valid while the optimizer and the model hold the same objects."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from autoshard.runtime.per_program import PerProgram
 
 @dataclass(frozen=True, slots=True)
 class UpdateInputs:
-    """The inputs of a program's update, in its order, by stage number, with the options of an earlier step.
+    """The inputs of a program's update, as an earlier step found them.
 
-    `are_counted_together`: the updated parameters are exactly the parameters whose steps were counted last.
+    Args:
+        tensors: number of a stage → its inputs, in the order of `Executable.read_by_update`. Options may be outdated.
+        are_counted_together: whether the updated parameters are exactly those whose steps were counted last.
     """
 
     tensors: Mapping[int, list[torch.Tensor]]
@@ -29,9 +31,13 @@ class UpdateInputs:
 
 @dataclass(slots=True)
 class KnownState:
-    """The contents of an optimizer when this object was made: its groups, parameters and state tensors.
+    """The objects in an optimizer when this record was made: its groups, parameters and state tensors.
 
-    `rules` has the update rule of each group. `update` is the optimizer's update, if it is the same at each step.
+    Args:
+        optimizer: the optimizer.
+        members: the members of the model at that time.
+        rules: the update rule of each group.
+        update: the optimizer's update, if it is the same at each step; else None.
     """
 
     optimizer: torch.optim.Optimizer
@@ -58,7 +64,7 @@ class KnownState:
         return self._parameters
 
     def is_current(self, members: Members) -> bool:
-        """Whether the optimizer still has the same objects in the same places, for the same members of the model."""
+        """Whether the optimizer still has the same objects in the same places, and the model has the same `members`."""
         groups, state = self.optimizer.param_groups, self.optimizer.state
         return (
             members is self.members
@@ -70,11 +76,11 @@ class KnownState:
         )
 
     def inputs_of(self, executable: Executable) -> UpdateInputs | None:
-        """Return the remembered inputs of a program's update; None before the first `remember` of the program."""
+        """Return the remembered inputs of a program's update; None if none are remembered."""
         return self._held.get(executable)
 
     def remember(self, executable: Executable, held: UpdateInputs) -> None:
-        """Remember the inputs of a program's update: objects that the optimizer and the model hold."""
+        """Remember the inputs of a program's update, which are objects that the optimizer and the model hold."""
         self._held.keep(executable, held)
 
 
@@ -86,7 +92,7 @@ def _parameters_of(groups: Any) -> chain[Any]:
 
 
 def _tensors_in(state: Any) -> chain[Any]:
-    """Flatten the items of each parameter's state: a name such as "exp_avg", its value, the next name, ..."""
+    """Yield the items of each parameter's state in turn: a name such as "exp_avg", its value, the next name."""
     return chain.from_iterable(chain.from_iterable(map(dict.items, state.values())))
 
 

@@ -1,4 +1,4 @@
-"""Chooses the engine for a user's mesh: torch.distributed if the run has a process for each rank, or the simulator."""
+"""Chooses the engine of a user's mesh: torch.distributed if the run has a process for each rank, else simulation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 _LOGGER = logging.getLogger(__name__)
 
 _PATIENCE_S = 1800.0
-"""Seconds that processes with accelerators wait for each other to start, as in torch."""
+"""Seconds that processes with accelerators wait for each other to start; torch waits as long."""
 
 
 def world_size() -> int:
@@ -37,14 +37,17 @@ def world_size() -> int:
 
 
 def share_among_processes(compute: Callable[[], T], timeout_s: float = TIMEOUT_S) -> T:
-    """Run `compute` on the first process only, and return its result or raise its error on all processes."""
+    """Run `compute` on the first process only; return its result, or raise its error, on all processes.
+
+    `timeout_s` is how many seconds the other processes wait without a sign of life.
+    """
     return compute() if world_size() == 1 else _all_processes(timeout_s).share(compute)
 
 
 def _all_processes(timeout_s: float) -> ControlGroup:
-    """Return a control group of all processes of this run, and initialise torch.distributed if it is not yet.
+    """Return a control group of all processes of this run. Before, initialise torch.distributed if that was not done.
 
-    On CPUs, the process group that is made here raises an error after `timeout_s` of waiting.
+    On CPUs, communication in the process group that is made here raises an error after `timeout_s` seconds of waiting.
     """
     if not dist.is_initialized():
         timeout = None if torch.accelerator.is_available() else timedelta(seconds=timeout_s)
@@ -64,9 +67,15 @@ def make_engine(
     finish_in_place: FinishInPlace | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Engine:
-    """Return the engine for a mesh: `DistributedEngine` if the run has a process for each rank, else the simulator.
+    """Return the engine for a mesh: a `DistributedEngine` if the run has a process for each rank, else a simulator.
 
-    Processes always run a `DeviceMesh`. Arguments from `wrap` on are those of `DistributedEngine`.
+    A torch `DeviceMesh` always gets a `DistributedEngine`. The arguments from `wrap` on are those of
+    `DistributedEngine`.
+
+    Args:
+        mesh: the mesh.
+        device: the device of the user's model.
+        wrap, check_in_place, finish_in_place, timeout_s: see `DistributedEngine`.
 
     Raises:
         MeshError: `mesh` is not a mesh, or the run has several processes, but fewer than `mesh` has ranks.
@@ -95,8 +104,8 @@ def make_engine(
 def _device_mesh(mesh: Mesh, kind: str, timeout_s: float) -> DeviceMesh:
     """Return a torch `DeviceMesh` of all processes on devices of type `kind`, such as "cpu".
 
-    On CPUs, communication in its groups raises an error after `timeout_s`. Torch's own `init_device_mesh` always gives
-    such groups a timeout of half an hour.
+    On CPUs, communication in its groups raises an error after `timeout_s` seconds. Torch's own `init_device_mesh`
+    always gives such groups a timeout of half an hour.
     """
     if kind != "cpu":
         return init_device_mesh(kind, mesh.shape, mesh_dim_names=mesh.axis_names)
@@ -106,7 +115,7 @@ def _device_mesh(mesh: Mesh, kind: str, timeout_s: float) -> DeviceMesh:
 
 
 def _group_along(mesh: Mesh, axis: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Return the default group if the axis has all processes, else make a group."""
+    """Return the process group of this rank along an axis. If the axis has all processes, it is the default group."""
     columns = [list(column) for column in mesh.groups(axis)]
     world = dist.group.WORLD
     if len(columns) == 1 and world is not None:

@@ -1,4 +1,4 @@
-"""`Layouts`: how DTensors are sharded, in the form that programs need, computed once per placements and shape."""
+"""`Layouts`: the sharding of DTensors in the form that programs need, computed once for each placements and shape."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import PartitionSpec
 
 _MOST = 4096
-"""The number of layouts to keep: one for each pair of placements and shape."""
+"""The most layouts that are kept: one for each pair of placements and shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,8 @@ class TensorLayout:
     """The sharding of a DTensor on one rank.
 
     Args:
-        spec, placements: the sharding, as a `PartitionSpec` and as torch's placements.
+        spec: the sharding as a `PartitionSpec`.
+        placements: the sharding as torch's placements.
         shape, stride: shape and stride of the whole contiguous tensor.
         is_cut_alike: whether a DTensor is split into the same pieces as in programs, apart from padding.
         padded: the shape of the rank's piece in a program, with padding; empty unless `is_cut_alike`.
@@ -39,7 +40,7 @@ class TensorLayout:
 
 
 class Layouts:
-    """Computes and keeps the layouts of DTensors, as one rank of a mesh holds them."""
+    """Computes the layouts of DTensors, as one rank of a mesh holds them, and keeps them."""
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
         self._mesh = mesh

@@ -1,8 +1,10 @@
 """Serve calls of many lengths by a few programs: pad inputs to one of a few lengths, and cut outputs back.
 
-The lengths are 8, 12, 16, 24, 32, 48 and so on. Padding must not change any result: attention must be masked or causal,
-and the loss must leave padded targets out. `Prove` proves this for each program before it is compiled. A call without a
-proof is compiled at its own length, with a warning.
+The length is the size of dim 1 of inputs, such as the number of tokens. Inputs are padded to 8, 12, 16, 24, 32, 48 and
+so
+on. Padding must not change any result: attention must be masked or causal, and the loss must leave padded targets out.
+`Prove` proves this for each program before it is compiled. A call without a proof is compiled at its own length, with a
+warning.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ DIM = 1
 
 _SHORTEST = 8
 _COMPARED = 2
-"""A proof compares this many shorter lengths with the padded length: two neighbours, one of them odd."""
+"""A proof compares calls of this many shorter lengths with the padded call: two neighbours, one of them odd."""
 
 
 class Prove(Protocol):
-    """Searches for a proof that padding changes no result; `passes.padding.prove_padding` implements it."""
+    """Searches for a proof that padding changes no result of a call. `passes.padding.prove_padding` implements it."""
 
     def __call__(
         self,
@@ -43,13 +45,14 @@ class Prove(Protocol):
         length: int,
         fills: Mapping[str, float],
     ) -> PaddingProof:
-        """Return the proof, which has a `reason` if padding may change a result.
+        """Return the proof; it has a `reason` if padding may change a result.
 
         Args:
-            trace: traces a call.
+            trace: traces the program of a call.
             padded: the padded call, of length `length`.
-            exact: calls without padding, by their lengths.
-            fills: the padding value of each padded input, by name ("input:0").
+            exact: length → the call with inputs of this length, without padding.
+            length: the length to which inputs are padded.
+            fills: name of a padded input ("input:0") → the value in its padding.
         """
         ...
 
@@ -69,7 +72,7 @@ def padded_length(length: int) -> int:
 
 
 def shorter_lengths(padded: int) -> tuple[int, ...]:
-    """Return the lengths that a proof compares with `padded`: the two shortest lengths that are padded to it.
+    """Return the two shortest lengths that are padded to `padded`; a proof compares their calls with the padded call.
 
     Example:
         >>> shorter_lengths(8), shorter_lengths(16), shorter_lengths(1)
@@ -84,7 +87,11 @@ class Lengths:
     """Pads the calls of a module, if a proof shows that padding changes no result.
 
     Padded calls with equal keys, for example with the same shapes after padding, are of one kind and share a proof.
-    `padding` has the value by the name of an argument of `forward`, or "input:2" for the positional argument 2.
+
+    Args:
+        model: the user's model.
+        padding: argument of `forward` → the value in its padding. "input:2" is positional argument 2.
+        find_proof: searches for a proof.
     """
 
     model: nn.Module
@@ -92,10 +99,10 @@ class Lengths:
     find_proof: Prove
     _proofs: PerProgram[PaddingProof | None] = field(default_factory=PerProgram, init=False)
     _known: dict[Hashable, PaddingProof] = field(default_factory=dict, init=False)
-    """The last proof of each kind of padded calls."""
+    """Kind of padded calls → its last proof."""
 
     def pad(self, call: FlatCall) -> FlatCall:
-        """Return the call with padded inputs; the call itself if no input needs padding.
+        """Return the call with padded inputs. If no input needs padding, return the call itself.
 
         Raises:
             TraceError: an argument to pad is missing or not a tensor, or the arguments' lengths differ.
@@ -116,7 +123,7 @@ class Lengths:
         return replace(FlatCall.of(args, kwargs, call.outputs), exact=call)
 
     def choose(self, padded: FlatCall, kind: Callable[[FlatCall], Hashable]) -> FlatCall:
-        """Return the call to run: the padded call, or the call without padding if no proof was found for its kind.
+        """Return the call to run: `padded`, or the call without padding if no proof was found for calls of its kind.
 
         A padded call of a new kind is returned too, because its proof has not been searched yet. `kind` returns the key
         of the padded calls that share one proof.
@@ -129,7 +136,10 @@ class Lengths:
         return padded.exact if proof.reason else replace(padded, as_compiled=proof.as_compiled)
 
     def prove(self, trace: Callable[[Request], Program], call: FlatCall, request: Request) -> PaddingProof:
-        """Search for the proof for a padded call and its request. `trace` traces calls of the model."""
+        """Search for a proof that padding changes no result of the padded call `call`, and return it.
+
+        `request` asks for the call's program. `trace` traces calls of the model.
+        """
         arguments = call.assemble(range(len(call.leaves)))
         places = {number: name for name, number in self._named(*arguments).items()}
         length = self._length_of(call)
@@ -145,7 +155,7 @@ class Lengths:
         return self.find_proof(trace, request, exact, length, fills)
 
     def learn(self, kind: Hashable, proof: PaddingProof) -> tuple[str, ...]:
-        """Remember the proof for a kind of padded calls. Return the warning to log if the search failed."""
+        """Remember the proof for a kind of padded calls; if the search for it failed, return a warning to log."""
         self._known[kind] = proof
         if not proof.reason:
             return ()
@@ -156,15 +166,15 @@ class Lengths:
         )
 
     def keep(self, executable: Executable, proof: PaddingProof | None) -> None:
-        """Remember the proof of a program; None for a program that may not run padded calls."""
+        """Remember the proof by which a program may run padded calls. With None, it runs calls without padding only."""
         self._proofs.keep(executable, proof)
 
     def may_run(self, executable: Executable, call: FlatCall) -> bool:
-        """Whether a program may run a call: a padded call needs a proof."""
+        """Whether a program may run a call: any call without padding, or a padded call if the program has a proof."""
         return call.exact is None or self._proofs.get(executable) is not None
 
     def cut(self, executable: Executable, outputs: Any, call: FlatCall) -> Any:
-        """Return the outputs of a call, with the padding cut off their padded dims."""
+        """Return the outputs of a padded call without padding. Outputs of a call without padding stay as they are."""
         if call.exact is None:
             return outputs
         proof, length = self._proofs.get(executable), self._length_of(call.exact)
@@ -183,7 +193,10 @@ class Lengths:
         return {name: given[name] for name in self.padding if given.get(name) is not None}
 
     def _position(self, index: int) -> str:
-        """Name a positional argument: "input:2" if `padding` has this name, or `forward` does not name it."""
+        """Return the name of positional argument number `index`: its name in `forward`, or a text such as "input:2".
+
+        The text is used if `padding` has it, or if `forward` has no name for the argument.
+        """
         names = list(inspect.signature(self.model.forward).parameters)
         number = f"input:{index}"
         return number if number in self.padding or index >= len(names) else names[index]

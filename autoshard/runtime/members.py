@@ -1,4 +1,4 @@
-"""`Members`: the modules, parameters and buffers of a model, collected once and compared by identity at later calls."""
+"""`Members`: the modules, parameters and buffers of a model, collected once, compared by identity at later calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autoshard.errors import NotAvailableError
 _FLAGS = attrgetter("training", "_parameters", "_buffers", "_modules")
 _TRAITS = attrgetter("dtype", "shape", "requires_grad")
 _SPEC_TRAITS = attrgetter("_spec", "requires_grad")
-"""Reads the traits of a DTensor that are compared. Torch replaces `_spec` if the dtype or the shape changes."""
+"""Function that reads the compared traits of a DTensor. Torch replaces `_spec` if dtype or shape changes."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class MembersSignature:
     """The properties of a model that must be equal for two calls to share a program. Its hash is computed once.
 
     `content` has the modes of modules, and the names, ties, dtypes and shapes of tensors. For calls with gradients, it
-    also has which parameters are frozen.
+    also says which parameters are frozen.
     """
 
     content: tuple[Any, ...]
@@ -41,7 +41,7 @@ class MembersSignature:
 
 
 class Members:
-    """The modules, parameters and buffers that `model` has when this object is made, each counted once."""
+    """The modules, parameters and buffers that `model` has when this object is made. A shared module counts once."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = _modules_of(model)
@@ -60,7 +60,10 @@ class Members:
         self._model = model
 
     def are_unchanged(self) -> bool:
-        """Whether the model still has the same objects in the same places, with the same dtypes and shapes."""
+        """Whether the model still has the same module, parameter and buffer objects in the same places.
+
+        Their dtypes and shapes must be the same too.
+        """
         return (
             all(map(is_, _chained(map(_FLAGS, self._modules)), self._flags))
             and [*map(len, self._dicts)] == self._sizes
@@ -72,7 +75,7 @@ class Members:
         )
 
     def refuse_assigned_data(self) -> None:
-        """Raise `NotAvailableError` if `.data` of a DTensor was set, because its shards did not change."""
+        """Raise `NotAvailableError` if the user set `.data` of a DTensor, because this changes no shards."""
         for tensor, shard, storage in zip(self._dtensors, self._shards, self._storages, strict=True):
             if tensor._local_tensor is shard() and tensor.untyped_storage() is not storage:
                 name = self.names.get(id(tensor), "a parameter that was taken out of the model")
@@ -83,12 +86,12 @@ class Members:
 
     @cached_property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The parameters by qualified name; a tied parameter is there under each of its names."""
+        """The parameters by qualified name. A tied parameter is there under each of its names."""
         return dict(self._model.named_parameters(remove_duplicate=False))
 
     @cached_property
     def names(self) -> Mapping[int, str]:
-        """The first qualified name of each parameter, by its `id`."""
+        """The first qualified name of each parameter, by the parameter's `id`."""
         return {id(parameter): name for name, parameter in reversed([*self.parameters.items()])}
 
     @cached_property
@@ -98,12 +101,12 @@ class Members:
 
     @cached_property
     def with_gradients(self) -> MembersSignature:
-        """The signature for calls with gradients, which tells frozen parameters apart."""
+        """The signature of the model for calls with gradients, which says which parameters are frozen."""
         return MembersSignature(tuple(self._signature(grad=True)))
 
     @cached_property
     def without_gradients(self) -> MembersSignature:
-        """The signature for calls without gradients."""
+        """The signature of the model for calls without gradients."""
         return MembersSignature(tuple(self._signature(grad=False)))
 
     def _signature(self, *, grad: bool) -> Iterable[Hashable]:

@@ -1,4 +1,4 @@
-"""Split a batch into micro-batches (equal parts along dim 0 of all tensors), and weigh their losses."""
+"""Split a batch into micro-batches (equal parts along dim 0 of all tensors), and find the weights of their losses."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ Part = tuple[Sequence[Any], Mapping[str, Any]]
 """Positional and keyword arguments of a micro-batch."""
 
 Find = Callable[[Sequence[Any], Mapping[str, Any]], tuple[Executable, FlatCall]]
-"""Takes the arguments of a micro-batch; returns the program of a step for them, and the flattened call."""
+"""Function from the arguments of a micro-batch to the program that runs its step, and the flattened call."""
 
 
 @dataclass(frozen=True, slots=True)
 class CutBatch:
-    """A tensor of a batch that is already split: `parts` has the rows of each micro-batch."""
+    """A tensor of a batch that is already split.
+
+    `parts` has a tensor for each micro-batch, with its rows.
+    """
 
     parts: tuple[torch.Tensor, ...]
 
@@ -37,8 +40,10 @@ class CutBatch:
 def parts_of(args: Sequence[Any], kwargs: Mapping[str, Any], parts: int) -> list[Part]:
     """Split the arguments of a call into `parts` equal parts along dim 0; return the arguments of each micro-batch.
 
-    An argument that is no tensor, or a tensor without dims, is passed to each micro-batch. Raise `TraceError` if
-    tensors differ in the size of dim 0, or `parts` does not divide it.
+    An argument that is no tensor, or a tensor without dims, is passed to each micro-batch.
+
+    Raises:
+        TraceError: tensors differ in the size of dim 0, or `parts` does not divide it.
     """
     if parts == 1:
         return [(tuple(args), dict(kwargs))]
@@ -50,7 +55,7 @@ def parts_of(args: Sequence[Any], kwargs: Mapping[str, Any], parts: int) -> list
 
 @contextmanager
 def naming_micro_batches(parts: int) -> Iterator[None]:
-    """Within the context, an error of the model's own code says that the model was called with a part of the batch."""
+    """Within the context, an error of the model's own code gets a note that the model saw only a part of the batch."""
     try:
         yield
     except TraceError as error:
@@ -64,7 +69,7 @@ def naming_micro_batches(parts: int) -> Iterator[None]:
 
 
 def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """Return the common size of dim 0 of all tensors of a call; None if the sizes differ, or without tensors."""
+    """Return the size of dim 0 that all tensors of a call have; None if sizes differ, or if there is no tensor."""
     sizes = _sizes(pytree.tree_leaves((tuple(args), dict(kwargs))))
     return next(iter(sizes)) if len(sizes) == 1 else None
 
@@ -93,10 +98,13 @@ def _cut(leaf: Any, size: int, parts: int) -> list[Any]:
 
 
 def common_program(sharded: ShardedModule, parts: Sequence[Part], find: Find) -> tuple[Executable, Sequence[FlatCall]]:
-    """Find the program that runs all micro-batches; return it with the flattened call of each micro-batch.
+    """Return the program that runs all micro-batches, and the flattened call of each micro-batch.
 
-    If the model branches on values, micro-batches may have different programs. The result then takes the same branches
-    as the whole batch. Raise `NotAvailableError` if there is none. `find` is called once for each micro-batch.
+    If the model branches on values, micro-batches may have different programs. The returned program takes the same
+    branches as the whole batch. `find` is called once for each micro-batch.
+
+    Raises:
+        NotAvailableError: no micro-batch's program takes the branches of the whole batch.
     """
     executables, calls = zip(*(find(*part) for part in parts), strict=True)
     found = dict.fromkeys(executables)
@@ -118,9 +126,10 @@ def common_program(sharded: ShardedModule, parts: Sequence[Part], find: Find) ->
 
 
 def weights_of(sharded: ShardedModule, compiled: CompiledProgram, parts: Sequence[Part]) -> list[float]:
-    """Return the weight of each micro-batch's loss in the loss of the batch, given the micro-batches' common program.
+    """Return the weight of each micro-batch's loss in the loss of the batch. `compiled` is the micro-batches' program.
 
-    Raise `NotAvailableError` if the loss is not a weighted sum over micro-batches.
+    Raises:
+        NotAvailableError: the loss is not a weighted sum over micro-batches.
     """
     if len(parts) == 1:
         return [1.0]
@@ -130,7 +139,7 @@ def weights_of(sharded: ShardedModule, compiled: CompiledProgram, parts: Sequenc
 
 
 def share_of(loss: torch.Tensor, weight: float) -> torch.Tensor:
-    """Return the weighted loss of a micro-batch, or zero without a gradient if its weight is zero."""
+    """Return a micro-batch's loss times its weight; if the weight is zero, a zero without gradient."""
     return loss * weight if weight else torch.zeros_like(loss, requires_grad=False)
 
 
@@ -140,7 +149,10 @@ def sum_of(shares: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _reader_of(sharded: ShardedModule, parts: Sequence[Part]) -> ReadInput:
-    """Return a function that reads an input of a micro-batch, or a buffer of the model, as a whole tensor."""
+    """Return a function that takes the number of a micro-batch, and kind and name of an input or buffer.
+
+    It returns the whole tensor.
+    """
     calls = [FlatCall.of(*part).tensors for part in parts]
 
     def read(part: int, kind: str, name: str) -> torch.Tensor:

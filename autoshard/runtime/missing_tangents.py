@@ -1,6 +1,6 @@
 """Rewrite a backward so that outputs without a gradient contribute nothing, as on one device.
 
-The pass removes the values that depend on missing tangents (gradients of outputs) alone. Zero tangents in their place
+The pass removes the values that depend only on missing tangents (gradients of outputs). Zero tangents in their place
 would be wrong, because zero times an infinite derivative is NaN.
 
 Before → after, without the tangent of `aux`: `add(mm(tangent_main, a), mm(tangent_aux, b))` →
@@ -20,10 +20,13 @@ _full = torch.ops.aten.full.default
 def without_tangents(
     root: fx.GraphModule, tangents: Collection[int], missing: Collection[int], device: torch.device
 ) -> fx.GraphModule:
-    """Return a copy of a backward that does not read the missing tangents, but has the same inputs.
+    """Return a copy of a backward graph that has the same inputs, but does not read the missing tangents.
 
-    `root` is a functional graph of local values, linear in its tangents. `tangents` and `missing` are positions among
-    its inputs. `device` is that of the zeros.
+    Args:
+        root: a functional graph of local values, linear in its tangents.
+        tangents: positions of all tangents among the graph's inputs.
+        missing: positions of the missing tangents.
+        device: device of the zeros that the new graph needs.
     """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     after_tangent, absent = set[fx.Node](), set[fx.Node]()

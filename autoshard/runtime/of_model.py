@@ -1,4 +1,4 @@
-"""`OfModel`: the base class of a module that has the members and attributes of a user's model."""
+"""`OfModel`: the base class of modules that show the members and attributes of a user's model as their own."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from autoshard.ir.under_trace import is_under_trace
 
 
 class OfModel(nn.Module, ABC):
-    """A module that stands for a user's model. Attributes set before `_become` belong to the module itself.
+    """A module in place of a user's model, with the same members and attributes.
 
-    Each instance gets a class of its own, whose `forward` has the signature of the model's.
+    Attributes set before `_become` belong to the module itself. Each instance gets a class of its own, whose `forward`
+    has the signature of the model's.
     """
 
     _original: tuple[nn.Module]
@@ -30,7 +31,7 @@ class OfModel(nn.Module, ABC):
         """Within the context, parameters are plain whole tensors for the user's own code."""
 
     def _become(self, model: nn.Module) -> None:
-        """Share the members and attributes of `model`: a later change of either module shows in both."""
+        """Share the members and attributes of `model`, so that a later change of either module shows in both."""
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self._original = (model,)
@@ -42,7 +43,7 @@ class OfModel(nn.Module, ABC):
         return _new_for, (kind, type(model)), self.__getstate__()
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Raise `TraceError` for `torch.jit.script`, which calls this method."""
+        """Raise `TraceError`: `torch.jit.script`, which calls this method, cannot compile this module."""
         refuse_capture(f"{type(self).__name__} (the compiled {type(self._original[0]).__qualname__})")
 
     def __getattr__(self, name: str) -> Any:
@@ -57,7 +58,7 @@ class OfModel(nn.Module, ABC):
             return self._of_own_code(found) if isinstance(found, MethodType) else found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the module's own attributes on itself, other attributes on the user's model, and `training` on both."""
+        """Set the module's own attributes on itself, any other attribute on the user's model, `training` on both."""
         if self._is_own(name):
             super().__setattr__(name, value)
         if "_original" in vars(self) and (name == "training" or not self._is_own(name)):
@@ -104,7 +105,7 @@ def _class_for(kind: type[OfModel], model_class: type[nn.Module]) -> type[OfMode
 
 
 def refuse_capture(captured: str) -> NoReturn:
-    """Raise `TraceError`: torch cannot record or compile a compiled model, which `captured` describes."""
+    """Raise `TraceError`: torch (`torch.compile`, `torch.jit`) cannot capture the object that `captured` describes."""
     raise TraceError(
         f"torch.jit.script, torch.jit.trace and torch.export cannot capture a {captured}, which runs a program of its "
         "own on a mesh. Capture the original module instead; .export(folder) writes the weights for it."

@@ -1,4 +1,4 @@
-"""Functions for torch optimizers of a sharded module: their parameters, their state and their options."""
+"""Functions for torch optimizers of a sharded module: for their parameters, their state and their options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autoshard.runtime.replaced_parameter import ReplacedParameter, successor_of
 
 
 def rebind_optimizer(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Let an optimizer that was made before `compile` update the DTensors that replaced its parameters.
+    """Make an optimizer from before `compile` update the DTensors that replaced its parameters.
 
     Groups, their options and attached schedulers stay. `parameters` are the present parameters of the model.
 
@@ -41,13 +41,16 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.P
 
 
 def follow_replaced(optimizer: torch.optim.Optimizer) -> None:
-    """Replace, in an optimizer's groups, each parameter from before `compile` by the parameter that succeeds it."""
+    """Replace, in an optimizer's groups, each parameter from before `compile` by the DTensor that replaced it."""
     for group in optimizer.param_groups:
         group["params"] = [successor_of(item) for item in group["params"]]
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:
-    """Whether a step has changed a parameter's state since the optimizer was built; true for state without a count."""
+    """Whether the optimizer has taken a step on the parameter with this state.
+
+    True if the state has no count of steps.
+    """
     return float(state.get("step", 1)) > 0
 
 
@@ -62,7 +65,7 @@ def _check_has_values(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, known: Container[int]) -> None:
-    """Raise `TraceError` unless the `id` of every parameter of an optimizer is in `known`."""
+    """Raise `TraceError` if an optimizer has a parameter whose `id` is not in `known`."""
     for number, group in enumerate(optimizer.param_groups):
         strangers = [item for item in group["params"] if id(item) not in known]
         if strangers:
@@ -76,7 +79,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, known: Container[int]) ->
 def lay_out_loaded_state(
     optimizer: torch.optim.Optimizer, lay_out: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> None:
-    """Shard the whole tensors in an optimizer's state as their parameters are sharded.
+    """Shard each whole tensor in an optimizer's state like its parameter.
 
     A plain `load_state_dict` leaves state tensors whole. `lay_out(tensor, parameter)` returns the whole `tensor`,
     sharded as `parameter` is.
@@ -90,7 +93,7 @@ def lay_out_loaded_state(
 
 
 def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer) -> float:
-    """Return the bytes of state that an optimizer keeps per byte of a float32 parameter: 2 for AdamW, 0 for plain SGD.
+    """Return the bytes of state that an optimizer keeps per byte of a float32 parameter: 2.0 for AdamW, 0.0 for SGD.
 
     If the optimizer has no state yet, a copy takes one step on a small parameter, with the first group's options.
     """
@@ -111,7 +114,7 @@ def _held_bytes(state: Mapping[str, Any]) -> int:
 
 
 def named_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Make the torch optimizer with a name such as "adamw", with default options.
+    """Return a torch optimizer by a name such as "adamw", with default options.
 
     The optimizer updates `parameters`, or one placeholder parameter if there are none. "sgd_momentum" is SGD with a
     momentum of 0.9.
@@ -140,7 +143,7 @@ _SIDE = 64
 
 
 class HyperparameterText:
-    """Returns the present hyperparameters of an optimizer as text, which ranks compare and messages show.
+    """A function that returns an optimizer's present hyperparameters as text. Ranks compare it, and messages show it.
 
     The text has the options of each group, `max_grad_norm` and the number of steps. If set, it also has `on_nonfinite`
     and the scale of the loss. The text of plain options is cached until an option changes.
@@ -187,7 +190,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _as_text(value: object) -> str:
-    """Show an option. A tensor on an accelerator is not read, because that would wait for the device."""
+    """Return an option as text. A tensor on an accelerator is not read, because that would wait for the device."""
     if not isinstance(value, torch.Tensor):
         return str(value)
     return str(value.item()) if value.device.type == "cpu" and value.numel() == 1 else "a tensor"

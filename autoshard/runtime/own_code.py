@@ -1,4 +1,4 @@
-"""Let the user's own code, such as `sharded.generate`, read parameters as whole tensors while they are DTensors.
+"""Give the user's own code, such as `sharded.generate`, whole tensors when it reads parameters that are DTensors.
 
 Within `whole_parameters`, reading a parameter from its module gathers it, because DTensors refuse plain tensors. The
 whole tensor is freed when the forward that reads it ends. Every rank runs the same code on the same tensors. Gradients
@@ -21,7 +21,10 @@ LayOut = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @contextmanager
 def whole_parameters(model: nn.Module, lay_out: LayOut) -> Iterator[None]:
-    """Within the context, code of `model` reads DTensor parameters whole. `lay_out` is `Engine.lay_out_like`."""
+    """Within the context, code of `model` that reads a DTensor parameter gets a whole tensor.
+
+    `lay_out` is `Engine.lay_out_like`.
+    """
     if isinstance(model._parameters, _Lending) or not any(isinstance(item, DTensor) for item in model.parameters()):
         yield
         return
@@ -44,7 +47,7 @@ def whole_parameters(model: nn.Module, lay_out: LayOut) -> Iterator[None]:
 
 
 def _lend_parameters(module: nn.Module, lender: _Lender) -> Callable[[nn.Module], None]:
-    """Return a function that gives the module its own parameters back."""
+    """Make reads of a module's parameters return whole tensors. Return a function that undoes this."""
     held = module._parameters
     weights: Any = module._flat_weights if isinstance(module, nn.RNNBase) else None
     module._parameters = _Lending(held, lender)
@@ -63,7 +66,10 @@ def _lend_parameters(module: nn.Module, lender: _Lender) -> Callable[[nn.Module]
 
 
 class _Lending(dict[str, Any]):
-    """The `_parameters` of a module while lent: reading by name gives the whole tensor, listing gives the DTensors."""
+    """The `_parameters` of a module within `whole_parameters`.
+
+    Reading by name gives the whole tensor, and iterating gives the DTensors.
+    """
 
     def __init__(self, parameters: dict[str, Any], lender: _Lender) -> None:
         super().__init__(parameters)
@@ -74,7 +80,10 @@ class _Lending(dict[str, Any]):
 
 
 class _Lender:
-    """Gathers whole values of parameters, and keeps them for the running forward, or for the context if none runs."""
+    """Gathers parameters, and keeps each whole tensor until the running forward ends.
+
+    Outside a forward, it keeps them until the context of `whole_parameters` ends.
+    """
 
     def __init__(self, lay_out: LayOut) -> None:
         self._lay_out = lay_out
@@ -84,12 +93,12 @@ class _Lender:
         self._scopes.append({})
 
     def close(self, *_: Any) -> None:
-        """Copy in-place changes of the scope's whole tensors into the shards, and drop the whole tensors."""
+        """Copy in-place changes of the ending forward's whole tensors into the shards, and drop these tensors."""
         for full, parameter in self._scopes.pop().values():
             self._take_back(full, parameter)
 
     def lend(self, parameter: Any) -> Any:
-        """Return the whole tensor of a DTensor, with gradients into the DTensor; return any other value as it is."""
+        """Return a DTensor parameter as a whole tensor, with gradients into the DTensor; any other value as it is."""
         if not isinstance(parameter, DTensor):
             return parameter
         key = (id(parameter), torch.is_grad_enabled() and parameter.requires_grad)

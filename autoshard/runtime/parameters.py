@@ -1,4 +1,4 @@
-"""Replace, swap or lend the parameters of a module tree; their qualified names and ties stay."""
+"""Replace, swap or lend the parameters of a model. Their qualified names and ties stay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from autoshard.runtime.replaced_parameter import ReplacedParameter, stand_for
 
 
 def replace_parameters(model: nn.Module, replace: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace each parameter by `replace(parameter)` under all of its names; it may return the parameter itself."""
+    """Put `replace(parameter)` in the place of each parameter, under all of its names.
+
+    `replace` may return the parameter itself.
+    """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for owner, leaf, parameter in list(_places(model)):
         if parameter not in made:
@@ -26,9 +29,10 @@ def replace_parameters(model: nn.Module, replace: Callable[[torch.Tensor], torch
 
 
 def take_over_parameters(model: nn.Module, take: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace each parameter by `take(parameter)` for good, with its hooks and attributes, and with `take(gradient)`.
+    """Put `take(parameter)` in the place of each parameter for good, with its hooks and attributes.
 
-    The old parameter objects forward to the new ones, so that other holders of them, such as optimizers, keep working.
+    Its gradient becomes `take(gradient)`. The old parameter objects forward to the new ones (`ReplacedParameter`), so
+    that optimizers which hold the old ones keep working.
     """
     before = [parameter for _, _, parameter in _places(model)]
     replace_parameters(model, take)
@@ -43,7 +47,7 @@ def take_over_parameters(model: nn.Module, take: Callable[[torch.Tensor], torch.
 
 
 def swap_parameter(parameter: torch.Tensor, lay_out: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Give `parameter` the sharding and memory of `lay_out(parameter)`, and do the same for its gradient.
+    """Give `parameter` the sharding and memory of `lay_out(parameter)`, and its gradient those of `lay_out(gradient)`.
 
     The parameter object and its hooks stay, so that optimizers which hold it keep working.
     """
@@ -58,7 +62,10 @@ def swap_parameter(parameter: torch.Tensor, lay_out: Callable[[torch.Tensor], to
 
 @dataclass(frozen=True, slots=True)
 class _Hooks:
-    """A parameter's hooks, in its own two dicts, because the handle of a hook can remove it only there."""
+    """The two dicts in which torch keeps a parameter's hooks.
+
+    A hook's handle can remove the hook only from these dicts.
+    """
 
     on_gradient: Any = None
     after_accumulation: Any = None
@@ -105,7 +112,7 @@ def gather_buffers(model: nn.Module) -> None:
 
 @contextmanager
 def lent_parameters(model: nn.Module, lend: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Within the context, `model` holds `lend(parameter)` in place of each parameter."""
+    """Within the context, `model` has `lend(parameter)` in the place of each parameter."""
     before = list(_places(model))
     replace_parameters(model, lambda parameter: lend(parameter))
     try:
@@ -117,7 +124,7 @@ def lent_parameters(model: nn.Module, lend: Callable[[torch.Tensor], torch.Tenso
 
 @contextmanager
 def outlined_parameters(model: nn.Module) -> Iterator[Mapping[torch.Tensor, nn.Parameter]]:
-    """Within the context, `model` has outlines (meta tensors of global shape) in place of its parameters.
+    """Within the context, `model` has meta tensors of global shape (outlines) in the place of its parameters.
 
     Yield a dict from each outline to its parameter.
     """
@@ -131,9 +138,9 @@ def _outline(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_new_parameters(model: nn.Module, has_adopted: Callable[[torch.Tensor], bool]) -> None:
-    """Raise `TraceError` if the model got new parameters that the engine did not take over when it was compiled.
+    """Raise `TraceError` if the model has a parameter that the engine did not take over in `compile`.
 
-    New parameters would have to become DTensors, and optimizers that exist already do not hold them.
+    A new parameter would have to become a DTensor, and optimizers that exist already do not hold it.
     """
     new = [name for name, parameter in model.named_parameters() if not has_adopted(parameter)]
     if new:
@@ -151,7 +158,7 @@ def _as_parameter(value: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
 
 
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield (owning module, name in it, parameter) for each name of each parameter; a tied parameter has several."""
+    """Yield (module, name in the module, parameter) for each place of each parameter. A tied parameter has several."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         path, _, leaf = name.rpartition(".")
         yield model.get_submodule(path), leaf, parameter

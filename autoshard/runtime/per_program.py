@@ -1,4 +1,4 @@
-"""`PerProgram`: a table of values that are made once per program, and freed with the program."""
+"""`PerProgram`: a table of values that are made once for each program, and freed with the program."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PerProgram(Generic[Made]):
         return self._made.get(executable)
 
     def get_or_make(self, executable: Executable, make: Callable[[], Made]) -> Made:
-        """Return the value of a program; if there is none, make it now and keep it."""
+        """Return the value of a program; if it has none, call `make` and keep its result."""
         found = self._made.get(executable)
         if found is None:
             found = self._made[executable] = make()

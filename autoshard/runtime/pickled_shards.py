@@ -1,9 +1,9 @@
 """Pickle DTensors (`torch.save`) of a compiled model only if this rank holds them whole.
 
 For `if rank == 0: torch.save(model.state_dict(), path)`, torch writes only the shards of rank 0 into the file. So a
-tensor that this rank holds whole is written as a plain tensor, and any other DTensor is refused. Copies, other
-processes of this rank (such as that of `torch.distributed.checkpoint.async_save`), and DTensors of other libraries are
-pickled as torch does.
+tensor that this rank holds whole is written as a plain tensor. For any other DTensor, `NotAvailableError` is raised.
+Copies, other processes of this rank (such as that of `torch.distributed.checkpoint.async_save`), and DTensors of other
+libraries are pickled as torch does.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from autoshard.runtime.split_output import SplitOutput
 from autoshard.runtime.stages.stage_meshes import OtherStageTensor
 
 _PROTOCOL = 2
-"""The pickle protocol to pass to torch, which treats this protocol and all later ones alike."""
+"""The pickle protocol that is passed to torch. Torch treats this protocol and all later ones alike."""
 
 _OURS: WeakSet[DeviceMesh] = WeakSet()
-"""Meshes for which models were compiled."""
+"""Meshes for which models were compiled. DTensors on any other mesh are pickled as torch does."""
 
 
 def pickle_wholes_alone(meshes: Iterable[DeviceMesh]) -> None:
-    """From now on, pickle DTensors on `meshes` only if this rank holds them whole."""
+    """From now on, raise an error if a DTensor on one of `meshes` is pickled and this rank does not hold it whole."""
     _OURS.update(meshes)
     for kind in (DTensor, SplitOutput, OtherStageTensor):
         copyreg.pickle(kind, _reduced)  # type: ignore[arg-type]  # typeshed knows fewer forms than pickle takes
@@ -41,7 +41,11 @@ def pickle_wholes_alone(meshes: Iterable[DeviceMesh]) -> None:
 
 
 def _reduced(tensor: DTensor) -> Any:
-    """Pickle a DTensor, or raise `NotAvailableError` if it is ours and this rank does not hold it whole."""
+    """Return the pickled form of a DTensor.
+
+    Raises:
+        NotAvailableError: the DTensor is of a compiled model, and this rank does not hold it whole.
+    """
     is_copied = sys._getframe(1).f_code is copy.copy.__code__
     if is_copied or tensor.device_mesh not in _OURS:
         return _as_torch_does(tensor)

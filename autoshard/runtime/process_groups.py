@@ -1,4 +1,4 @@
-"""Make the process groups that lowered programs name, and bind programs to a rank's groups.
+"""Make the process groups that lowered programs name, and put torch's names of these groups into programs.
 
 A lowered program names a group by its mesh axes and its purpose (`autoshard.ir.communicators`): "model", "data,model",
 or "data/gradients". `bind` copies a graph for one rank, with torch's names of its groups and with its coordinates.
@@ -41,13 +41,14 @@ _INTEGER_OPERATORS: frozenset[Callable[..., Any]] = frozenset(
 
 
 class ProcessGroups:
-    """The process groups along the axes of a torch `DeviceMesh`, of which this process has `rank`.
+    """The process groups of this process along the axes of a torch `DeviceMesh`.
 
     Groups over several axes, and groups for a purpose, are made at first use, in the same order on all ranks. There are
-    at most three groups for each set of axes. On CPUs, communication in a new group raises an error after `timeout_s`.
+    at most three groups for each set of axes. On CPUs, communication in a new group raises an error after `timeout_s`
+    seconds.
 
-    The stages of a pipeline have different programs, whose ranks use the groups of `outer`, on the mesh of all ranks.
-    `outer.prepare` makes these groups for all stages together.
+    The stages of a pipeline have different programs. Their ranks use the groups of `outer`, on the mesh of all ranks.
+    `outer.prepare` makes these groups for all stages together. `rank` is this process's number on the mesh.
     """
 
     def __init__(
@@ -68,19 +69,26 @@ class ProcessGroups:
         return self.mesh.coordinates(self.rank)
 
     def name(self, group: str) -> str:
-        """Return torch's name of this rank's process group, made if new, for a group's name in a lowered program."""
+        """Return torch's name of this rank's process group with the name `group` in lowered programs.
+
+        The group is made now if it is new.
+        """
         if group not in self._names:
             found = self._group(group).group_name if self._outer is None else self._outer.prepared(group)
             self._names[group] = found
         return self._names[group]
 
     def prepare(self, groups: Iterable[str]) -> None:
-        """Make the named groups now; all ranks must call with the same names."""
+        """Make the groups with these names now. All ranks must call this with the same names."""
         for group in sorted(set(groups)):
             self.name(group)
 
     def prepared(self, group: str) -> str:
-        """Return torch's name of a group that `prepare` has made; raise `NotAvailableError` for any other group."""
+        """Return torch's name of a group that exists.
+
+        Raises:
+            NotAvailableError: neither `prepare` nor torch has made the group.
+        """
         if group not in self._names and group not in self.mesh.axis_names:
             raise NotAvailableError(
                 f"A stage of the pipeline communicates along {group!r}, but this group was not made for all stages "
@@ -89,7 +97,7 @@ class ProcessGroups:
         return self.name(group)
 
     def new(self, members: Sequence[int], axis: str) -> dist.ProcessGroup:
-        """Make a group of `members`, in this order, with the backend of `axis`. All ranks of the mesh must call."""
+        """Make a process group of `members`, in this order, with the backend of `axis`; all ranks must call this."""
         backend = dist.get_backend(self._device_mesh.get_group(axis))
         return _new_group([self._ranks[member] for member in members], self._timeout, backend)
 
@@ -107,7 +115,10 @@ class ProcessGroups:
 
 
 def _new_group(ranks: list[int], timeout: timedelta | None, backend: str) -> dist.ProcessGroup:
-    """Number `ranks` in the given order, for which torch below 2.13 needs an ascending order."""
+    """Make a process group in which `ranks` have numbers in the given order.
+
+    Torch below 2.13 accepts only an ascending order.
+    """
     if ranks == sorted(ranks):
         return cast(dist.ProcessGroup, dist.new_group(ranks, timeout, backend))
     return cast(dist.ProcessGroup, dist.new_group(ranks, timeout, backend, sort_ranks=False))
@@ -116,8 +127,8 @@ def _new_group(ranks: list[int], timeout: timedelta | None, backend: str) -> dis
 def bind(graph_module: fx.GraphModule, groups: ProcessGroups) -> fx.GraphModule:
     """Return a copy of a lowered graph for this rank.
 
-    The copy names this rank's process groups. This rank's coordinates, and integer arithmetic on them, are numbers. On
-    CPUs, reductions add in the order of ranks (`reduce_in_rank_order`).
+    The copy names this rank's process groups. This rank's coordinates, and integer arithmetic on them, become numbers.
+    On CPUs, reductions add in the order of ranks (`reduce_in_rank_order`).
 
     Before → after on rank 1 of "model": `all_gather(x, 4, "model")` → `all_gather(x, 4, "7")`, and
     `axis_index("model") * 8` → `8`.
@@ -132,7 +143,7 @@ def bind(graph_module: fx.GraphModule, groups: ProcessGroups) -> fx.GraphModule:
 
 
 def group_of(node: fx.Node) -> str | None:
-    """Return the name of the group in which a node of a lowered program communicates; None for other nodes."""
+    """Return the name of the group in which a node of a lowered program communicates; None for any other node."""
     return str(node.kwargs.get("group_name", node.args[-1])) if node.target in _COLLECTIVES else None
 
 
@@ -169,7 +180,10 @@ def _bind_node(
     coordinates: dict[str, int],
     groups: ProcessGroups,
 ) -> Any:
-    """Copy a node. A coordinate, or arithmetic on coordinates, becomes this rank's number."""
+    """Copy a node into `graph`, and return the copy.
+
+    For this rank's coordinates and arithmetic on them, return a number.
+    """
     if node.target is axis_index:
         return coordinates[str(node.args[0])]
     args = fx.map_arg(node.args, copies.__getitem__)
@@ -184,7 +198,7 @@ def _bind_node(
 
 
 def _with_group(args: Any, kwargs: Any, groups: ProcessGroups) -> tuple[Any, Any]:
-    """Replace the group, which is a collective's last argument, by torch's name of it."""
+    """Return a collective's arguments, with torch's name of its group in place of the last argument."""
     if "group_name" in kwargs:
         return args, {**kwargs, "group_name": groups.name(kwargs["group_name"])}
     return (*args[:-1], groups.name(args[-1])), kwargs

@@ -1,7 +1,7 @@
 """`ProgramRun` runs the forwards and backwards of a program's micro-batches, stage by stage.
 
-A program without stages is a pipeline of one stage. A process runs the stages of its pipeline rank, or all stages if it
-simulates all ranks. `StageMessages` carries values between stages.
+A program without stages is a pipeline of one stage. A process runs the stages of its pipeline rank; if it
+simulates all ranks, it runs all stages. `StageMessages` carries values between stages.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from autoshard.runtime.stages.crossing_table import CrossingTable
 from autoshard.runtime.stages.stage_messages import StageMessages
 
 Inputs = Callable[[int], dict[int, Sequence[torch.Tensor]]]
-"""Takes the number of a micro-batch; returns the input tensors of each stage, by the stage's number.
+"""Function that takes the number of a micro-batch, and returns the input tensors of each stage by stage number.
 
-They are the tensors of the call and of the model; see `Executable.by_stage`.
+These are the tensors of the call and of the model (`Executable.by_stage`).
 """
 
 Take = Callable[[Executable, Sequence[LocalValue], int], None]
-"""Called with a stage's program, the local outputs of its forward, and the number of the micro-batch."""
+"""Function that is called with a stage's program, the local outputs of its forward, and the micro-batch's number."""
 
 
 @dataclass(slots=True)
@@ -35,10 +35,12 @@ class StageRun:
     """A stage that this process runs, in one call.
 
     Args:
+        number: the stage's number.
+        program: the stage's program.
         hoisted: local values computed once for all micro-batches; None before the first micro-batch.
-        saved: local values that a forward saves for its backward, by micro-batch.
-        for_second_half: local values that the first half of a split backward saves for the second half, by micro-batch.
-        graph_gradients: gradients of backwards that ran with their forwards in one CUDA graph, by micro-batch.
+        saved: micro-batch → local values that its forward saves for its backward.
+        for_second_half: micro-batch → local values that the first half of a split backward saves for the second half.
+        graph_gradients: micro-batch → gradients of a backward that ran with its forward in one CUDA graph.
         gradient_sums: the sums of gradients so far; None before the first backward.
         owned: for each sum, whether it may be written over; None: all may be.
     """
@@ -53,19 +55,25 @@ class StageRun:
     owned: Sequence[bool] | None = None
 
     def run_backward(self, values: list[LocalValue]) -> list[LocalValue]:
-        """Run a backward on saved values and local tangents (emptied); return the gradients for other stages."""
+        """Run a backward, add its gradients for the update to the sums, and return the gradients for other stages.
+
+        `values` has the saved values, then the local tangents. It is emptied.
+        """
         sent, gradients = self.program.run_backward_on(values, self._take_sums())
         self.add(gradients, self.program.owned_gradients)
         return sent
 
     def run_second_half(self, values: list[LocalValue]) -> None:
-        """Run the second half of a split backward on the values of the first half, which are emptied."""
+        """Run the second half of a split backward on `values` from its first half, and add its gradients to the sums.
+
+        `values` is emptied.
+        """
         self.add(*self.program.run_second_half(values, self._take_sums()))
 
     def _take_sums(self) -> list[LocalValue] | None:
-        """Take the sums for a backward that adds to them, so that each sum can be freed.
+        """Remove and return the sums, for a backward that adds to them and frees the old ones.
 
-        None before the first backward, and if the engine adds afterwards.
+        Return None before the first backward, or if the engine adds after the backward.
         """
         if self.gradient_sums is None or not self.program.adds_in_backward:
             return None
@@ -73,7 +81,7 @@ class StageRun:
         return sums
 
     def add(self, gradients: list[LocalValue], owned: Sequence[bool]) -> None:
-        """Add a micro-batch's gradients to the sums; `owned`: for each gradient, whether it may be written over."""
+        """Add a micro-batch's gradients to the sums. `owned` says for each gradient whether it may be written over."""
         if self.gradient_sums is None:
             self.gradient_sums, self.owned = gradients, owned
             return
@@ -87,11 +95,13 @@ class ProgramRun:
 
     Args:
         table: the values that stages send each other.
-        stages: the stages that run in this process, by number.
+        stages: number of a stage → the stage, for the stages that this process runs.
+        messages: carries values between stages.
         inputs: returns the inputs of a micro-batch; called once for each micro-batch.
         weights: the weight of each micro-batch in the loss. A micro-batch of weight zero has no backward.
-        loss_scale: the factor of all gradients.
+        take: gets the outputs of each stage's forward.
         graphs: launches forward and backward of a micro-batch as a CUDA graph; None to launch each kernel.
+        loss_scale: the factor of all gradients.
     """
 
     table: CrossingTable
@@ -105,7 +115,10 @@ class ProgramRun:
     _inputs_left: dict[int, dict[int, Sequence[torch.Tensor]]] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Get the inputs of the first micro-batch, once ranks have agreed on the call, and begin messages."""
+        """Get the inputs of the first micro-batch, and begin messages between stages.
+
+        Getting inputs also waits until ranks agree on the call.
+        """
         self._inputs_left[0] = self.inputs(0)
         self.messages.begin(self.table, self.weights)
 
@@ -116,13 +129,16 @@ class ProgramRun:
             stage.hoisted = None
 
     def can_run(self, task: StageTask) -> bool:
-        """Whether a task can run now, possibly after waiting for other processes; a method of `TaskRunner`."""
+        """Whether a task can run now: no stage of this process still has to make a value for it.
+
+        Values of other processes are waited for when the task runs.
+        """
         if task.work.is_transfer or task.work is Work.BACKWARD_WEIGHT or self._is_skipped(task):
             return True
         return self.messages.has_all(task.stage, task.micro_batch, is_forward=task.work is Work.FORWARD)
 
     def run_task(self, task: StageTask) -> None:
-        """Run a forward, a backward or half a backward, or begin to receive a message; a method of `TaskRunner`."""
+        """Run a forward, a backward or half a backward, or begin to receive the values that one of them reads."""
         match task.work:
             case Work.FORWARD:
                 self._run_forward(self.stages[task.stage], task.micro_batch)
@@ -139,7 +155,10 @@ class ProgramRun:
                 self.messages.expect(task.stage, task.micro_batch, is_forward=task.work is Work.RECEIVE_FORWARD)
 
     def _is_skipped(self, task: StageTask) -> bool:
-        """Whether a task is left out: the backward of a micro-batch of weight zero, whose gradient may be 0 / 0."""
+        """Whether a task belongs to the backward of a micro-batch of weight zero, which does not run.
+
+        Its gradient may be 0 / 0.
+        """
         return task.work is not Work.FORWARD and not self.weights[task.micro_batch]
 
     def _run_forward(self, stage: StageRun, micro_batch: int) -> None:
@@ -158,7 +177,10 @@ class ProgramRun:
         self.take(program, results, micro_batch)
 
     def _inputs_of(self, stage: StageRun, micro_batch: int) -> Sequence[torch.Tensor]:
-        """Return a stage's inputs. The first stage that asks gets all stages' inputs, to draw numbers in order."""
+        """Return a stage's inputs for a micro-batch.
+
+        The first stage that asks gets the inputs of all stages, so that random numbers are drawn in order.
+        """
         if micro_batch not in self._inputs_left:
             self._inputs_left[micro_batch] = self.inputs(micro_batch)
         return self._inputs_left[micro_batch].pop(stage.number)
@@ -169,7 +191,10 @@ class ProgramRun:
     def _run_both(
         self, graphs: GraphedPasses, stage: StageRun, values: Sequence[LocalValue], micro_batch: int
     ) -> tuple[list[LocalValue], list[LocalValue]]:
-        """Run forward and backward as a CUDA graph. Its results are copied if the next call would overwrite them."""
+        """Run forward and backward of a micro-batch as a CUDA graph; return local outputs, and local gradients.
+
+        Results that the next call would overwrite are copied.
+        """
         results, gradients = graphs.run(stage.program, values, self._tangents(stage, micro_batch))
         if len(self.weights) > 1:
             gradients = [gradient.clone() for gradient in gradients]
@@ -193,7 +218,10 @@ class ProgramRun:
         return [self._tangent(slot, stage, micro_batch) for slot in stage.program.tangents]
 
     def _tangent(self, slot: LocalSlot, stage: StageRun, micro_batch: int) -> LocalValue:
-        """Return the gradient of an output: a later stage's, the micro-batch's scaled weight for the loss, or zero."""
+        """Return the local gradient of an output of a stage.
+
+        It comes from a later stage, or is the micro-batch's scaled weight if the output is the loss, else zero.
+        """
         if crosses_stages(slot.slot.name):
             return self._received(slot, stage, micro_batch, is_forward=False)
         is_of_loss = slot.slot.name.replace("tangent:", "output:") in self.table.staged.results

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -29,6 +30,7 @@ class ProgramUpdate:
         gradients: the number of gradients.
         reads: slots of parameters, optimizer state and options.
         writes: slots of updated parameters and state, and perhaps of the norm or of a stage's sum of squares.
+        engine: the engine that runs the update.
     """
 
     graph_module: fx.GraphModule
@@ -38,7 +40,7 @@ class ProgramUpdate:
     engine: Engine
 
     def load(self) -> None:
-        """Load all graphs now. The graphs may bind process groups, so all ranks of a stage must load together."""
+        """Load all graphs now. Loading may make process groups, so all ranks of a stage must load together."""
         _ = self._first, self._second
 
     def run_norm(
@@ -46,16 +48,17 @@ class ProgramUpdate:
     ) -> tuple[torch.Tensor | None, list[LocalValue]]:
         """Compute the norm of the gradients, if the program has it; for a stage, the sum of the gradients' squares.
 
-        Return this scalar (None if the program does not compute it), and local values to pass to `run`. `carried` are
-        the gradients, summed over micro-batches; emptied. `held` has the tensors of `reads`.
+        Return this scalar (None if the program does not compute it), and local values to pass to `run`.
+
+        Args:
+            carried: the gradients, summed over micro-batches; emptied.
+            held: parameters, optimizer state and options, in the order of `reads`.
         """
         kept = carried.copy()
         carried.clear()
         if self._first is None or self._norm is None:
             return None, kept
-        for index in self._places_of_squares:
-            held[index] = torch.zeros((), dtype=self.reads[index].dtype, device=self.engine.device)
-        kept += self._read(held)
+        kept += self._read_by_first([held[index] for index in self._parts.read_by_first])
         norm, *kept = self._first(kept)
         return self.engine.write(norm, self.writes[self._norm]), kept
 
@@ -63,8 +66,10 @@ class ProgramUpdate:
     def run(self, kept: list[LocalValue], held: list[torch.Tensor], squares: torch.Tensor | None = None) -> None:
         """Update the user's parameters and state in place.
 
-        `kept` are the values from `run_norm`; emptied. `squares` is the sum of squares over all stages, or None without
-        stages. `held` is as for `run_norm`.
+        Args:
+            kept: values from `run_norm`; emptied.
+            held: see `run_norm`.
+            squares: the sum of squares over all stages; None without stages.
         """
         for index in self._places_of_squares:
             assert squares is not None, "a stage that clips gave its squares"
@@ -93,29 +98,56 @@ class ProgramUpdate:
 
     @cached_property
     def _places(self) -> tuple[int, ...]:
-        """The position in `reads` of the value that each updated value replaces."""
+        """For each updated value, the position in `reads` of the value that it replaces."""
         places = {(slot.slot.kind, slot.slot.name): index for index, slot in enumerate(self.reads)}
         return tuple(places[OWNERS[OutputKind(slot.slot.kind)], slot.slot.name] for slot in self._updated)
 
     @cached_property
-    def _parts(self) -> tuple[fx.GraphModule | None, fx.GraphModule, int]:
-        """The first graph (or None), the second graph, and the number of values that the second takes from the first.
-
-        Without a first graph, the second graph takes the gradients.
-        """
+    def _parts(self) -> _CutUpdate:
         if self._norm is None:
-            return None, self.graph_module, self.gradients
-        return cut_graph(self.graph_module, (self._norm,), hands_on=self.gradients)
+            return _CutUpdate(None, (), self.graph_module, self.gradients)
+        first, second, taken = cut_graph(self.graph_module, (self._norm,), hands_on=self.gradients)
+        return _CutUpdate(first, _drop_unread(first, self.gradients), second, taken)
+
+    @cached_property
+    def _read_by_first(self) -> Reader:
+        return self.engine.reader([self.reads[index] for index in self._parts.read_by_first])
 
     @cached_property
     def _first(self) -> Loaded | None:
-        graph_module = self._parts[0]
-        return None if graph_module is None else self.engine.load(graph_module)
+        return None if self._parts.first is None else self.engine.load(self._parts.first)
 
     @cached_property
     def _second(self) -> Loaded:
-        _, graph_module, taken = self._parts
-        return self.engine.load(graph_module, {index: taken + place for index, place in enumerate(self._places)})
+        taken = self._parts.taken
+        written = {index: taken + place for index, place in enumerate(self._places)}
+        return self.engine.load(self._parts.second, written)
+
+
+class _CutUpdate(NamedTuple):
+    """The two graphs of an update.
+
+    Args:
+        first: computes the norm from the gradients; None without a norm.
+        read_by_first: positions in `reads` of the values that `first` takes after the gradients: the inverse of a loss scale.
+        second: computes parameters and state.
+        taken: number of values that `second` takes from `first`; without `first`, the number of gradients.
+    """
+
+    first: fx.GraphModule | None
+    read_by_first: tuple[int, ...]
+    second: fx.GraphModule
+    taken: int
+
+
+def _drop_unread(graph_module: fx.GraphModule, kept: int) -> tuple[int, ...]:
+    """Remove the inputs without readers after the first `kept` inputs; return the positions of those with readers."""
+    others = graph_module.graph.find_nodes(op="placeholder")[kept:]
+    read = tuple(index for index, node in enumerate(others) if node.users)
+    for node in (node for node in others if not node.users):
+        graph_module.graph.erase_node(node)
+    graph_module.recompile()
+    return read
 
 
 _NORMS = (OutputKind.SQUARES, OutputKind.NORM)

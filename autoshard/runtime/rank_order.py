@@ -2,9 +2,9 @@
 
 Reduce-scatter: Gloo runs an all-reduce and slices its result. An all-to-all and a local sum send half as many bytes.
 
-All-reduce: with three ranks or more, Gloo's bits of an element depend on its position in the tensor, and so on its
-bucket. An all-to-all, a local sum and an all-gather send as many bytes. The local sum adds in the order of ranks,
-narrow dtypes in float32, so the result has the simulator's bits.
+All-reduce: with three ranks or more, Gloo's result for an element depends on the element's position in the tensor, and
+so on its bucket. An all-to-all, a local sum and an all-gather send as many bytes. The local sum adds in the order of
+ranks, narrow dtypes in float32, so the result equals the simulator's bit by bit.
 
 Other backends round each partial sum to the dtype that they send. So gradients that the user sends in 16 bits
 (`passes/lowering/narrow_reductions.py`) are reduced in this way on all backends.
@@ -28,7 +28,7 @@ _c10d = torch.ops._c10d_functional
 _ORDERLESS = (Reduction.MAX, Reduction.MIN)
 
 SMALL_BYTES = 2**12
-"""An all-reduce of at most this many bytes gathers all addends and sums them locally.
+"""An all-reduce of at most this many bytes becomes an all-gather of all addends and a local sum.
 
 Each pair of ranks then exchanges one message instead of two.
 """
@@ -43,7 +43,8 @@ def reduce_in_rank_order(graph_module: fx.GraphModule, mesh: Mesh, *, of_gloo: b
     * `wait(all_reduce(x))` on three ranks or more → `_joined(wait(all_gather(_reduce(wait(all_to_all(_rows(x)))))))`,
       with the all-gather issued midway; a small `x` is gathered whole and reduced at once.
 
-    With `of_gloo` false, only narrowed gradients are rewritten, because another backend runs the collectives.
+    If `of_gloo` is false, another backend runs the collectives. Then only reductions of gradients in 16 bits are
+    rewritten.
     """
     rewriter = _Rewriter(mesh, graph_module.graph, of_gloo)
     return lazy_module(graph_module, rewriter.rewritten())
@@ -158,14 +159,14 @@ def _flat(value: Tensor) -> Tensor:
 
 
 def _rows(value: Tensor, size: int) -> Tensor:
-    """Cut a tensor's elements into `size` rows; zeros fill up the last row."""
+    """Return the elements of a tensor as `size` rows of equal length. Zeros fill up the last row."""
     flat = value.reshape(-1)
     missing = -flat.numel() % size
     return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(size, -1)
 
 
 def _reduce(received: Tensor, reduction: str, size: int, shape: Sequence[int]) -> Tensor:
-    """Reduce the `size` pieces of `received`, one from each rank, in rank order."""
+    """Return the reduction, in rank order, of the `size` pieces of `received`, one from each rank."""
     pieces = received.view(size, -1).unbind(0)
     if reduction == "avg":
         return (combine(Reduction.SUM, pieces) / size).view(shape)
@@ -173,6 +174,6 @@ def _reduce(received: Tensor, reduction: str, size: int, shape: Sequence[int]) -
 
 
 def _joined(gathered: Tensor, shape: torch.Size) -> Tensor:
-    """Return the tensor of `shape` at the front of `gathered`; the rest is padding."""
+    """Return the first elements of `gathered` as a tensor of `shape`. The other elements are padding."""
     count = shape.numel()
     return (gathered if gathered.numel() == count else gathered[:count].contiguous()).view(shape)

@@ -1,4 +1,4 @@
-"""Parameter objects from before `compile`, which optimizers and users still hold, forward to the DTensors in use now.
+"""Parameter objects from before `compile`, which optimizers and users still hold, act as the DTensors in use now.
 
 A plain `nn.Parameter` cannot become a DTensor (`torch.utils.swap_tensors` refuses it). So torch's functions and the
 attributes (`grad`, `data`, `shape`) of the old object act on its successor.
@@ -17,7 +17,7 @@ from autoshard.errors import TraceError
 
 
 class ReplacedParameter(nn.Parameter):
-    """A parameter from before `compile`. A torch function of the parameter acts on its successor, a DTensor."""
+    """A parameter from before `compile`. Torch functions of the parameter act on its successor, a DTensor."""
 
     _successor: torch.Tensor
 
@@ -30,7 +30,11 @@ class ReplacedParameter(nn.Parameter):
 
 
 def stand_for(parameter: nn.Parameter, successor: torch.Tensor) -> None:
-    """Let `parameter` forward to `successor` from now on. Raise `TraceError` if Python cannot change its class."""
+    """Make `parameter` a `ReplacedParameter` with this successor, from now on.
+
+    Raises:
+        TraceError: Python cannot change the parameter's class.
+    """
     try:
         parameter.__class__ = ReplacedParameter
     except TypeError as error:
@@ -42,5 +46,5 @@ def stand_for(parameter: nn.Parameter, successor: torch.Tensor) -> None:
 
 
 def successor_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the parameter that replaced `tensor`, or `tensor` itself if it was not replaced."""
+    """Return the DTensor that replaced the parameter `tensor` in `compile`; `tensor` itself if none did."""
     return vars(tensor)["_successor"] if isinstance(tensor, ReplacedParameter) else tensor

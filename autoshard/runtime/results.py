@@ -1,4 +1,4 @@
-"""Give the results of a program to the user: nest outputs as the model does, and write buffers and attributes."""
+"""Give the results of a program to the user: nest outputs as the model does, and set buffers and attributes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from autoshard.runtime.executable import Executable
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Writes the results of calls into the user's `model`, and returns its outputs."""
+    """Sets the buffers and attributes of the user's `model` after calls, and returns the outputs of calls."""
 
     model: nn.Module
 
     def hand_out(self, executable: Executable, outputs: Sequence[torch.Tensor]) -> Any:
-        """Write the buffers and attributes that a call sets; return its outputs, nested as in the model's own call."""
+        """Set the buffers and attributes that a call sets; return its outputs, nested as the model's own call does."""
         program = executable.phased.lowered.traced
         executable.set_attributes()
         leaves = dict(program.output_constants)
@@ -37,11 +37,11 @@ class Results:
         return pytree.tree_unflatten([leaves[index] for index in range(len(leaves))], program.output_tree)
 
     def keep(self, path: str, value: torch.Tensor) -> None:
-        """Set the attribute at `path`, such as "layers.0.last", to a tensor, as the model's own call does."""
+        """Set the model's attribute at `path`, such as "layers.0.last", to a tensor, as the model's own call does."""
         owner, _, name = path.rpartition(".")
         setattr(self.model.get_submodule(owner), name, value)
 
     @torch.no_grad()
     def update_buffer(self, name: str, value: torch.Tensor) -> None:
-        """Copy a program's new value of a buffer, whole, into the user's buffer with this qualified name."""
+        """Copy `value`, a program's new value of a buffer, into the user's buffer with this qualified name."""
         self.model.get_buffer(name).copy_(value)

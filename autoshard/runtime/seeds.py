@@ -19,7 +19,7 @@ A user who draws fewer numbers after a seed never reaches a state in which a cal
 """
 
 _KNOWN = 4096
-"""The number of remembered states of torch's generator."""
+"""The most states of torch's generator that are remembered."""
 
 
 class SeedSequence:
@@ -29,7 +29,7 @@ class SeedSequence:
 
     A call that draws advances torch's CPU generator. If the user moves the generator back (by a seed, a state, or
     leaving `torch.random.fork_rng`), the sequence moves back too, as on one device. Draws in the user's own code do not
-    move it.
+    move the sequence.
 
     Ranks must set equal seeds. They compare seeds when they compile, and when the user has moved the sequence. After
     `load`, the sequence continues from the saved state, independent of torch's seed.
@@ -42,30 +42,30 @@ class SeedSequence:
         self._is_loaded = False
 
     def __reduce__(self) -> tuple[Callable[[torch.Tensor], SeedSequence], tuple[torch.Tensor]]:
-        """Pickle or copy the state, without the states of this process's generator."""
+        """Pickle or copy the place in the sequence, without the remembered states of this process's generator."""
         return _loaded, (self.state(),)
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the user moved torch's generator to a state that belongs to another place in the sequence."""
+        """Whether the user moved torch's generator, so that its state belongs to another place in the sequence."""
         return self._place_of_generator() != (self.base, self.count)
 
     def renew(self) -> None:
-        """Move the sequence to the place of torch's present generator state."""
+        """Move to the place in the sequence that belongs to the present state of torch's generator."""
         self.base, self.count = self._place_of_generator()
 
     def restart(self, count: int = 0) -> None:
-        """Continue the sequence of torch's present seed after `count` draws."""
+        """Move to the place behind `count` draws in the sequence of torch's present seed."""
         self.base, self.count, self._is_loaded = torch.initial_seed(), count, False
         self._remember_state()
 
     def state(self) -> torch.Tensor:
-        """Return the place in the sequence, to save: the base and the number of draws, int64[2]."""
+        """Return the place in the sequence as int64[2], to save: the base, and the number of draws."""
         base, count = self._place_of_generator()
         return torch.tensor([(base & _MASK) - ((base & _SIGN) << 1), count], dtype=torch.int64)
 
     def load(self, state: torch.Tensor) -> None:
-        """Continue from a saved result of `state`, independent of torch's seed."""
+        """Move to a place that `state` returned. From then on, the sequence is independent of torch's seed."""
         base, count = state.tolist()
         self.base, self.count, self._is_loaded = base & _MASK, count, True
         self._left = Mark.now()
@@ -82,7 +82,7 @@ class SeedSequence:
         return torch.full((), seed, dtype=torch.int64, device=device)
 
     def draw(self) -> torch.Tensor:
-        """Draw the next seed, a 0-dim int64 tensor on the CPU; torch's generator advances."""
+        """Return the next seed, a 0-dim int64 tensor on the CPU, and advance the sequence and torch's generator."""
         seed = self.peek()
         self._remember_state()
         torch.empty(_STRIDE, dtype=torch.int32, device=_CPU).random_()
@@ -92,7 +92,10 @@ class SeedSequence:
         return seed
 
     def _remember_state(self) -> None:
-        """Remember the place for the generator's state, and forget the oldest of more than `_KNOWN` states."""
+        """Remember the present place for the generator's state.
+
+        The oldest of more than `_KNOWN` states is forgotten.
+        """
         self._left = Mark.now()
         self._known.pop(self._left, None)
         self._known[self._left] = self.base, self.count
@@ -120,7 +123,7 @@ class SeedSequence:
         return (now.seed, 0) if last is None else self._known[last]
 
     def _goes_on_loaded(self, now: Mark) -> bool:
-        """Whether the sequence continues from a loaded state, because no seed was set since `load`.
+        """Whether the sequence continues from the place that `load` set, because no seed was set since then.
 
         The sequence also continues if the user loads torch's own random state after `load`.
         """
@@ -134,7 +137,7 @@ def _loaded(state: torch.Tensor) -> SeedSequence:
 
 
 def seed_of_weights(seed: int) -> int:
-    """Return the seed, which fits in an int64, for initialisers of weights. It is unrelated to the seeds of calls."""
+    """Return a seed for initialisers of weights, which fits in an int64 and is unrelated to the seeds of calls."""
     return _mix(_mix(seed ^ _WEIGHTS)) >> 1
 
 
@@ -143,7 +146,10 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def _mix(value: int) -> int:
-    """Mix bits by SplitMix64's output function (Steele, Lea, Flood 2014, figure 18): near numbers become unrelated."""
+    """Return `value` with its bits mixed, so that near numbers become unrelated.
+
+    The function is the output function of SplitMix64 (Steele, Lea, Flood 2014, figure 18).
+    """
     value &= _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK

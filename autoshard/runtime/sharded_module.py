@@ -55,11 +55,11 @@ from autoshard.runtime.weights.model_weights import Weights
 _LOGGER = logging.getLogger(__name__)
 
 MAX_PROGRAMS = 32
-"""The default number of programs that a module caches. It serves a few lengths, in training and in evaluation."""
+"""The default number of programs that a module caches: enough for a few lengths, in training and in evaluation."""
 
 
 class ShardedModule(OfModel, HasWeights):
-    """A model that runs on all ranks of a mesh. `autoshard.compile` makes it; see the file's docstring.
+    """A model that runs on all ranks of a mesh, made by `autoshard.compile`.
 
     An attribute that this module lacks, such as `sharded.config`, is read from and set on the user's model. A method of
     the user's model (`sharded.generate`) runs the user's own code, without the compiled program. With processes, all
@@ -99,7 +99,7 @@ class ShardedModule(OfModel, HasWeights):
         self._become(model)
 
     def members(self) -> Members:
-        """Return the present members of the model. If they changed, first gather buffers that are DTensors."""
+        """Return the model's present modules, parameters and buffers. Buffers that became DTensors are gathered."""
         if self._members is None or not self._members.are_unchanged():
             if self._members is not None:
                 self._members.refuse_assigned_data()
@@ -109,7 +109,7 @@ class ShardedModule(OfModel, HasWeights):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh on which the program runs; with pipeline stages, a stage's mesh, without the axis "pipeline"."""
+        """The mesh on which a program runs. With a pipeline, it is a stage's mesh, without the axis "pipeline"."""
         return self._engine.mesh
 
     @property
@@ -129,7 +129,7 @@ class ShardedModule(OfModel, HasWeights):
 
     @property
     def specs(self) -> Mapping[str, PartitionSpec]:
-        """The specs of parameters, by qualified name; empty until the first program is planned."""
+        """The spec of each parameter, by its qualified name; empty until the first program is planned."""
         names = {name for name, _ in self.named_parameters()}
         return {name: spec for name, spec in self._placed.items() if name in names}
 
@@ -148,7 +148,7 @@ class ShardedModule(OfModel, HasWeights):
         return self
 
     def whole_parameters(self) -> AbstractContextManager[None]:
-        """Within the context, parameters are whole plain tensors for the user's own code; see `runtime.own_code`."""
+        """Within the context, the user's own code gets whole plain tensors when it reads parameters."""
         if self.model_weights.pipeline_rank_of and self._engine.control is not None:
             raise NotAvailableError(
                 "The model's own code reads all parameters. With a process per rank, each rank holds only the "
@@ -158,7 +158,7 @@ class ShardedModule(OfModel, HasWeights):
         return whole_parameters(self._original[0], self._engine.lay_out_like)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
-        """Return a copy with its own model, which runs the same programs on the same ranks."""
+        """Return a copy with a copy of the user's model. It runs the same programs on the same ranks."""
         memo[id(self.compiler)] = self.compiler
         memo[id(self._known)] = self._known.for_a_copy()
         if self._last is not None:
@@ -168,7 +168,7 @@ class ShardedModule(OfModel, HasWeights):
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle, without programs, which are compiled again after the module is loaded."""
+        """Return the module's state for pickling, without programs. They are compiled again after unpickling."""
         return {**self.__dict__, "_known": KnownPrograms(self._known.most), "_last": None, "_members": None}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -177,7 +177,7 @@ class ShardedModule(OfModel, HasWeights):
             write_seeds(destination, prefix, self.seeds)
 
     def get_extra_state(self) -> Any:
-        """Return the extra state of `nn.Module`, which `torch.distributed.checkpoint.state_dict` broadcasts."""
+        """Return the extra state for the `state_dict`, which `torch.distributed.checkpoint.state_dict` broadcasts."""
         return extra_state_of(self)
 
     @in_normal_mode
@@ -195,7 +195,7 @@ class ShardedModule(OfModel, HasWeights):
             return self._run(FlatCall.of(args, kwargs, self._outputs))
 
     def run_for_loss(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call the module, and return only the loss."""
+        """Call the model on these arguments, and return only the loss."""
         with self.agreement.one_thread:
             return self._run(FlatCall.of(args, kwargs, Outputs.LOSS))
 
@@ -214,7 +214,7 @@ class ShardedModule(OfModel, HasWeights):
     def _call_of(
         self, executable: Executable, call: FlatCall, seed: torch.Tensor | None, derivatives: Derivatives = ()
     ) -> ProgramCall:
-        """Return a call in the form that autograd saves. `seed` is the seed that it drew."""
+        """Return a call of a program as autograd needs it. `seed` is the seed that the call drew, or None."""
 
         state, training = executable.state, self.training
 
@@ -234,18 +234,21 @@ class ShardedModule(OfModel, HasWeights):
     def _find_padded(
         self, call: FlatCall, members: Members, update: Update | None = None, *, runs: bool = True
     ) -> tuple[Executable, FlatCall]:
-        """Find the program of a call and the call, padded if it may be. `runs`: ranks compare its inputs."""
+        """Find or compile the program for a call, padded if that is proven; return it and the call to run.
+
+        `runs` says whether the program will run, so that ranks compare its inputs.
+        """
         if self._lengths is not None:
             call = self._lengths.choose(self._lengths.pad(call), lambda padded: self._kind(padded, members, update))
         return self._find(call, members, update, runs=runs)
 
     def _kind(self, padded: FlatCall, members: Members, update: Update | None) -> Hashable:
-        """Return the key of padded calls that share one proof."""
+        """Return a key that is equal for padded calls which share one proof."""
         plain, grad = replace(padded, as_compiled=False), self._wants_grad(padded, members)
         return key_of(plain, members, grad=grad, updates=update is not None), self.training
 
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
-        """Compile the program for a call without running it; return its plan, or None if the program has none."""
+        """Compile the program for a call without running it; return its plan, or None if it has none."""
         return self._compile_for(FlatCall.of(args, kwargs, self._outputs))
 
     def compile_for_loss(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan | None:
@@ -267,7 +270,7 @@ class ShardedModule(OfModel, HasWeights):
     ) -> tuple[Executable, FlatCall]:
         """Find or compile the program of a whole training step; return it and the flattened (padded) call.
 
-        `runs`: the program will run, so ranks compare its inputs.
+        `runs` says whether the program will run, so that ranks compare its inputs.
         """
         with torch.enable_grad():
             return self._find_padded(FlatCall.of(args, kwargs, Outputs.LOSS), members, update, runs=runs)
@@ -275,9 +278,9 @@ class ShardedModule(OfModel, HasWeights):
     def _find(
         self, call: FlatCall, members: Members, update: Update | None = None, *, runs: bool = True
     ) -> tuple[Executable, FlatCall]:
-        """Find or compile the program for a call; return it and the call as the program flattens it.
+        """Find or compile the program for a call; return it and the call to run.
 
-        Without a proof that padding changes no result, the returned call is the call without padding.
+        If no proof shows that padding changes no result, the returned call is the call without padding.
         """
         grad = self._wants_grad(call, members)
         key = key_of(call, members, grad=grad, updates=update is not None)
@@ -304,7 +307,7 @@ class ShardedModule(OfModel, HasWeights):
         return executable, call
 
     def _prove(self, call: FlatCall, grad: bool) -> PaddingProof | None:
-        """Search for the proof for a padded call; None for a call without padding."""
+        """Search for a proof that padding changes no result of the call; None for a call without padding."""
         if self._lengths is None or call.exact is None:
             return None
         with self._requesting(call, grad) as request:
@@ -313,7 +316,10 @@ class ShardedModule(OfModel, HasWeights):
     def _find_with_all_tangents(
         self, call: FlatCall, seed: torch.Tensor | None, derivatives: Derivatives = ()
     ) -> Executable:
-        """Find or compile the program in which each output has a tangent. `seed` is the seed that the call drew."""
+        """Find or compile the program in which each output has a tangent, an input for the output's gradient.
+
+        `seed` is the seed that the call drew, or None.
+        """
         key = key_of(call, self.members(), grad=True, all_tangents=True, derivatives=derivatives)
         self.agreement.enter(key, {}, lambda: self._describe(call, grad=True))
         executable = self._known.find(key, lambda known: self._serves(known, call, seed=seed))
@@ -362,7 +368,7 @@ class ShardedModule(OfModel, HasWeights):
         derivatives: Derivatives = (),
         proof: PaddingProof | None = None,
     ) -> Executable:
-        """Compile the program for a call. `seed` is the call's seed, or None before it draws.
+        """Compile the program for a call. `seed` is the seed that the call drew, or None before it draws.
 
         If the model's Python values changed, but the trace gives a known program again, this program serves the new
         values too.
@@ -403,7 +409,7 @@ class ShardedModule(OfModel, HasWeights):
 
     @contextmanager
     def _requesting(self, call: FlatCall, grad: bool, seed: torch.Tensor | None = None) -> Iterator[Request]:
-        """Yield the request for a call's program. Within the context, the model's parameters are meta tensors."""
+        """Yield the compiler's request for a call. Within the context, the model's parameters are meta tensors."""
         model = self._original[0]
         args, kwargs = call.assemble([self._example(leaf) for leaf in call.leaves])
         with outlined_parameters(model) as own:
@@ -423,7 +429,7 @@ class ShardedModule(OfModel, HasWeights):
             )
 
     def _say(self, notes: Iterable[str]) -> None:
-        """Log each note as a warning, once."""
+        """Log each note as a warning, unless it was logged before."""
         for note in notes:
             if note not in self._notes:
                 _LOGGER.warning("%s", note)
@@ -433,14 +439,14 @@ class ShardedModule(OfModel, HasWeights):
         return describe_call(call, grad=grad, training=self.training)
 
     def _example(self, leaf: Any) -> Any:
-        """Replace a tensor by another tensor of global shape, for tracing."""
+        """Return a global copy of a tensor argument, for tracing; any other argument as it is."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         example = self._engine.global_copy(leaf).detach()
         return (example.clone() if example.is_inference() else example).requires_grad_(leaf.requires_grad)
 
     def _place(self, executable: Executable) -> None:
-        """Shard each parameter by the first program that has it, and remember the specs, also of optimizer state."""
+        """Shard parameters that no earlier program has; remember their specs and those of optimizer state."""
         kinds = (InputKind.PARAMETER, InputKind.STATE)
         slots = [slot for slot in executable.phased.lowered.inputs if slot.slot.kind in kinds]
         if executable.compiled.staged is not None:

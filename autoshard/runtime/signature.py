@@ -1,4 +1,4 @@
-"""Keys of calls: calls with equal keys can run the same program."""
+"""Keys of calls: calls with equal keys may share a program."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ class FlatCall:
     """The arguments of a call, flattened by torch's pytree, with keyword arguments in the order of their names.
 
     Args:
+        leaves: the flattened arguments.
+        tree: pytree structure that nests the leaves into `(args, kwargs)`.
         outputs: the form of the returned outputs: sharded, whole, or the loss alone.
-        as_compiled: the program is traced with `torch.compiler.is_compiling()` true.
+        as_compiled: whether the program is traced with `torch.compiler.is_compiling()` true.
         exact: the call before padding, if inputs are padded; else None.
     """
 
@@ -46,12 +48,12 @@ class FlatCall:
         return {f"input:{i}": leaf for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)}
 
     def flattened_again(self) -> FlatCall:
-        """Return the same call, flattened with the types that are registered with pytree now."""
+        """Return the same call, flattened again, after more types have been registered with pytree."""
         flattened = FlatCall.of(*self.assemble(self.leaves), self.outputs)
         return replace(flattened, as_compiled=self.as_compiled, exact=self.exact)
 
     def assemble(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return `(args, kwargs)` with `leaves` in place of the call's own leaves."""
+        """Return the call's `(args, kwargs)` with its leaves replaced by `leaves`."""
         return pytree.tree_unflatten(list(leaves), self.tree)
 
 
@@ -67,8 +69,14 @@ def key_of(
     """Return a key of everything that a program depends on, except tensors' values and the model's Python values.
 
     The key covers shapes, dtypes, other leaves of the call, modes, and the model's parameters and buffers: their names,
-    dtypes, ties, and which are frozen. `updates` is true for a whole training step. `all_tangents` and `derivatives`
-    are fields of `Request`.
+    dtypes, ties, and which are frozen.
+
+    Args:
+        call: the call.
+        members: the model's modules, parameters and buffers.
+        grad: whether the call wants gradients.
+        updates: whether the program is a whole training step.
+        all_tangents, derivatives: fields of `Request`.
     """
     return (
         (updates, all_tangents, derivatives),
@@ -82,7 +90,10 @@ def key_of(
 
 
 def check_devices(tensors: Mapping[str, torch.Tensor], device: torch.device, traced: Mapping[str, str]) -> None:
-    """Raise `TraceError` for inputs without values, or on another device type than the traced input of this name."""
+    """Raise `TraceError` if an input is on meta, or on another device type than `device` or its traced input.
+
+    `traced` maps the name of an input to the device type on which it was traced.
+    """
     for name, tensor in tensors.items():
         found = tensor.device.type
         if found != device.type and (found == "meta" or traced.get(name, found) != found):
@@ -95,7 +106,7 @@ def check_devices(tensors: Mapping[str, torch.Tensor], device: torch.device, tra
 
 
 def describe_call(call: FlatCall, *, grad: bool, training: bool) -> str:
-    """Return a short text of a call for people, such as `(int64[4, 16], int64[4, 16]), training`."""
+    """Return a short text of a call for messages, such as `(int64[4, 16], int64[4, 16]), training`."""
     parts = [
         f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else _text(leaf)
         for leaf in call.leaves

@@ -1,7 +1,7 @@
 """The simulator runs a lowered program for all ranks of a mesh in one process, in lock-step.
 
-It evaluates the graph node by node, for each rank's operands. Ranks whose operands are the same objects (copies) share
-one evaluation and one result. Memory into which a program writes is separate for each rank.
+It evaluates the graph node by node, and each node on each rank's operands. Ranks whose operands are the same objects
+share one evaluation and one result. Memory into which a program writes is separate for each rank.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from autoshard.kernels import EXCHANGING
 from autoshard.kernels.exchange import run_together
 
 OnValues = Callable[[fx.Node, Sequence[Any]], None]
-"""Called with each evaluated node and its values, one per rank."""
+"""Function that is called with each evaluated node and its values, one for each rank."""
 
 GroupCollective = Callable[..., Sequence[Any]]
-"""A simulated collective, which returns one result per rank of the group.
+"""Function that simulates a collective, and returns a result for each rank of the group.
 
 It takes the node's name, the operands of the group's ranks, and the collective's other arguments without the group.
 """
@@ -46,6 +46,7 @@ def simulate(
     Args:
         program: a lowered program, or the graph of a program without attributes; `autoshard.ir.communicators` names
             the groups of its collectives.
+        mesh: the mesh whose ranks are simulated.
         inputs: for each placeholder, the value of each rank. Give the same object to ranks that hold copies.
         on_values: called after each node, for example to compare values.
 
@@ -129,7 +130,10 @@ class _SimulatedRun:
         return node.target(*args, **kwargs)
 
     def _communicate(self, node: fx.Node, operands: Sequence[_Arguments]) -> list[Any]:
-        """Run a collective: its first argument is its operand, and its last argument is the name of its group."""
+        """Run a collective for all ranks, and return each rank's result.
+
+        Its first argument is its operand, and its last argument is the name of its group.
+        """
         if node.target is _c10d.wait_tensor.default:
             return [args[0] for args, _ in operands]
         collective = _COLLECTIVES.get(node.target)
@@ -145,7 +149,7 @@ class _SimulatedRun:
         return results
 
     def _exchange(self, node: fx.Node, arguments: Sequence[_Arguments]) -> list[Any]:
-        """Run one of our operators that communicate inside (`EXCHANGING`)."""
+        """Run, for all ranks, an operator of ours that communicates inside (`EXCHANGING`); return their results."""
         steps_of = EXCHANGING[cast(OpOverload, node.target)]
         results: list[Any] = [None] * self.mesh.size
         for group in self._groups(node):
@@ -172,7 +176,7 @@ def _is_collective(target: Any) -> bool:
 
 
 def _reads_rank(node: fx.Node) -> bool:
-    """Whether a node may read `axis_index`: Python functions may, except arithmetic."""
+    """Whether a node may read the rank's coordinate (`axis_index`), as any Python function but arithmetic may."""
     if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
         return False
     return getattr(node.target, "__module__", None) not in ("_operator", "builtins", "math")
@@ -183,12 +187,12 @@ def _arguments_at(node: fx.Node, values: Mapping[fx.Node, list[Any]], rank: int)
 
 
 def _identity(value: Any) -> Any:
-    """Return a key that equal numbers share; any other object has a key of its own."""
+    """Return a key that is equal for the same object, and for equal numbers."""
     return (type(value), value) if isinstance(value, (bool, int, float)) else id(value)
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Return, for each node, the values to free after it, because no later node reads them."""
+    """Return a dict from each node to the nodes whose values are freed after it, because no later node reads them."""
     seen: set[fx.Node] = set()
     result: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
@@ -234,7 +238,7 @@ def _broadcast(name: str, tensors: Sequence[Tensor], source: int) -> list[Tensor
 
 
 def _coalesced(collective: GroupCollective) -> GroupCollective:
-    """Return a collective's coalesced form, which takes a list of operands per rank."""
+    """Return the coalesced form of a collective, which takes a list of operands for each rank."""
 
     def communicate(name: str, members: Sequence[Sequence[Tensor]], *args: Any) -> list[list[Tensor]]:
         by_operand = [collective(name, tensors, *args) for tensors in zip(*members, strict=True)]

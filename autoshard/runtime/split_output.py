@@ -3,7 +3,8 @@
 A `SplitOutput` is a DTensor: each rank holds its part, `full_tensor()` gathers it, `to_local()` returns the part. It
 differs from a DTensor in cases that would surprise a user who wrote for one device, or would give wrong values:
 
-* Plain tensors beside it count as equal on every rank, as inputs do, so `cross_entropy(logits, targets)` works.
+* Plain tensors in the same operation count as equal on every rank, as inputs do, so `cross_entropy(logits, targets)`
+  works.
 * Functions that read values (`item()`, `tolist()`, `numpy()`, `bool()`) read the whole tensor.
 * `_ON_PARTS` lists the functions that run on parts. For any other function, and for unevenly split tensors, torch's own
   function runs on gathered plain tensors, and the results are replicated DTensors.
@@ -62,7 +63,7 @@ _ON_PARTS = frozenset(
 
 
 class SplitOutput(DTensor):
-    """A DTensor for users who wrote for one device: an output that stays sharded, or a result computed from it."""
+    """An output that stays sharded, or a result computed from it: a DTensor that behaves as a tensor on one device."""
 
     __slots__ = ()
 
@@ -77,7 +78,7 @@ class SplitOutput(DTensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a torch function on each rank's part or on whole tensors, or raise; see the file's docstring."""
+        """Run a torch function on each rank's part or on whole tensors, by the rules in the file's docstring."""
         name, given = getattr(func, "__name__", str(func)), (args, dict(kwargs or {}))
         if func in _OF_AUTOGRAD:
             return cls._as_outputs(super().__torch_function__(func, types, *given), given)
@@ -102,7 +103,7 @@ class SplitOutput(DTensor):
 
     @classmethod
     def _on_parts(cls, func: Callable[..., Any], types: Iterable[type], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Run a function as DTensor does, on each rank's part."""
+        """Run a function as DTensor does, on each rank's part, and return its result."""
         try:
             result = super().__torch_function__(func, types, args, kwargs)
         except (RuntimeError, NotImplementedError, IndexError, TypeError) as error:
@@ -111,7 +112,10 @@ class SplitOutput(DTensor):
 
     @classmethod
     def _as_outputs(cls, result: Any, given: Any) -> Any:
-        """Make the new DTensors in a result `SplitOutput`s, with partial sums reduced. `given` has the arguments."""
+        """Return a function's result with new DTensors in it as `SplitOutput`s, and partial sums reduced.
+
+        `given` has the function's arguments.
+        """
         known = {id(leaf) for leaf in pytree.tree_leaves(given)}
         return pytree.tree_map_only(
             DTensor, lambda made: made if id(made) in known else cls.of(_added_up(made)), result
@@ -123,7 +127,7 @@ def _value(tensor: Any) -> torch.Tensor:
 
 
 def _runs_on_parts(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether DTensor computes a call correctly on parts."""
+    """Whether DTensor computes this call correctly from each rank's part."""
     if name in ("max", "min"):
         return len(args) + len(kwargs) > 1  # the maximum of all elements has another gradient, and other NaNs, on parts
     if name == "__getitem__":
@@ -132,12 +136,12 @@ def _runs_on_parts(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _is_place(index: Any) -> bool:
-    """Whether an index is a position or a range. Lists and masks may read any position."""
+    """Whether an index is an integer, a slice, None or an ellipsis. Lists and masks may read any position."""
     return index is None or index is Ellipsis or isinstance(index, slice) or type(index) is int
 
 
 def _arguments_of_mean(args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the call's arguments by name if `cross_entropy` computes a mean, else None."""
+    """Return the arguments of `cross_entropy` by name if it computes a mean; None for a sum or no reduction."""
     call = signature(F.cross_entropy).bind(*args, **kwargs)
     call.apply_defaults()
     named = dict(call.arguments)
@@ -148,9 +152,9 @@ def _arguments_of_mean(args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any] |
 
 
 def _mean_cross_entropy(call: Mapping[str, Any]) -> torch.Tensor:
-    """Divide the sum of all losses, in float32 or wider, by the count of targets that are not ignored.
+    """Return the mean of cross-entropy: the sum of all losses, in float32 or wider, divided by the number of targets.
 
-    With class weights, the divisor is the sum of these targets' weights.
+    Ignored targets do not count. With class weights, the divisor is the sum of the targets' weights.
     """
     target, weight = call["target"], call["weight"]
     losses = F.cross_entropy(**{**call, "reduction": "none"})
@@ -166,7 +170,7 @@ def _mean_cross_entropy(call: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _added_up(tensor: DTensor) -> DTensor:
-    """Reduce partial sums, which DTensor does not combine with numbers."""
+    """Return a DTensor with its partial sums reduced, because DTensor does not combine partial sums with numbers."""
     if not any(placement.is_partial() for placement in tensor.placements):
         return tensor
     mesh, placements = tensor.device_mesh, [Replicate() if it.is_partial() else it for it in tensor.placements]
@@ -181,7 +185,7 @@ def _on_every_rank(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def _operand(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Make an operand a DTensor on the call's mesh, split evenly or replicated."""
+    """Return an operand as a DTensor on the call's mesh. An unevenly split one is replicated."""
     if not isinstance(tensor, DTensor):
         return _on_every_rank(tensor, mesh)
     if tensor.device_mesh != mesh:
@@ -198,7 +202,7 @@ def _is_uneven(tensor: DTensor) -> bool:
 
 
 def _writes(name: str, keywords: Mapping[str, Any]) -> bool:
-    """Whether a function changes an operand in place. The change could be lost if the operand is a copy."""
+    """Whether a function changes an operand in place. The change would be lost if the operand is a copy."""
     is_in_place = name == "__setitem__" or (
         name.startswith("__i") and name not in ("__int__", "__index__", "__invert__", "__iter__")
     )

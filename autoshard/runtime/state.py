@@ -1,7 +1,7 @@
 """Save and load the place in a module's sequence of seeds, as extra state in its `state_dict`.
 
-The place is saved for models that may draw random numbers, under torch's name for extra state ("_extra_state"). The
-state dict of a plain model lacks it, and can be loaded too.
+Models that may draw random numbers have the place under torch's name for extra state ("_extra_state"). The state dict
+of a plain model lacks it, and can be loaded too.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from autoshard.runtime.seeds import SeedSequence
 
 _EXTRA = "_extra_state"
 _BOTH = {"model", "seeds"}
-"""The keys of the extra state if the model has extra state of its own: the model's state, and the place."""
+"""The keys of the extra state of a model with extra state of its own: the model's, and the place in the seeds."""
 
 
 def write_seeds(destination: dict[str, Any], prefix: str, seeds: SeedSequence) -> None:
-    """Add the place in a sequence of seeds to a state dict that has the model's own state under names with `prefix`."""
+    """Add the place in a sequence of seeds to the state dict `destination`, under `prefix` and "_extra_state"."""
     key = prefix + _EXTRA
     destination[key] = {"model": destination[key], "seeds": seeds.state()} if key in destination else seeds.state()
 
 
 def extra_state_of(module: nn.Module) -> Any:
-    """Return the extra state that a module saves under "_extra_state"; None if it saves none."""
+    """Return the extra state that a module saves in its `state_dict`; None if it saves none."""
     written: dict[str, Any] = {}
     module._save_to_state_dict(written, "", keep_vars=True)
     return written.get(_EXTRA)
 
 
 def take_seeds(state: dict[str, Any], prefix: str, model: nn.Module) -> torch.Tensor | None:
-    """Remove the place that `write_seeds` added to a state dict, and return it, int64[2]; None if there is none."""
+    """Remove the place that `write_seeds` added to a state dict; return it as int64[2], or None if there is none."""
     key = prefix + _EXTRA
     extra = state.get(key)
     if isinstance(extra, dict) and extra.keys() == _BOTH:
@@ -52,7 +52,7 @@ def lay_out_state(
     model: nn.Module,
     lay_out: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """In a state dict, replace each whole value of a DTensor parameter by the DTensor `lay_out(value, parameter)`."""
+    """Replace each whole tensor in a state dict whose parameter is a DTensor by `lay_out(tensor, parameter)`."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         value = state.get(prefix + name)
         if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
@@ -62,7 +62,10 @@ def lay_out_state(
 
 
 def may_draw(model: nn.Module) -> bool:
-    """Whether a float above 0 has "drop" in its attribute's or its module class's name, so that the model may draw."""
+    """Whether a model may draw random numbers: it has an attribute above 0, with "drop" in its name.
+
+    The name of the attribute's module class counts too.
+    """
     return any(
         "drop" in f"{type(module).__name__}.{name}".lower()
         for module in model.modules()

@@ -1,4 +1,4 @@
-"""Shard the state of an optimizer that the user steps in a training loop of their own, by a hook before each step.
+"""Shard the state of an optimizer that the user steps in their own training loop, by a hook before each step.
 
 The state may be plain tensors while the parameters are DTensors: Adagrad makes state before `compile`, and a plain
 `load_state_dict` gives whole tensors.
@@ -23,15 +23,19 @@ from autoshard.runtime.stages.stage_meshes import is_elsewhere
 
 @dataclass(frozen=True, slots=True)
 class StateInLoops:
-    """A hook that torch calls before each step of any optimizer. It shards the optimizer's state once.
+    """A hook that torch calls before each step of any optimizer. It shards each optimizer's state once.
 
-    `known` maps an optimizer to the state dict object (`optimizer.state`) that was sharded.
+    `known` maps an optimizer to the object `optimizer.state` whose tensors were sharded.
     """
 
     known: WeakKeyDictionary[torch.optim.Optimizer, Any] = field(default_factory=WeakKeyDictionary)
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Shard the optimizer's state, unless it is known; raise `NotAvailableError` for fused Adagrad on DTensors."""
+        """Shard the optimizer's state like its parameters, unless this was done.
+
+        Raises:
+            NotAvailableError: the optimizer is a fused Adagrad on DTensors.
+        """
         if self.known.get(optimizer) is optimizer.state:
             return
         _refuse_fused(optimizer)
@@ -40,7 +44,7 @@ class StateInLoops:
 
 
 def check_states_again() -> None:
-    """Let the hook check all optimizers at their next step, because parameters have become DTensors."""
+    """Make the hook shard the state of all optimizers again at their next step, as parameters have become DTensors."""
     _hook().known.clear()
 
 
@@ -52,7 +56,7 @@ def _hook() -> StateInLoops:
 
 
 def _refuse_fused(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse Adagrad's fused kernel, which torch does not run on DTensors."""
+    """Raise `NotAvailableError` for Adagrad with `fused=True` on DTensors, because torch has no such kernel."""
     if isinstance(optimizer, torch.optim.Adagrad):
         for group in optimizer.param_groups:
             if group.get("fused") and any(isinstance(successor_of(item), DTensor) for item in group["params"]):
@@ -63,7 +67,10 @@ def _refuse_fused(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _lay_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Shard a tensor that every rank has whole as the DTensor `like`, unless only other ranks hold shards."""
+    """Return `value`, which every rank has whole, sharded like the DTensor `like`.
+
+    If only other ranks hold shards of `like`, return `value` itself.
+    """
     assert isinstance(like, DTensor), "only state of DTensors is sharded"
     if is_elsewhere(like):
         return value

@@ -1,4 +1,4 @@
-"""`StepLoss`: the loss that a step returns, whose `backward` raises an error because the step has run the backward.
+"""`StepLoss`: the loss that a step returns. Its `backward` raises an error, because the step has run the backward.
 
 A scaled loss (`loss / 4`, or from a `GradScaler`) raises the error too. Any other result of the loss is a plain tensor.
 """
@@ -19,11 +19,11 @@ _SCALES = frozenset(
 
 
 class StepLoss(torch.Tensor):
-    """The loss of a step, a scalar whose backward has run, so that `backward` raises an error."""
+    """The loss of a step, a scalar. Its `backward` raises an error, because the step has run the backward."""
 
     @classmethod
     def of(cls, loss: torch.Tensor) -> torch.Tensor:
-        """Wrap the loss; a tensor of another class, such as a fake tensor, stays as it is."""
+        """Return the loss as a `StepLoss`. A tensor of another class, such as a fake tensor, is returned as it is."""
         if type(loss) is not torch.Tensor:
             return loss
         made = loss.as_subclass(cls)
@@ -34,7 +34,7 @@ class StepLoss(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call a torch function on the plain tensor, or raise for a backward; see `torch.Tensor.__torch_function__`."""
+        """Call a torch function on the loss as a plain tensor; raise an error if the function is a backward."""
         args, keywords = pytree.tree_map_only(StepLoss, lambda loss: vars(loss)["plain"], (args, dict(kwargs or {})))
         if func in _BACKWARDS and not any(
             leaf.requires_grad for leaf in pytree.tree_leaves(args[:1]) if isinstance(leaf, torch.Tensor)

@@ -1,4 +1,4 @@
-"""`StepsTaken` counts the steps of each parameter of an optimizer in the optimizer's state, as torch does."""
+"""`StepsTaken` counts the steps of each parameter in the optimizer's state, as torch does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class StepsTaken:
-    """Reads and counts the steps in the state of each parameter.
+    """Reads and raises the counts of steps in an optimizer's state, one for each parameter.
 
     SGD keeps no counts. Its count is 1 if the state has a momentum buffer, else 0.
 
@@ -27,7 +27,7 @@ class StepsTaken:
         self._more = 0.0
 
     def of(self, parameter: torch.Tensor) -> float:
-        """Return the number of steps that a parameter has taken, from the optimizer's state; 0 before the first."""
+        """Return how many steps a parameter has taken, by the optimizer's state; 0.0 without state."""
         state = self._optimizer.state.get(parameter, {})
         if self._is_sgd:
             return float(state.get("momentum_buffer") is not None)
@@ -37,11 +37,14 @@ class StepsTaken:
         return float(step)
 
     def are_as_counted(self) -> bool:
-        """Whether no other code wrote to the counts since this object last wrote to them."""
+        """Whether no other code has written to the counts since this object did."""
         return [joined._version for joined in self._joined] == self._versions
 
     def are_counted_together(self, parameters: Collection[torch.Tensor]) -> bool:
-        """Whether exactly these parameters were counted last, and no other code changed their counts; true for SGD."""
+        """Whether `count_again` counts a step of exactly these parameters, and no other code changed their counts.
+
+        True for SGD.
+        """
         if self._is_sgd:
             return True
         state = self._optimizer.state
@@ -49,21 +52,24 @@ class StepsTaken:
         return are_held and self.are_as_counted() and self._counts.keys() == set(parameters)
 
     def count_again(self) -> None:
-        """Count one more step of the parameters that `count` counted last."""
+        """Add one to the counts of the parameters that were last passed to `count`."""
         for joined in self._joined:
             joined.add_(1)
         self._more += 1.0
         self._versions = [joined._version for joined in self._joined]
 
     def count(self, parameters: Collection[torch.Tensor]) -> None:
-        """Count one more step of these parameters. From then on, their counts are elements of shared tensors."""
+        """Add one to the counts of these parameters. From then on, their counts are elements of shared tensors."""
         if self._is_sgd:
             return
         options = {id(item): group for group in self._optimizer.param_groups for item in group["params"]}
         self._join({item: (self.of(item) + 1.0, *self._place_of(item, options[id(item)])) for item in parameters})
 
     def _place_of(self, parameter: torch.Tensor, options: Mapping[str, Any]) -> tuple[torch.dtype, torch.device]:
-        """Choose a count's dtype and device as torch does: on the CPU, except for capturable and fused optimizers."""
+        """Return dtype and device of a parameter's count, as torch chooses them.
+
+        It is on the CPU, except for capturable and fused optimizers.
+        """
         step = self._optimizer.state[parameter].get("step")
         if isinstance(step, torch.Tensor):
             return step.dtype, step.device
@@ -82,7 +88,7 @@ class StepsTaken:
         self._counts = {parameter: self._optimizer.state[parameter]["step"] for parameter in counted}
 
     def _put(self, members: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Replace the step counts of parameters by elements of one new tensor."""
+        """Make the counts of parameters elements of one new tensor, and return this tensor."""
         joined = torch.tensor([self._read[parameter] for parameter in members], dtype=dtype, device=device)
         for parameter, count in zip(members, joined.unbind(), strict=True):
             self._optimizer.state[parameter]["step"] = count

@@ -1,4 +1,4 @@
-"""Optimizers whose update is traced: SGD, Adam and AdamW of torch.optim.
+"""Optimizers whose update is traced into the program of a step: SGD, Adam and AdamW of torch.optim.
 
 This module describes their update as data (`autoshard.ir.update`). The optimizer object keeps its groups, options and
 state, so schedulers and state dicts work. Only the arithmetic runs in the program of the step.
@@ -37,7 +37,7 @@ _TRACED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
 def why_untraced(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the reason that an optimizer's update is not traced, as a sentence; None if it is traced."""
+    """Return why an optimizer's update cannot be traced, as a sentence; None if it can."""
     name = type(optimizer).__name__
     if type(optimizer) not in _TRACED:
         return f"{name} is none of {', '.join(kind.__name__ for kind in _TRACED)}, whose updates are traced."
@@ -50,7 +50,10 @@ def why_untraced(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def why_by_autograd(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
-    """Return why a step must put gradients into `.grad`, for example for hooks that read them; else None."""
+    """Return why a step must leave gradients in `.grad`, for example because hooks read them; None if it need not.
+
+    `named` are the model's parameters with their names.
+    """
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return f"{type(optimizer).__name__} has hooks on its step"
     named = list(named)
@@ -73,12 +76,13 @@ def describe_update(
     returns_norm: bool = False,
     scales_loss: bool = False,
 ) -> Update:
-    """Describe the update of a traced optimizer as data, from which the update is traced.
+    """Return the update of a traced optimizer as data, from which the update is traced.
 
     Parameters of one group with unequal numbers of steps form separate groups.
 
     Args:
-        names: the name of each parameter by `id`.
+        optimizer: the optimizer.
+        names: `id` of a parameter → its name.
         max_grad_norm: gradients are scaled down to this norm over all parameters; None: no clipping.
         steps_taken: the counts of steps; default: read them now.
         returns_norm: whether the step returns the norm of its gradients even without clipping.
@@ -100,7 +104,7 @@ def describe_update(
 
 
 def names_of(named: Iterable[tuple[str, nn.Parameter]]) -> dict[int, str]:
-    """Return the name of each parameter by its `id`."""
+    """Return a dict from the `id` of each parameter to its name."""
     return {id(parameter): name for name, parameter in named}
 
 
@@ -121,8 +125,12 @@ def _rule_of(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> Up
 class TracedState:
     """Passes the state and options of a traced optimizer to programs, and stores the results in the optimizer.
 
-    Gradients are scaled down to the norm `max_grad_norm` over all parameters; None: no clipping. With `returns_norm`,
-    steps return the norm of their gradients even without clipping. The loss has the scale `loss_scale`; None: no scale.
+    Args:
+        optimizer: a traced optimizer over parameters of the model.
+        engine: the engine that runs the programs.
+        max_grad_norm: gradients are scaled down to this norm over all parameters; None: no clipping.
+        returns_norm: whether steps return the norm of their gradients even without clipping.
+        loss_scale: the scale of the loss; None: the loss is not scaled.
     """
 
     def __init__(
@@ -143,7 +151,7 @@ class TracedState:
         self._known: KnownState | None = None
 
     def update(self, members: Members) -> Update:
-        """Return the optimizer's update at the step that begins, as data; `members` are the members of the model."""
+        """Return the optimizer's update at the present step, as data. `members` has the model's parameters."""
         known, rules = self._known, [_rule_of(self.optimizer, options) for options in self.optimizer.param_groups]
         if known is None or not known.is_current(members) or not self._steps_taken.are_as_counted():
             follow_replaced(self.optimizer)
@@ -163,10 +171,10 @@ class TracedState:
         return update
 
     def hold(self, executable: Executable) -> Mapping[int, list[torch.Tensor]]:
-        """Return the inputs of the update, for each stage that this process runs, by stage number.
+        """Return the inputs of the update of each stage that this process runs, by stage number.
 
-        A stage's inputs are its parameters, state (sharded as the program says; zeros if new) and options, in the order
-        of the update's inputs. Gradients are left out.
+        The inputs are the stage's parameters, optimizer state and options, in the order of `Executable.read_by_update`.
+        State is sharded as the program needs it, and new state is zeros.
         """
         held = self._present.inputs_of(executable)
         found = self._find(executable) if held is None else held.tensors
@@ -200,7 +208,7 @@ class TracedState:
             self.optimizer.state[owner][state_name] = self._engine.zeros(slot, owner)
 
     def _missing_elsewhere(self, executable: Executable) -> list[LocalSlot]:
-        """Return slots of other ranks' stages whose state this optimizer does not list as held elsewhere yet."""
+        """Return the slots of state of other ranks' stages that this rank's optimizer has no placeholder for."""
         slots = [slot for lowered in executable.elsewhere for slot in lowered.inputs]
         owners = [(slot, *self._owner(slot)) for slot in slots if slot.slot.kind is InputKind.STATE]
         return [
@@ -210,7 +218,7 @@ class TracedState:
         ]
 
     def _owner(self, slot: LocalSlot) -> tuple[str, nn.Parameter]:
-        """Return the name of a state, such as "exp_avg", and the parameter to which it belongs."""
+        """Return the kind of state in a slot, such as "exp_avg", and the parameter whose state it is."""
         state_name, _, owner = slot.slot.name.partition(":")
         return state_name, self._present.members.parameters[owner]
 
@@ -220,7 +228,10 @@ class TracedState:
         return self._known
 
     def _find(self, executable: Executable) -> Mapping[int, list[torch.Tensor]]:
-        """Find the update's tensors, with placeholders for options. Remember them if all are held already."""
+        """Return the tensors that `hold` returns, with placeholders for options.
+
+        If the optimizer holds all of them, remember them for later steps.
+        """
         known, parameters = self._present, self._present.members.parameters
         tensors: dict[int, list[torch.Tensor]] = {number: [] for number in executable.stages}
         are_all_held = not self._missing_elsewhere(executable)
@@ -246,7 +257,7 @@ class TracedState:
         return torch.full((), self._loss_scale.inverse, dtype=torch.float32, device=self._engine.device)
 
     def _hyper(self, executable: Executable, number: int) -> torch.Tensor:
-        """Return the present options of group `number` of the program's update as a float64 vector, [options]."""
+        """Return the present options of group `number` of the program's update, float64 [options]."""
         update = executable.compiled.update
         assert update is not None, "a program with hyper-parameters was traced for an update"
         group = update.groups[number]
@@ -266,7 +277,7 @@ class TracedState:
 
 
 def _updated_by(executable: Executable) -> list[str]:
-    """Return the sorted names of parameters that a program updates, on the stages of all ranks."""
+    """Return the names of the parameters that a program updates, in the stages of all ranks, sorted."""
     kind = OutputKind.PARAMETER_UPDATE
     slots = (slot.slot for lowered in executable.elsewhere for slot in lowered.outputs)
     own = (program.updated_parameters for program in executable.stages.values())
@@ -286,10 +297,10 @@ def update_of(
     returns_norm: bool = False,
     scales_loss: bool = False,
 ) -> Update | None:
-    """Describe an optimizer's update as data. None if it is not traced (with a warning), or without an optimizer.
+    """Return an optimizer's update as data. None without an optimizer, or with a warning if it is not traced.
 
     Raises:
-        NotAvailableError: with `strict`, if the update is not traced.
+        NotAvailableError: `strict` is true, and the update is not traced.
     """
     if optimizer is None:
         return None

@@ -26,11 +26,14 @@ from autoshard.runtime.traced_optimizer import TracedState
 
 
 class TracedStep:
-    """Runs forward, backward and update of `sharded` by a traced `optimizer` as one program, in stages or whole.
+    """Runs training steps of `sharded`, each as one program: forward, backward, and the update of a traced `optimizer`.
 
     Args:
+        sharded: the model.
+        optimizer: the optimizer, whose update is part of the program.
         max_grad_norm: gradients are scaled down to this norm over all parameters; None: no clipping.
         order: the order of the tasks of a program without stages.
+        executor: runs programs.
         check: may stop a step before its update, and takes the norm of the gradients.
         graphs: launches forward and backward of a micro-batch as a CUDA graph; None to launch each kernel.
         returns_norm: compute the norm of the gradients even without clipping.
@@ -61,11 +64,11 @@ class TracedStep:
         )
 
     def clip_to(self, max_grad_norm: float | None) -> None:
-        """Clip gradients to this norm from the next step on."""
+        """Set the norm to which gradients are clipped from the next step on; None: no clipping."""
         self._state.max_grad_norm = max_grad_norm
 
     def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan | None:
-        """Compile the program of a step for a micro-batch with these arguments; return its plan."""
+        """Compile the program of a step, given a micro-batch's arguments; return its plan."""
         members = self._sharded.members()
         executable, _ = self._sharded.find_step(args, kwargs, self._state.update(members), members, runs=False)
         self._executor.prepare(executable, self._order)
@@ -73,7 +76,7 @@ class TracedStep:
 
     @torch.no_grad()
     def run(self, parts: Sequence[Part], members: Members) -> torch.Tensor:
-        """Run one step on the arguments of each micro-batch in `parts`; return the loss of the whole batch."""
+        """Run one step on `parts`, the arguments of each micro-batch; return the loss of the whole batch."""
         find = partial(self._sharded.find_step, update=self._state.update(members), members=members)
         executable, calls = common_program(self._sharded, parts, find)
         weights, losses = weights_of(self._sharded, executable.compiled, parts), list[torch.Tensor]()
@@ -102,7 +105,7 @@ class TracedStep:
         return executable.by_stage(tensors)
 
     def _hand_out(self, program: Executable, results: Sequence[LocalValue], loss_name: str) -> torch.Tensor | None:
-        """Write updated buffers and attributes into the model; return the loss if it is among the results."""
+        """Set buffers and attributes of the model from a stage's results; return the loss, if it is among them."""
         loss, kept = None, program.phased.lowered.traced.kept
         paths = {f"output:{index}": path for index, path in kept.items()}
         for slot, value in zip(program.outputs, results, strict=True):

@@ -52,7 +52,7 @@ class StepObserver(Protocol):
 
 
 class TrainStep(HasWeights):
-    """Calling the step trains `sharded` on one batch. `autoshard.compile(..., optimizer=...)` makes it.
+    """A training step: each call trains `sharded` on one batch. `autoshard.compile(..., optimizer=...)` makes it.
 
     Args:
         sharded: the model; it returns a loss, or a structure whose first scalar is the loss.
@@ -107,7 +107,11 @@ class TrainStep(HasWeights):
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set `max_grad_norm`. Raise for every other public attribute, because later steps would not read it."""
+        """Set `max_grad_norm` or a private attribute.
+
+        Raises:
+            NotAvailableError: the attribute is another one, which later steps would not read.
+        """
         if name != "max_grad_norm" and not name.startswith("_") and "_is_made" in vars(self):
             raise NotAvailableError(
                 f"step.{name} = {value!r}: only max_grad_norm of a compiled step can be set. Set options of the "
@@ -118,7 +122,10 @@ class TrainStep(HasWeights):
 
     @property
     def max_grad_norm(self) -> float | None:
-        """Gradients are scaled down to this norm; None: no clipping. A traced step compiles again for each new norm."""
+        """The norm to which gradients are scaled down; None: no clipping.
+
+        A traced step compiles again for each new norm.
+        """
         return self._max_grad_norm
 
     @max_grad_norm.setter
@@ -180,7 +187,10 @@ class TrainStep(HasWeights):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh on which the step's program runs; see `ShardedModule.mesh`."""
+        """The mesh on which the step's program runs.
+
+        With a pipeline, it is a stage's mesh, without the axis "pipeline".
+        """
         return self.sharded.mesh
 
     @property
@@ -215,7 +225,7 @@ class TrainStep(HasWeights):
         return self._run(self._parts(args, kwargs))
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Raise `TraceError` for `torch.jit.script`, which calls this method."""
+        """Raise `TraceError`: `torch.jit.script`, which calls this method, cannot compile this step."""
         refuse_capture("TrainStep")
 
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
@@ -228,9 +238,10 @@ class TrainStep(HasWeights):
                 return self.sharded.compile_for_loss(part_args, part_kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the model (with its place in the sequence of seeds), the optimizer and the loss scale.
+        """Return the state dicts of the model, with its place in the sequence of seeds, and of the optimizer.
 
-        The state of the loss scale is there if the loss is scaled, in the form of `torch.amp.GradScaler.state_dict`.
+        The keys are "model" and "optimizer". If the loss is scaled, "loss_scale" has a state of
+        `torch.amp.GradScaler`.
         """
         found = {"model": self.sharded.state_dict(), "optimizer": self.optimizer.state_dict()}
         return found | self.loss_scale_state()
@@ -254,7 +265,11 @@ class TrainStep(HasWeights):
         return self.sharded.model_weights
 
     def _needs_gradients(self, members: Members) -> bool:
-        """Log the reason once. Raise `NotAvailableError` if the step must do so, but the mesh has pipeline stages."""
+        """Whether the step must leave gradients in `.grad`, for example for hooks; log the reason once.
+
+        Raises:
+            NotAvailableError: the step must do so, and the mesh has pipeline stages.
+        """
         reason = why_by_autograd(self.optimizer, members.parameters.items())
         if reason is not None and self._has_stages:
             raise NotAvailableError(
@@ -269,7 +284,7 @@ class TrainStep(HasWeights):
         return reason is not None
 
     def _run(self, parts: Sequence[Part]) -> torch.Tensor:
-        """Run a step by autograd, which sums the micro-batches' gradients, and the optimizer's own step."""
+        """Run a step by autograd and the optimizer's own `step`; return the loss of the batch."""
         scale = 1.0 if self._loss_scale is None else self._loss_scale.value
         tasks = _AutogradTasks(self.sharded, parts, self._weights(parts), scale)
         self._multiply_gradients(scale)
@@ -333,8 +348,11 @@ class TrainStep(HasWeights):
 class _AutogradTasks:
     """Runs forwards by calls of the model, and backwards by autograd; implements `TaskRunner`.
 
-    `weights` has the weight of each micro-batch in the loss, and `shares` its weighted loss, by number. Gradients have
-    the factor `loss_scale`.
+    Args:
+        parts: the arguments of each micro-batch.
+        weights: the weight of each micro-batch in the loss.
+        loss_scale: the factor of all gradients.
+        shares: micro-batch → its loss times its weight.
     """
 
     sharded: ShardedModule
@@ -347,7 +365,7 @@ class _AutogradTasks:
         return True
 
     def run_task(self, task: StageTask) -> None:
-        """Run a forward or a backward. A micro-batch of weight zero has no backward."""
+        """Run a forward or a backward of a micro-batch. A micro-batch of weight zero has no backward."""
         number = task.micro_batch
         if task.work is Work.FORWARD:
             self.shares[number] = share_of(self.sharded.run_for_loss(*self.parts[number]), self.weights[number])

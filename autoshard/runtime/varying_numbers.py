@@ -1,8 +1,8 @@
 """Avoid a new trace for each value of a number of the model that changes from call to call, such as `self.step`.
 
 When three values have given the same program, the call is traced with watched numbers in place of the attributes that
-changed (`ir/watched_numbers.py`). A watched number records the conditions that Python evaluates on it, which then
-replace its value among the guards. So a program serves every step for which `step % 10 == 5` is false.
+changed (`ir/watched_numbers.py`). A watched number records the conditions that Python evaluates on it. Later calls
+check these conditions instead of the value. So a program serves every step for which `step % 10 == 5` is false.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ _VALUES = 3
 """A number with this many values counts as changing from call to call."""
 
 Trace = Callable[[], Program]
-"""Traces the present call again, and returns its program."""
+"""Function that traces the present call again, and returns its program."""
 
 
 @dataclass(slots=True)
 class VaryingNumbers:
-    """The changing numbers that calls of one program read, by their object's `id` and the attribute's name.
+    """The numbers in attributes that one program's calls read, and that change from call to call.
+
+    Keys are (`id` of the object, name of the attribute).
 
     Args:
-        watched: numbers that are guarded by conditions.
-        exact: numbers that are guarded by their values. Their objects are kept alive.
-        conditions: the conditions of the last trace on the watched numbers.
+        watched: numbers of which later calls check conditions.
+        exact: numbers of which later calls check the values. Their objects are kept alive.
+        conditions: the conditions that Python evaluated on the watched numbers in the last trace.
     """
 
     watched: dict[tuple[int, str], Attribute] = field(default_factory=dict)
@@ -41,14 +43,19 @@ class VaryingNumbers:
     conditions: tuple[Condition, ...] = ()
 
     def guards(self, use: PythonUse, registered: Iterable[torch.Tensor]) -> PythonGuards:
-        """Return the guards after a trace that read `use`, with conditions on watched numbers in place of values."""
+        """Return the checks for later calls after a trace that read `use`: conditions of watched numbers, else values.
+
+        `registered` are the parameters and buffers of the model.
+        """
         return replace(use.guards(registered).without(self.watched), conditions=self.conditions)
 
     def look(self, states: Sequence[PythonGuards], expected: str, trace: Trace) -> Iterator[str]:
-        """Watch the numbers that differ between the remembered states of a program and now; yield notes to log.
+        """Watch the numbers that have differed between traces with the same program; yield notes to log.
 
-        `states` are the guards of traces that gave the same program, newest last, and the present trace gave it too.
-        `expected` is the program's fingerprint. `trace` traces the call with the present model.
+        Args:
+            states: the guards of traces that gave this program, newest last. The present trace gave it too.
+            expected: the program's fingerprint.
+            trace: traces the call with the present model.
         """
         new = {item.key: item for item in _changing(states, {*self.watched, *self.exact})}
         tried = {**self.watched, **new}
@@ -77,7 +84,10 @@ class VaryingNumbers:
 
 
 def _watch(attributes: Collection[Attribute], expected: str, trace: Trace) -> tuple[Condition, ...] | None:
-    """Return conditions on watched numbers, or None if the trace fails, needs values, or gives another program."""
+    """Return the conditions that Python evaluates on these numbers in a trace.
+
+    Return None if the trace fails, needs their values, or gives another program than `expected`.
+    """
     if not attributes:
         return ()
     try:
@@ -89,7 +99,7 @@ def _watch(attributes: Collection[Attribute], expected: str, trace: Trace) -> tu
 
 
 def _changing(states: Sequence[PythonGuards], known: Collection[tuple[int, str]]) -> Iterator[Attribute]:
-    """Yield attributes not in `known` that have at least three values, in the remembered states and now."""
+    """Yield the attributes, except `known`, that have at least three values in the remembered states and now."""
     found: dict[tuple[int, str], tuple[Attribute, set[Any]]] = {}
     for guard in (item for state in states if not state.of_another for item in state.attribute_guards):
         now = vars(guard.holder)

@@ -23,7 +23,7 @@ Version = tuple[int, ...] | None
 
 
 def version_of(tensor: torch.Tensor) -> Version:
-    """Return the version of a tensor; for a DTensor, of it and of its shard; None for an inference tensor."""
+    """Return the version of a tensor; for a DTensor, also of its shard; None for an inference tensor."""
     if tensor.is_inference():
         return None
     if isinstance(tensor, DTensor):
@@ -37,9 +37,13 @@ def check_versions(
     versions: Sequence[Version],
     needed: Collection[Key] | None = None,
 ) -> None:
-    """Raise `ChangedInPlaceError` if an input has changed in place since it was read.
+    """Raise `ChangedInPlaceError` if an input of a program was changed in place since the forward.
 
-    `tensors` and their `versions` at reading are in the order of `slots`. `needed` are the inputs to check; None: all.
+    Args:
+        slots: the program's inputs.
+        tensors: the tensor of each input.
+        versions: the version of each tensor in the forward.
+        needed: kinds and names of the inputs to check; None: all.
     """
     for slot, tensor, version in zip(slots, tensors, versions, strict=True):
         if (needed is None or (slot.kind, slot.name) in needed) and version_of(tensor) != version:
@@ -85,7 +89,7 @@ def _union(sets: Mapping[fx.Node, frozenset[Key]], nodes: Sequence[fx.Node]) -> 
 
 
 def _is_same_value(node: fx.Node) -> bool:
-    """Whether a node returns its operand's memory: a view, an element of a tuple, or an identity function."""
+    """Whether a node's result has its operand's memory: a view, an element of a tuple, or an identity."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:  # an identity function, or an element of a tuple
         return node.op == "call_function"

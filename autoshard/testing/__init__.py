@@ -1,6 +1,6 @@
-"""Public test tools: `check_plan`, a mesh of slow links, and Hypothesis strategies (programs, meshes, plans ...).
+"""Public test tools: `check_plan`, a mesh of slow links, and Hypothesis strategies for programs, meshes and plans.
 
-The strategies are available if Hypothesis is installed.
+The Hypothesis strategies are available if Hypothesis is installed.
 """
 
 from importlib.util import find_spec
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Explain a missing name: without Hypothesis, the strategies are missing."""
+    """Raise an error for a missing name, which says whether Hypothesis must be installed."""
     if name in __all__:
         raise NotAvailableError(
             f"autoshard.testing.{name} needs Hypothesis, which is not installed: pip install 'autoshard[testing]'."

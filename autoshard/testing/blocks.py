@@ -1,7 +1,8 @@
-"""The blocks of drawn programs: each adds a few lines of code that map `h` [batch, length, width] to a new `h`.
+"""The blocks of drawn programs: functions that add lines of code to a drawn model.
 
-A block is a function of `draw` and the `SourceWriter` to which it adds its lines. To draw a new feature, write a
-function and add it to `BLOCKS`.
+A drawn model has one hidden value `h` [batch, length, width]. The lines of a block map `h` to a new `h`. A block is a
+function of `draw` and the `SourceWriter` to which it adds its lines. To draw a new feature, write a function and add
+it to `BLOCKS`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class SourceWriter:
     """Collects the source of a drawn model: the lines of `__init__` and `forward`, and the inputs.
 
     Args:
-        batch, length, width: the present shape of `h`, for one micro-batch.
+        batch, length, width: the shape of `h` after the lines so far, for one micro-batch.
         rows: size of dim 0 of the inputs: `batch` times the number of micro-batches.
         embedding_width: width of `self.embed`, or None if there is no embedding.
     """
@@ -39,41 +40,44 @@ class SourceWriter:
     _count: int = 0
 
     def input(self, name: str, value: str) -> str:
-        """Add an argument of `forward`, with code for its example value; return the argument's name."""
+        """Add an argument of `forward` and `value`, the code of its example value; return the argument's name."""
         self._inputs[name] = value
         return name
 
     def attribute(self, name: str, value: str) -> str:
-        """Add `self.name = value` to `__init__`; return `self.name`."""
+        """Add the line `self.name = value` to `__init__`; return the text `self.name`."""
         self.statement(f"self.{name} = {value}")
         return f"self.{name}"
 
     def fresh(self, kind: str, value: str) -> str:
-        """Add an attribute with the unique name `kind_N`; return the code that reads the attribute."""
+        """Add `self.kind_N = value` to `__init__`, and return the text `self.kind_N`. N makes the name unique."""
         self._count += 1
         return self.attribute(f"{kind}_{self._count}", value)
 
     def buffer(self, kind: str, value: str) -> str:
-        """Add a buffer with the unique name `kind_N`; return the code that reads the buffer."""
+        """Register a buffer `kind_N` in `__init__`, and return the text `self.kind_N`. N makes the name unique."""
         self._count += 1
         self.statement(f"self.register_buffer('{kind}_{self._count}', {value})")
         return f"self.{kind}_{self._count}"
 
     def weight(self, *shape: int) -> str:
-        """Add a parameter, scaled so that products keep the scale; return the code that reads the parameter."""
+        """Add a parameter of a shape, and return the code that reads it. `h @ weight` has the scale of `h`."""
         sizes = ", ".join(map(str, shape))
         return self.fresh("weight", f"nn.Parameter(torch.randn({sizes}) / {shape[0]} ** 0.5)")
 
     def statement(self, line: str) -> None:
-        """Add a line to the drawn model's `__init__`."""
+        """Add a line to `__init__` of the drawn model."""
         self._setup.append(line)
 
     def line(self, line: str) -> None:
-        """Add a line to the drawn model's `forward`."""
+        """Add a line to `forward` of the drawn model."""
         self._forward.append(line)
 
     def source(self, seed: int, trailer: Sequence[str] = ()) -> str:
-        """Return the source of the whole program: imports, class, `model` and `inputs`, then the lines of `trailer`."""
+        """Return the code of the drawn model: imports, its class, `model` and `inputs`, and the lines of `trailer`.
+
+        `seed` is torch's seed before `model` and `inputs` are made.
+        """
         return "\n".join(
             [
                 "import torch",
@@ -100,7 +104,7 @@ class SourceWriter:
 
 
 def linear(draw: Draw, writer: SourceWriter) -> None:
-    """Add a linear layer, which may change the width."""
+    """Add a linear layer to a drawn width, which may differ from the width of `h`."""
     width = draw(st.sampled_from((writer.width, 8, 16)))
     layer = writer.fresh("linear", f"nn.Linear({writer.width}, {width}, bias={draw(st.booleans())})")
     writer.line(f"h = {layer}(h)")
@@ -116,13 +120,16 @@ def matmul_chain(draw: Draw, writer: SourceWriter) -> None:
 
 
 def batched_matmul(draw: Draw, writer: SourceWriter) -> None:
-    """Add attention without heads, by batched products and a softmax."""
+    """Add attention with a single head, written as two batched matrix products and a softmax."""
     writer.line(f"scores = torch.bmm(h, h.transpose(1, 2)) * {writer.width**-0.5:.4f}")
     writer.line("h = torch.bmm(F.softmax(scores, dim=-1), h)")
 
 
 def attention(draw: Draw, writer: SourceWriter) -> None:
-    """Add scaled dot-product attention with a residual; heads may share keys, and it may be causal."""
+    """Add scaled dot-product attention with a residual.
+
+    Causal masks and shared keys (grouped queries) are drawn too.
+    """
     length, width = writer.length, writer.width
     heads = draw(st.sampled_from([count for count in (2, 4, 3) if width % count == 0]))
     groups = draw(st.sampled_from([count for count in (heads, 1, 2) if heads % count == 0]))
@@ -147,7 +154,7 @@ def mlp(draw: Draw, writer: SourceWriter) -> None:
 
 
 def gated_mlp(draw: Draw, writer: SourceWriter) -> None:
-    """Add a gated MLP with a residual; its first product is chunked into gate and value."""
+    """Add a gated MLP with a residual. One product is cut into two chunks: the gate and the gated values."""
     hidden = draw(st.sampled_from((8, 16)))
     both = writer.fresh("gate_up", f"nn.Linear({writer.width}, {2 * hidden}, bias=False)")
     down = writer.fresh("down", f"nn.Linear({hidden}, {writer.width}, bias=False)")
@@ -194,7 +201,7 @@ def permuted(draw: Draw, writer: SourceWriter) -> None:
 
 
 def reduction(draw: Draw, writer: SourceWriter) -> None:
-    """Reduce `h` over one dim by a mean, maximum or sum, and combine the broadcast result with `h`."""
+    """Reduce `h` over one dim by mean, maximum or sum, broadcast the result, and combine it with `h`."""
     dim = draw(st.sampled_from((0, 1, 2)))
     forms = (
         "h = h - h.mean(dim={dim}, keepdim=True)",
@@ -230,7 +237,7 @@ def softmax(draw: Draw, writer: SourceWriter) -> None:
 
 
 def recurrent(draw: Draw, writer: SourceWriter) -> None:
-    """Add one or two recurrent layers over the length, in one direction or both."""
+    """Add one or two recurrent layers that run over the length, in one direction or in both."""
     kind = draw(st.sampled_from(("LSTM", "GRU", "RNN")))
     hidden, layers = draw(st.sampled_from((4, 8))), draw(st.sampled_from((1, 2)))
     both, batch_first, bias = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
@@ -245,8 +252,8 @@ def experts(draw: Draw, writer: SourceWriter) -> None:
 
     The experts' weights are multiplied as a batch, or gathered for each position.
 
-    An expert's share becomes zero before another expert replaces it. So rounding may choose either of two almost
-    equally good experts, without changing the result.
+    A chosen expert's weight falls to zero as another expert becomes better than it. So rounding may choose either of
+    two almost equally good experts, without changing the result.
     """
     count, best, hidden = draw(st.sampled_from((4, 3))), draw(st.sampled_from((2, 3))), draw(st.sampled_from((8, 6)))
     width = writer.width
@@ -315,7 +322,7 @@ def residual(draw: Draw, writer: SourceWriter) -> None:
 def random_numbers(draw: Draw, writer: SourceWriter) -> None:
     """Add dropout, noise, random masks or a random permutation. Only `programs(draws=True)` draws this block.
 
-    No random choice depends on values that rounding may change.
+    Rounding of other values cannot change which random numbers are drawn.
     """
     forms = (
         "h = F.dropout(h, 0.25)",

@@ -1,4 +1,4 @@
-"""`check_calls`: run a few operator calls under given specs on the simulator, and compare with one device."""
+"""`check_calls`: run a model's operators under given specs on the simulator, and compare with one device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from passes.lowering.lower_program import lower_program, prepare
 from passes.strategies.enumerate_strategies import Site, resolve
 
 CallSpecs = tuple[Sequence[PartitionSpec], Sequence[PartitionSpec]]
-"""The specs of a call's tensor operands, and of its tensor results."""
+"""The specs of an operator call's tensor operands, and the specs of its tensor results."""
 
 
 def check_calls(
@@ -38,21 +38,26 @@ def check_calls(
     *,
     tolerance: float | None = None,
 ) -> CheckReport:
-    """Run a model's calls under given specs on simulated ranks, and compare its outputs with one device.
+    """Run each operator of a model under given specs on simulated ranks, and compare its outputs with one device.
 
-    `check_plan` prints a call of this function for a failure. The function only runs the calls; it proves nothing.
+    If `check_plan` finds a difference, it prints a script that calls this function. The program that runs is not
+    verified statically.
 
     Args:
-        model: makes calls of operators, and returns a tuple of tensors; it has no parameters.
-        inputs: the model's arguments.
-        given: the spec of each argument.
-        calls: the specs of each call, in order.
+        model: calls operators, and returns a tuple of tensors; it has no parameters.
+        mesh: the mesh to simulate.
+        inputs: the model's positional arguments.
+        given: the spec of each input.
+        calls: the specs of each operator call, in the order of the calls.
         tolerance: largest difference relative to the largest element of each output. Default: 1e-5, or the machine
             epsilon of the narrowest floating dtype of any value, if it is larger. If one device's outputs for nearly
             equal inputs differ by more, the mesh's outputs may differ by more too.
 
+    Returns:
+        A report; differing outputs raise no error (see `CheckReport.raise_if_different`).
+
     Raises:
-        PlanMismatchError: the model makes another number of calls, or a call has no strategy with these specs.
+        PlanMismatchError: `calls` has another length than the model's calls, or an operator cannot run with its specs.
     """
     with torch.no_grad():
         program = trace(model, tuple(inputs), grad=False)
@@ -75,14 +80,17 @@ def _by_name(outputs: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _spacing(program: Program) -> float:
-    """Return the machine epsilon of the narrowest floating dtype among the program's values; 0 without such values."""
+    """Return the machine epsilon of the narrowest floating dtype in the program; 0 if no value is floating."""
     values = [leaf for node in program.graph.nodes for leaf in pytree.tree_leaves(node.meta.get("val"))]
     floating = [value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()]
     return max((torch.finfo(dtype).eps for dtype in floating), default=0.0)
 
 
 def _plan_of(program: Program, mesh: Mesh, given: Sequence[PartitionSpec], calls: Sequence[CallSpecs]) -> Plan:
-    """Return the plan with the wanted specs of inputs and calls. Each reader of a value reshards it separately."""
+    """Return a plan that gives the inputs and calls these specs.
+
+    Each reader of a value reshards the value separately.
+    """
     nodes = list(prepare(program).graph.nodes)
     wanted: dict[str, CallSpecs] = {
         slot.node: ((), (given[int(slot.name.partition(":")[2])],)) for slot in program.inputs

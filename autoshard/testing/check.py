@@ -60,7 +60,7 @@ def check_plan(
     precision: str | None = None,
     traced: Program | None = None,
 ) -> CheckReport:
-    """Train a copy of a model for some steps on simulated ranks, train another on one device, and compare.
+    """Train a copy of a model for some steps on simulated ranks, train another copy on one device, and compare.
 
     The compared values are the outputs and gradients of the last step, and the parameters and buffers after it. With
     `whole_step` they are the loss, parameters, buffers and optimizer state. If a value differs, the program is shrunk
@@ -76,7 +76,7 @@ def check_plan(
             epsilon of the compute dtype if it is larger.
         make_optimizer: maps parameters to an optimizer; None: gradient descent with learning rate 0.01.
         whole_step: train by `autoshard.compile(..., optimizer=...)`, with the update in the program. The model returns
-            its loss first. A plan must then be of a whole step with one micro-batch.
+            its loss first. The plan then must cover a whole step with one micro-batch.
         precise: a wider dtype, such as `torch.float64`, in which one device also runs, to measure its rounding errors.
             A value may then differ by a few times its rounding error, as ill-conditioned values do, such as gradients
             of nearly uniform attention. One run's error may be small by chance. So if a value differs, one device runs
@@ -84,7 +84,8 @@ def check_plan(
             difference, the plan's specs and one device both run in the wider dtype. Values that agree there to 1e-9 of
             their scale differed only by rounding. None: no wider run; with a `precision`, rounding is measured against
             the model's own dtypes.
-        precision: see `autoshard.compile`. One device then runs the same casts.
+        precision: the compute precision, such as "bf16" (see `autoshard.compile`). One device then runs the same
+            casts.
         traced: the program of the call (for a whole step, of a micro-batch), if it has already been traced.
 
     Returns:
@@ -143,7 +144,11 @@ def _compile(
 
 
 def _exactly(model: nn.Module, dtype: torch.dtype | None, training: Training) -> dict[str, torch.Tensor]:
-    """Train on one device in `dtype` (None: the model's own dtypes); return the results by name."""
+    """Train on one device in `dtype` (None: the model's own dtypes); return the results by name.
+
+    Raises:
+        NotAvailableError: an operator of the model does not run in `dtype`.
+    """
     try:
         return train_precisely(model, dtype, training)
     except RuntimeError as error:
@@ -155,7 +160,10 @@ def _exactly(model: nn.Module, dtype: torch.dtype | None, training: Training) ->
 
 
 def _settled(report: CheckReport, model: nn.Module, dtype: torch.dtype, training: Training) -> CheckReport:
-    """Add a comparison in a wider dtype (`precisely`) to the report, if the plan fits the model in this dtype."""
+    """Return the report with a second comparison (`precisely`): mesh and one device both train in the wider `dtype`.
+
+    If the plan's specs cannot be used for the model in this dtype, the report stays as it is.
+    """
     precise, training = in_type(model, dtype, training)
     try:
         plan = _plan_in_type(report.plan, precise, training)
@@ -186,7 +194,10 @@ def _compiled_program(compiled: ShardedModule | TrainStep) -> CompiledProgram:
 
 
 def _small_failure(model: nn.Module, compiled: ShardedModule | TrainStep, training: Training) -> str:
-    """Return a short script that fails as the compiled program does, or "". It runs the first micro-batch."""
+    """Return a script of a few operator calls that differ from one device under the plan's specs; "" if none is found.
+
+    The inputs are those of the first micro-batch.
+    """
     program = _compiled_program(compiled)
     if program.plan is None:
         raise AssertionError("a model that differs was compiled by a plan")
@@ -199,5 +210,5 @@ def _small_failure(model: nn.Module, compiled: ShardedModule | TrainStep, traini
 
 
 def _tolerance(precision: str | None) -> float:
-    """Return the default tolerance: how much rounding may change a value, relative to its largest element."""
+    """Return the default tolerance: the largest difference by rounding, relative to a value's largest element."""
     return TOLERANCE if precision is None else max(TOLERANCE, torch.finfo(PRECISIONS[precision]).eps)

@@ -1,4 +1,4 @@
-"""Plans whose strategies are decided one by one, in program order: greedily by a score, or drawn.
+"""Plans whose strategies are chosen one by one, in program order: greedily by a score, or drawn by Hypothesis.
 
 A site is a node with a choice of strategies. The planning problem has one decision variable for each site.
 """
@@ -33,7 +33,10 @@ from passes.strategies.price import Prices
 
 
 def greedy_plan(program: Program, mesh: Mesh, score: Callable[[Site, Strategy], float]) -> Plan:
-    """Return a legal plan: each site takes the strategy of highest `score` that earlier decisions allow."""
+    """Return a plan made in program order: each site takes the strategy of highest `score` among those still possible.
+
+    A site is a node with a choice of strategies. A strategy is possible if it agrees with the earlier choices.
+    """
     planning = unfolded_problem(program, mesh, laptop(mesh))
 
     def pick(variable: int, options: np.ndarray) -> int:
@@ -44,14 +47,17 @@ def greedy_plan(program: Program, mesh: Mesh, score: Callable[[Site, Strategy], 
 
 
 def laptop(mesh: Mesh) -> Cluster:
-    """Return the cluster for which plans are drawn: laptop devices with a host link, so that plans can offload."""
+    """Return a cluster of laptop CPUs, one for each rank of `mesh`. Plans can offload over its links to host memory."""
     node = node_type("cpu_laptop")
     linked = dataclasses.replace(node.device, host_link=HostLink(1e10, 1e10))
     return Cluster(node.with_device(linked), nodes=1, devices_per_node=mesh.size)
 
 
 def unfolded_problem(program: Program, mesh: Mesh, cluster: Cluster) -> PlanningProblem:
-    """Return the planning problem with a variable for every site. Repeated equal layers do not share variables."""
+    """Return the planning problem with one variable for each node that has a choice of strategies.
+
+    Equal layers have separate variables, so a plan may treat them differently.
+    """
     space = EnumerateStrategies(mesh)(prepare(program))
     alone = {name: name for name in space.sites}
     return build_problem(space, Prices(cluster, mesh), find_lifetimes(space, 0.0), alone)
@@ -59,14 +65,19 @@ def unfolded_problem(program: Program, mesh: Mesh, cluster: Cluster) -> Planning
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """The decisions to make for a plan: those of `problem`, with the activation policies of `options`."""
+    """The choices to make for a plan.
+
+    Args:
+        options: the activation policies (save, recompute, offload) that each value may have.
+        problem: the problem with a variable for each choice.
+    """
 
     options: RecomputeOptions
     problem: RecomputeProblem
 
 
 def decisions_of(planning: PlanningProblem, cluster: Cluster, recompute: bool) -> Decisions:
-    """Return the decisions of a problem: specs, and with `recompute` also which values are recomputed or offloaded."""
+    """Return the choices to make for a plan: strategies, and with `recompute` also values to recompute or offload."""
     has_host = cluster.device.host_link is not None
     every = find_options(planning, least_share=0.0, offload=has_host)
     options = every if recompute else dataclasses.replace(every, policies={})
@@ -76,14 +87,14 @@ def decisions_of(planning: PlanningProblem, cluster: Cluster, recompute: bool) -
 def decided_plan(
     planning: PlanningProblem, cluster: Cluster, pick: Callable[[int, np.ndarray], int], *, recompute: bool = False
 ) -> Plan:
-    """Return the plan of decisions made in program order, each among the options that earlier decisions allow.
+    """Return a plan whose variables are decided by `pick`, one by one in program order.
 
     Args:
         planning: a problem without recomputation.
-        cluster: prices the ranks; values are offloaded only if it has a host link.
-        pick: takes the index of a variable and the indices of its allowed options; returns one of these indices. With
-            recomputation, the options are the variable's strategies, repeated for each activation policy. The
-            strategies that save values come first.
+        cluster: prices the ranks; values are offloaded only if it has a link to host memory.
+        pick: takes the index of a variable and the indices of the options that agree with earlier choices. It returns
+            one of these indices. With recomputation, the options are the variable's strategies, repeated for each
+            activation policy. The strategies that save values come first.
         recompute: whether values may be recomputed or offloaded.
     """
     return plan_of_decisions(planning, decisions_of(planning, cluster, recompute), cluster, pick)
@@ -92,7 +103,7 @@ def decided_plan(
 def plan_of_decisions(
     planning: PlanningProblem, decisions: Decisions, cluster: Cluster, pick: Callable[[int, np.ndarray], int]
 ) -> Plan:
-    """Make `decisions` by `pick`, and return their plan; see `decided_plan`."""
+    """Return the plan in which `pick` makes each of `decisions`; the arguments are those of `decided_plan`."""
     options, problem = decisions.options, decisions.problem
     choice: dict[int, int] = {}
     for variable in range(len(problem.assignment.costs)):

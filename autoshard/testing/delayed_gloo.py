@@ -10,7 +10,7 @@ sends with ring algorithms (Thakur, Rabenseifner, Gropp 2005, section 4). A coll
 their links, with the least bandwidth and the longest latency. Barriers are not delayed.
 
 A message to one rank occupies its sender's link. The sender may write to the tensor when the link has sent it. The
-receiver gets it one latency later by the sender's clock, because the message carries that time.
+receiver gets the message one latency later. A second message tells the receiver this time, by the sender's clock.
 """
 
 from __future__ import annotations
@@ -56,14 +56,17 @@ class Link:
 
 
 class Clock(Protocol):
-    """The clock by which links are delayed. Processes that exchange messages must start their clocks together."""
+    """A clock, in seconds, by which links are delayed.
+
+    Processes that exchange messages must start their clocks together.
+    """
 
     def now_s(self) -> float:
-        """Return the seconds since a fixed moment."""
+        """Return the present time in seconds, counted from a fixed start."""
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Return after `seconds` of this clock."""
+        """Wait until this clock has advanced by `seconds`."""
         ...
 
 
@@ -84,9 +87,9 @@ class Transfer:
 
     Args:
         operation: the process group's operation, such as "allreduce", "send", "recv".
-        axes: the axes of its links.
+        axes: the mesh axes whose links the transfer occupied.
         sent_bytes: the bytes that this rank sent; for a received message, the bytes that its sender sent.
-        issued_s: the time when it was issued (a message: by its sender), by the mesh's clock.
+        issued_s: the time of its start (a message: by its sender), by the mesh's clock.
         done_s: the time when the links had finished it, by the mesh's clock.
         duration_s: the seconds that it takes on idle links.
         waited_s: the seconds that this rank waited for it: the time that computation did not hide.
@@ -102,7 +105,10 @@ class Transfer:
 
 
 class _Links:
-    """This rank's links by axis, the times when they are free, and the lists that record transfers over them."""
+    """This rank's link of each axis, and the time when each link is free.
+
+    `listeners` are the lists to which finished transfers are added.
+    """
 
     def __init__(self, links: Mapping[str, Link], clock: Clock, box: tuple[int, Link] | None) -> None:
         self._links = {**links, **({} if box is None else {_BOX: box[1]})}
@@ -111,7 +117,10 @@ class _Links:
         self.listeners: list[list[Transfer]] = []
 
     def occupy(self, axes: Sequence[str], sent_bytes: int, now_s: float) -> float:
-        """Reserve the links of `axes` for `sent_bytes` issued at `now_s`; return the time when they have been sent."""
+        """Send `sent_bytes` over the links of `axes`, from `now_s` or from when these links are free.
+
+        Return the time at which the links have sent the bytes, in seconds of the clock. Until then they are occupied.
+        """
         end_s = max([now_s, *(self._free_at_s[axis] for axis in axes)]) + self.occupied_s(axes, sent_bytes)
         self._free_at_s.update(dict.fromkeys(axes, end_s))
         return end_s
@@ -120,12 +129,12 @@ class _Links:
         return max((sent_bytes / self._links[axis].bandwidth_bytes_per_s for axis in axes), default=0.0)
 
     def latency_s(self, axes: Sequence[str]) -> float:
-        """Return the seconds from the end of sending to the end of receiving."""
+        """Return the longest latency of the links of `axes`, in seconds."""
         return max((self._links[axis].latency_s for axis in axes), default=0.0)
 
 
 class _DelayedWork(dist.Work):
-    """A handle of torch that completes when Gloo has finished and the links would have finished."""
+    """A `Work` handle of torch: `wait` returns when Gloo has finished, and not before the delayed links have."""
 
     def __init__(self, works: Sequence[Any], links: _Links, transfer: Callable[[], Transfer]) -> None:
         super().__init__()
@@ -155,7 +164,7 @@ class _DelayedWork(dist.Work):
 
 
 class DelayedGloo(dist.ProcessGroup):
-    """A process group along `axes` that sends through Gloo and takes as long as `links`.
+    """A process group along mesh axes that communicates through Gloo, and takes as long as the given links would.
 
     Each method starts Gloo's operation, and returns a handle that completes no sooner than the links would. Methods
     have the names that torch's functional collectives (C++) and its Python collectives call, in torch 2.11 and later.
@@ -170,7 +179,7 @@ class DelayedGloo(dist.ProcessGroup):
         self.links = links
 
     def allreduce(self, tensors: list[torch.Tensor], *options: Any) -> dist.Work:
-        """All-reduce; a rank sends twice the shares of the other ranks."""
+        """All-reduce. Each of n ranks counts 2 (n - 1) / n of the tensor's bytes as sent."""
         return self._delayed("allreduce", 2 * self._others(_bytes_of(tensors)), self._gloo.allreduce(tensors, *options))
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], *options: Any) -> dist.Work:
@@ -195,7 +204,7 @@ class DelayedGloo(dist.ProcessGroup):
     def allgather_into_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *options: Any
     ) -> dist.Work:
-        """All-gather several tensors, each into one tensor, as one transfer."""
+        """All-gather several tensors as one transfer. Each output is one tensor, not a list of parts."""
         works = [
             self._gloo._allgather_base(output, tensor, *options) for output, tensor in zip(outputs, inputs, strict=True)
         ]
@@ -204,7 +213,10 @@ class DelayedGloo(dist.ProcessGroup):
     all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], *options: Any) -> dist.Work:
-        """Reduce-scatter from lists of tensors; a rank sends all of its input but its own share."""
+        """Reduce-scatter from lists of tensors.
+
+        A rank sends all of its input but the part that it receives the sum of.
+        """
         sent = sum(self._others(_bytes_of(tensors)) for tensors in inputs)
         return self._delayed("reduce_scatter", sent, self._gloo.reduce_scatter(outputs, inputs, *options))
 
@@ -216,7 +228,7 @@ class DelayedGloo(dist.ProcessGroup):
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *options: Any
     ) -> dist.Work:
-        """Reduce-scatter several tensors, each from one tensor, as one transfer."""
+        """Reduce-scatter several tensors as one transfer. Each input is one tensor, not a list of parts."""
         works = [
             self._gloo._reduce_scatter_base(output, tensor, *options)
             for output, tensor in zip(outputs, inputs, strict=True)
@@ -228,7 +240,7 @@ class DelayedGloo(dist.ProcessGroup):
     def alltoall_base(
         self, output: torch.Tensor, tensor: torch.Tensor, output_sizes: list[int], input_sizes: list[int], *options: Any
     ) -> dist.Work:
-        """Exchange rows of one tensor; a rank sends the rows for other ranks. Empty sizes mean an even split."""
+        """All-to-all of rows of one tensor. Empty sizes mean that the rows are split evenly over ranks."""
         work = self._gloo.alltoall_base(output, tensor, output_sizes, input_sizes, *options)
         sent = self._others(_bytes_of([tensor]))
         if input_sizes and sum(input_sizes):
@@ -238,19 +250,19 @@ class DelayedGloo(dist.ProcessGroup):
     all_to_all_single = alltoall_base  # type: ignore[assignment]
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *options: Any) -> dist.Work:
-        """Exchange one tensor with each rank; a rank sends the tensors for other ranks."""
+        """All-to-all of whole tensors: tensor number i of `inputs` goes to rank i."""
         sent = _bytes_of(inputs) - _bytes_of([inputs[self.rank()]])
         return self._delayed("alltoall", sent, self._gloo.alltoall(outputs, inputs, *options))
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> dist.Work:
-        """Send to one rank; a second message carries the times of issue and arrival."""
+        """Send a tensor to one rank. A second message carries the times at which it was issued and arrives."""
         sent, latency_s = self._issued("send", _bytes_of(tensors)), self.links.latency_s(self._axes)
         times = torch.tensor([sent.issued_s, sent.done_s + latency_s], dtype=torch.float64)
         works = [self._gloo.send(tensors, to, tag), self._gloo.send([times], to, tag | _TIMES_TAG)]
         return _DelayedWork(works, self.links, lambda: sent)
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> dist.Work:
-        """Receive from one rank, and complete at the arrival time in the sender's second message."""
+        """Receive a tensor from one rank, and complete at the arrival time that the sender's second message gives."""
         times, size_bytes = torch.empty(2, dtype=torch.float64), _bytes_of(tensors)
         works = [self._gloo.recv(tensors, source, tag), self._gloo.recv([times], source, tag | _TIMES_TAG)]
         duration_s = self.links.occupied_s(self._axes, size_bytes) + self.links.latency_s(self._axes)
@@ -262,11 +274,11 @@ class DelayedGloo(dist.ProcessGroup):
         return _DelayedWork(works, self.links, came)
 
     def recv_anysource(self, *_: Any) -> NoReturn:
-        """Raise `MeshError`, because the receive of the times must name the sender."""
+        """Raise `MeshError`, because the second message, which carries times, needs a named sender."""
         raise MeshError("recv of any rank has no delayed form on a delayed_mesh; name the sender: recv(tensor, src=1).")
 
     def _others(self, size_bytes: int) -> int:
-        """Return the bytes that go to other ranks if `size_bytes` are split evenly over the group."""
+        """Return the bytes that go to other ranks if `size_bytes` are split evenly over all ranks of the group."""
         return size_bytes * (self.size() - 1) // self.size()
 
     def _delayed(self, operation: str, sent_bytes: int, *works: Any) -> dist.Work:
@@ -279,7 +291,10 @@ class DelayedGloo(dist.ProcessGroup):
         return _DelayedWork([*works, agreed], self.links, lambda: replace(done, done_s=last_s.item()))
 
     def _issued(self, operation: str, sent_bytes: int) -> Transfer:
-        """Reserve this rank's links from now on, and return the transfer; its `done_s` is the end of sending."""
+        """Occupy this rank's links from now on, and return the transfer.
+
+        Its `done_s` is the end of sending, without latency.
+        """
         now_s = self.links.clock.now_s()
         done_s = self.links.occupy(self._axes, sent_bytes, now_s)
         duration_s = self.links.occupied_s(self._axes, sent_bytes)
@@ -289,7 +304,7 @@ class DelayedGloo(dist.ProcessGroup):
 def delayed_mesh(
     axes: Mapping[str, int], links: Mapping[str, Link], *, box: tuple[int, Link] | None = None, clock: Clock = _MACHINE
 ) -> DeviceMesh:
-    """Make a mesh of CPU processes whose collectives and messages take as long as on given links; see the module.
+    """Make a mesh of CPU processes whose collectives and messages take as long as over given links.
 
     All processes must call this together, after `torch.distributed.init_process_group`. All groups that
     `autoshard.compile` makes of the mesh are delayed, even those along several axes.
@@ -297,7 +312,8 @@ def delayed_mesh(
     Args:
         axes: sizes by name, major to minor, for all processes of the run.
         links: the link of each axis; an axis without a link is not delayed.
-        box: `(n, link)`: each n consecutive ranks share a box (one machine, say), and a group inside a box uses `link`.
+        box: `(n, link)`: each n consecutive ranks share a box (one machine, say), and a group inside a box uses
+            `link`.
         clock: the clock of the delays: the machine's clock, or a clock that counts this process's work. A counting
             clock measures hidden communication exactly, even on a busy machine.
 
@@ -339,7 +355,9 @@ def delayed_mesh(
 
 @contextmanager
 def record_transfers(device_mesh: DeviceMesh) -> Iterator[list[Transfer]]:
-    """Record the collectives and messages over a `delayed_mesh`'s links that this rank waits for, in order.
+    """Record each collective and message over a `delayed_mesh` for which this rank waits in this context.
+
+    The context's value is a list, to which a transfer is added when its wait ends.
 
     Raises:
         MeshError: the mesh is not from `delayed_mesh`.
@@ -369,7 +387,7 @@ _LATEST = dist.AllreduceOptions()
 _LATEST.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
 
 _BOX = "box"
-"""The key of the links of groups inside a box."""
+"""The key, in place of an axis, of the link between ranks inside a box (`delayed_mesh`)."""
 
 _TIMES_TAG = 2**30
 """A bit added to a message's tag. It marks the second message, which carries the times of the first."""

@@ -1,4 +1,4 @@
-"""Run a traced program on one device, value by value."""
+"""Run a traced program on one device, node by node."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ STRIDE_FREE: Mapping[Any, Any] = {
     _aten.view.default: _aten.reshape.default,
     _aten._unsafe_view.default: _aten.reshape.default,
 }
-"""Operator that needs suitable strides → the operator that runs in its place, with any strides."""
+"""View operator → the reshape operator that runs in its place, because a view does not admit all strides."""
 
 
 class OneDevice(fx.Interpreter):
-    """Runs the calls of a traced program as they are, except views, which run as reshapes.
+    """Runs a traced program on one device. Views run as reshapes, because they need the strides of the trace.
 
     A kernel's results may have other strides than in the trace, for example batch norm of a transposed value.
     """

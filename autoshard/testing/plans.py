@@ -1,6 +1,6 @@
-"""Hypothesis strategy for plans: any legal plan, not only the planner's choice.
+"""Hypothesis strategy for plans: any plan whose nodes have strategies that their rules admit.
 
-A plan is legal if each node has a strategy that its rule admits, and recomputed values have their operands available.
+The planner's choice is one of them. A recomputed value has the operands of its recomputation available.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ Values that depend on parameters alone are kept over micro-batches if the budget
 
 
 def plans(program: DrawnProgram | Program, mesh: Mesh, *, precision: str | None = None) -> st.SearchStrategy[Plan]:
-    """Draw legal plans of a program: each node has any strategy that its rule admits.
+    """Draw plans of a program in which each node has any strategy that its sharding rule admits.
 
     Half of the plans may recompute or offload values. The program is traced once, and its nodes' strategies are listed
     once, for all drawn plans.
 
     Args:
         program: a drawn program, which is traced here, or a traced one.
-        mesh: the mesh to plan for; ranks are priced as shares of a laptop.
-        precision: the compute precision. A traced program must have been traced with it.
+        mesh: the mesh to plan for.
+        precision: the compute precision, such as "bf16". A traced program must have been traced with it.
     """
     is_added_up = False
     if isinstance(program, DrawnProgram):
@@ -59,7 +59,7 @@ def plans(program: DrawnProgram | Program, mesh: Mesh, *, precision: str | None 
 
 @lru_cache(maxsize=1)
 def traced_call(program: DrawnProgram, precision: str | None) -> Program:
-    """Trace a call of a drawn program, or one micro-batch of its whole step.
+    """Return the traced program of a drawn model's call; for a drawn training step, that of one micro-batch.
 
     The last result is cached. Pass it to `check_plan(traced=)`.
     """
@@ -83,11 +83,11 @@ def _draw_plan(
 
 
 def _read_by_update(planning: PlanningProblem) -> Collection[str]:
-    """Return the nodes whose results the update reads: gradients, which are summed over micro-batches."""
+    """Return the names of the nodes whose results the optimizer's update reads: gradients summed over micro-batches."""
     sites, links = planning.space.sites, planning.space.links
     return {link.tail for link in links if sites[link.head].phase == UPDATE and sites[link.tail].phase != UPDATE}
 
 
 def _is_sum(strategy: Strategy) -> bool:
-    """Whether each result of a strategy is whole or a partial sum, not a partial maximum, minimum or product."""
+    """Whether all results of a strategy are whole or partial sums. Partial maxima, minima and products are excluded."""
     return all(reduction is Reduction.SUM for spec in strategy.outputs for _, reduction in spec.partial)

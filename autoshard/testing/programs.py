@@ -1,8 +1,8 @@
 """Hypothesis strategy for models: small `nn.Module`s with example inputs, drawn as source code.
 
-A failing example that Hypothesis prints can be pasted into a file and run. Between its blocks, a drawn model has one
-hidden value `h` of shape [batch, length, width]. A block (`autoshard.testing.blocks`) is a few lines that map `h` to a
-new `h`. All values are float32 (tokens: int64) and of order one.
+A failing example that Hypothesis prints can be pasted into a file and run. A drawn model has one hidden value `h` of
+shape [batch, length, width]. Its blocks (`autoshard.testing.blocks`) are a few lines each, which map `h` to a new `h`.
+All values are float32 (tokens: int64) and of order one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DrawnProgram:
     Args:
         model: the module; equal sources have equal parameters.
         inputs: positional example inputs; for a whole step, the inputs of all its micro-batches.
-        source: Python code that defines `model`, `inputs` and `whole_step`.
+        source: Python code that defines `model`, `inputs` and, for a training step, `whole_step`.
         whole_step: the training step; None if the program is a call of the model.
     """
 
@@ -53,10 +53,10 @@ class DrawnProgram:
 def programs(
     *, max_blocks: int = 4, uneven: bool | None = None, whole_steps: bool | None = False, draws: bool = False
 ) -> st.SearchStrategy[DrawnProgram]:
-    """Draw small models: an embedding or features, blocks (see `autoshard.testing.blocks`), and perhaps a loss.
+    """Draw small models: an embedding or features, blocks of operators, and perhaps a loss.
 
     Args:
-        max_blocks: largest number of blocks between input and loss.
+        max_blocks: largest number of blocks (`autoshard.testing.blocks`) between input and loss.
         uneven: whether some dims are not multiples of four; None draws it, rarely true.
         whole_steps: whether programs are training steps, with a loss, a traced optimizer, clipping and micro-batches;
             None draws it.
@@ -71,7 +71,9 @@ def programs(
 
 
 def run_source(source: str) -> DrawnProgram:
-    """Run `source`, and return the program that it defines. The global random state is restored.
+    """Run Python code that defines `model` and `inputs`, and return the program that they form.
+
+    The global random state is restored afterwards.
 
     Example:
         >>> run_source("import torch\\nmodel = torch.nn.Identity()\\ninputs = (torch.ones(2),)").inputs
@@ -97,7 +99,10 @@ def _draw_program(
 
 
 def _blocks(parts: int, *, draws: bool) -> Sequence[_Step]:
-    """Return the blocks that may be drawn; with several micro-batches, those that treat each sample separately."""
+    """Return the blocks to draw from.
+
+    For several micro-batches (`parts` > 1), blocks that combine samples are left out.
+    """
     if parts > 1:
         return [block for block in BLOCKS if block not in (batch_norm, reduction, running_mean)]
     return (*BLOCKS, random_numbers) if draws else BLOCKS
@@ -161,7 +166,7 @@ def _exit_squared_error(draw: Draw, writer: SourceWriter) -> None:
 
 
 def _exit_cross_entropy(draw: Draw, writer: SourceWriter) -> None:
-    """End with the cross-entropy over a vocabulary, whose head may be tied to an embedding of equal width."""
+    """Add a head over a vocabulary and return its cross-entropy. The head may share the embedding's weight."""
     target = writer.input("target", f"torch.randint(0, {_VOCABULARY}, ({writer.rows}, {writer.length}))")
     writer.attribute("head", f"nn.Linear({writer.width}, {_VOCABULARY}, bias=False)")
     if writer.embedding_width == writer.width and draw(st.booleans()):

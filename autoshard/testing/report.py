@@ -1,4 +1,4 @@
-"""`CheckReport`: the values that a mesh computed, compared with the values of one device."""
+"""`CheckReport`: the values of a run on a mesh, compared with the values of a run on one device."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ One rounding in float32 is about 1e-7.
 """
 
 SAMPLES = 4
-"""Largest number of further runs of one device, on nearly equal numbers, to sample its rounding error."""
+"""The most further runs of one device, on parameters and inputs moved by one rounding, to sample rounding errors."""
 
 ROUNDING_FACTOR = 4.0
-"""A mesh sums in another order than one device, so its rounding error may be larger by this factor."""
+"""The mesh's rounding error may be this many times one device's error, because it sums in another order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,12 @@ class Comparison:
         return self.difference <= max(ABSOLUTE_FLOOR, tolerance * self.scale, ROUNDING_FACTOR * self.rounding)
 
     def beside(self, nearby: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> Comparison:
-        """Return the comparison with one more sample of rounding errors: `nearby` values beside `exact` values."""
+        """Return this comparison with `rounding` raised to the largest difference between two values of one device.
+
+        Args:
+            nearby: values, by name, of one device's run on parameters and inputs moved by one rounding.
+            exact: values, by name, of a more precise run.
+        """
         if self.name not in nearby or self.name not in exact:
             return self
         return replace(self, rounding=max(self.rounding, _distance(nearby[self.name], exact[self.name])))
@@ -62,7 +67,9 @@ class CheckReport:
     """The compared values, and the plan that ran.
 
     Args:
-        tolerance: see `Comparison.is_close`.
+        plan: the plan of the run on the mesh.
+        comparisons: the compared values.
+        tolerance: the largest difference that counts as rounding, relative to a value's largest element.
         small_failure: code of the shortest part of the program that was found to differ; "" if no value differs, or no
             part was found.
         precisely: comparisons of a second run, in which the mesh and one device both compute in a wider dtype. It is
@@ -77,7 +84,7 @@ class CheckReport:
 
     @property
     def differing(self) -> tuple[Comparison, ...]:
-        """The values that differ by more than rounding. If `precisely` is not empty, its comparisons decide."""
+        """The comparisons that differ by more than rounding, of `precisely`, or of `comparisons` if it is empty."""
         if self.precisely:
             return tuple(item for item in self.precisely if not item.is_close(PRECISE_TOLERANCE))
         return tuple(item for item in self.comparisons if not item.is_close(self.tolerance))
@@ -90,7 +97,9 @@ class CheckReport:
     def sampled(
         self, run_nearby: Callable[[int], Mapping[str, torch.Tensor]], exact: Mapping[str, torch.Tensor]
     ) -> CheckReport:
-        """Add rounding errors from up to `SAMPLES` more runs of one device, while a value differs.
+        """Return this report with more samples of one device's rounding errors, from at most `SAMPLES` runs.
+
+        Runs end as soon as no value differs by more than rounding.
 
         Args:
             run_nearby: takes the number of a run; returns one device's values, by name, for parameters and inputs that
@@ -106,7 +115,7 @@ class CheckReport:
         return report
 
     def raise_if_different(self) -> None:
-        """Raise `VerificationError` with the name of every value that differs."""
+        """Raise `VerificationError` if a value differs by more than rounding. The text names all such values."""
         if not self.is_equal:
             raise VerificationError(str(self))
 
@@ -122,7 +131,13 @@ class CheckReport:
 def compare_all(
     actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor] = {}
 ) -> tuple[Comparison, ...]:
-    """Return a comparison (`compare`) for each name of a value on the mesh or on one device."""
+    """Compare all values of a run on a mesh with those on one device, by name.
+
+    Args:
+        actual: values on the mesh.
+        expected: values on one device.
+        exact: values of a more precise run on one device.
+    """
     names = dict.fromkeys((*expected, *actual))
     return tuple(compare(name, actual.get(name), expected.get(name), exact.get(name)) for name in names)
 
@@ -132,7 +147,8 @@ def compare(
 ) -> Comparison:
     """Return the comparison of a value on the mesh (`actual`) with the value on one device (`expected`).
 
-    `exact` is the value of a more precise run. A value of None is missing.
+    None for either means that the value is missing. `exact` is the value of a more precise run on one device, or None
+    without such a run.
     """
     if actual is None or expected is None or actual.shape != expected.shape:
         return Comparison(name, float("inf"), 0.0)
@@ -143,6 +159,6 @@ def compare(
 
 
 def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Return the largest absolute difference of two tensors' elements; infinite if one is NaN."""
+    """Return the largest absolute difference between elements of two tensors; infinite if a difference is NaN."""
     difference = (first.detach().double() - second.detach().double()).abs().max()
     return float(difference.nan_to_num(float("inf")))

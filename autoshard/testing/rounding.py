@@ -1,4 +1,7 @@
-"""Move numbers by one rounding. One device's results for moved numbers show how far rounding may change a result."""
+"""Move numbers by one rounding: `nudge`.
+
+The results of one device for moved parameters and inputs show how far rounding may change a result.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from torch.utils import _pytree as pytree
 
 
 def nudge(values: Any, number: int, eps: float = 0.0) -> Any:
-    """Return a tree of values whose floating tensors have each element moved by one rounding, up or down.
+    """Return `values`, a tree of tensors, with each floating element moved by one rounding, up or down.
 
-    `number` is the seed of the directions. `eps` is the machine epsilon of a compute dtype that is narrower than the
-    tensors' own.
+    Args:
+        number: the seed that draws up or down for each element.
+        eps: the machine epsilon of a compute dtype that is narrower than the tensors' dtype; 0 without such a dtype.
     """
     generator = torch.Generator().manual_seed(number)
 

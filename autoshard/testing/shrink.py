@@ -36,13 +36,18 @@ _LITERAL_ELEMENTS = 64
 """A tensor of at most this many integers is printed element by element. A larger tensor is drawn from its range."""
 
 Given = Mapping[tuple[str, str], Tensor]
-"""The values of a program's inputs by kind and name; other inputs are drawn."""
+"""The values of a program's inputs, by kind and name. Inputs that are missing here are drawn."""
 
 
 def find_small_failure(program: Program, plan: Plan, given: Given) -> str:
-    """Return a short script that fails as `plan` does, or "" if no part of the program differs by itself.
+    """Return a short script in which a few calls of a program differ from one device under the specs of `plan`.
 
-    `program` is the traced program as it was lowered, with the plan's recomputed values, and `given` has its inputs.
+    Return "" if no such calls are found.
+
+    Args:
+        program: the traced program as it was lowered, with the plan's recomputed values.
+        plan: the plan whose run differed.
+        given: values of the program's inputs.
     """
     values = _record(program, given)
     calls = [node for node in program.graph.nodes if _is_call(node)]
@@ -69,7 +74,10 @@ def _record(program: Program, given: Given) -> Mapping[fx.Node, Any]:
 
 
 def _draw(kind: InputKind, like: Tensor, drawing: torch.Generator) -> Tensor:
-    """Draw an input that is not given: normal tangents, other floats between 0 and 1, integers of 1."""
+    """Draw an input whose value is not given.
+
+    Tangents (gradients of outputs) are normal, other floats lie between 0 and 1, and integers are 1.
+    """
     if not like.is_floating_point():
         return torch.ones(like.shape, dtype=like.dtype)
     draw = torch.randn if kind is InputKind.TANGENT else torch.rand
@@ -93,14 +101,17 @@ class _Shrinking:
         return found
 
     def differs(self, calls: Sequence[fx.Node]) -> bool:
-        """Whether a part, run by itself under the plan's specs, computes other numbers than one device."""
+        """Whether `calls` alone, under the plan's specs on the simulator, compute other numbers than on one device."""
         source = self.source(calls)
         if source not in self.known:
             self.known[source] = _fails(source)
         return self.known[source]
 
     def source(self, calls: Sequence[fx.Node]) -> str:
-        """Return a script that checks `calls` under the plan's specs, on inputs like the recorded values."""
+        """Return a script that runs `calls` by `check_calls` under the plan's specs.
+
+        Its inputs are drawn like the recorded values.
+        """
         part = _Statements(calls)
         specs = [self._spec(node) for node in part.inputs]
         lines = [
@@ -142,7 +153,10 @@ _OWN_NAMESPACES = ("aten", "prims", "autoshard")
 
 
 def _imports(calls: Sequence[fx.Node]) -> list[str]:
-    """Return import lines for users' operators and rules; a comment for an operator without a known module."""
+    """Return import lines for the modules that define users' operators and rules.
+
+    An operator without a known module gives a comment.
+    """
     found: dict[str, None] = {}
     for target in dict.fromkeys(call.target for call in calls):
         if not isinstance(target, OpOverload) or target.namespace in _OWN_NAMESPACES:
@@ -156,7 +170,7 @@ def _imports(calls: Sequence[fx.Node]) -> list[str]:
 
 
 def _may_be_imported(name: str) -> bool:
-    """Whether another script can import a module by its name; a module that is run as a script cannot be imported."""
+    """Whether another script can import the module `name`; a module that was run as a script cannot be imported."""
     try:
         return importlib.util.find_spec(name) is not None
     except (ModuleNotFoundError, ValueError):  # the module's package is missing, or the module has no spec
@@ -164,7 +178,11 @@ def _may_be_imported(name: str) -> bool:
 
 
 def _first(count: int, holds: Callable[[int], bool]) -> int:
-    """Return by bisection the first number from which on `holds` is true. It is assumed for the last number."""
+    """Return by bisection the smallest number below `count` for which `holds` is true.
+
+    If `holds` is true for a number, it must be true for all larger ones. For the last number, it is assumed to be
+    true.
+    """
     low, high = 0, count - 1
     while low < high:
         middle = (low + high) // 2
@@ -213,7 +231,7 @@ def _tuple_text(items: Iterable[str]) -> str:
 
 
 def _held(node: fx.Node) -> fx.Node:
-    """Return the node that computes a value: skip identity nodes (`fan_out`)."""
+    """Return the node that computes the value of `node`, behind any identity nodes (`fan_out`)."""
     while node.target is fan_out:
         (node,) = node.all_input_nodes
     return node
@@ -242,9 +260,10 @@ def _is_finite(number: float) -> bool:
 
 
 def _value_text(value: Tensor) -> str:
-    """Return code for a tensor of the same shape and dtype. Up to `_LITERAL_ELEMENTS` integers keep their values.
+    """Return code for a tensor with the shape and dtype of `value`.
 
-    More integers are drawn from the same range. Bools and floats are drawn anew; floats are positive if all were.
+    At most `_LITERAL_ELEMENTS` integers are written out; more integers are drawn from the range of `value`. Bools and
+    floats are drawn. The floats are positive if those of `value` are.
     """
     shape = list(value.shape)
     if value.dtype is torch.bool:

@@ -20,7 +20,7 @@ AXIS_NAMES = ("data", "model", "expert", "stage")
 
 @st.composite
 def meshes(draw: st.DrawFn, *, max_axes: int = 3, max_ranks: int = 8) -> Mesh:
-    """Draw meshes with up to `max_axes` axes and `max_ranks` ranks, including axes of size one.
+    """Draw meshes of at most `max_axes` axes and `max_ranks` ranks. An axis may have size one.
 
     Example:
         >>> from hypothesis import find
@@ -42,7 +42,7 @@ def specs(
     reductions: Sequence[Reduction] = tuple(Reduction),
     mesh_order: bool = False,
 ) -> PartitionSpec:
-    """Draw specs of tensors with `ndim` dims on `mesh`.
+    """Draw partition specs of tensors with `ndim` dims on `mesh`.
 
     Args:
         draw: Hypothesis's function.
@@ -84,7 +84,7 @@ def shapes(
 
 @st.composite
 def clusters(draw: st.DrawFn, *, max_nodes: int = 4, max_devices: int = 8) -> Cluster:
-    """Draw clusters of up to `max_devices` equal devices, on one node or on several nodes with a fast or slow network.
+    """Draw clusters of at most `max_nodes` nodes and `max_devices` equal devices. Their networks are fast or slow.
 
     Example:
         >>> from hypothesis import find
@@ -105,7 +105,7 @@ _NODES = ("h100_sxm", "a100_sxm_80gb", "a100_pcie_40gb", "mi300x", "l4", "cpu_la
 def schedules(
     draw: st.DrawFn, *, max_ranks: int = 4, max_micro_batches: int = 9, max_virtual_stages: int = 3
 ) -> PipelineOrder:
-    """Draw the tasks of each pipeline rank in a step, including sends and receives.
+    """Draw pipeline schedules: each pipeline rank's tasks in a step, in order, including sends and receives.
 
     The schedule is any of `SCHEDULES` that admits the drawn numbers of ranks, micro-batches and virtual stages.
 

@@ -1,4 +1,7 @@
-"""Train for some steps on one device or a mesh, and collect the results that a user can see, for `check_plan`."""
+"""Train for some steps on one device or a mesh, for `check_plan`, and collect all values that it compares.
+
+These are outputs or loss, gradients, parameters, buffers, and optimizer state.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +33,11 @@ from autoshard.tracing.semantic import keep_operators_whole
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The conditions of a training.
+    """The inputs and the optimizer of a training by `check_plan`.
 
     Args:
         args, kwargs: the inputs of every step.
+        steps: the number of steps.
         make_optimizer: maps parameters to an optimizer, which runs outside the program.
         whole_step: the step with its update inside the program; None: use `make_optimizer`.
         draws: whether the model draws random numbers.
@@ -55,7 +59,7 @@ def gradient_descent(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimize
 
 
 def options_of(whole_step: WholeStep, model: nn.Module) -> dict[str, Any]:
-    """Return the keyword arguments of `compile` for a whole step of `model`."""
+    """Return the keyword arguments with which `autoshard.compile` compiles `whole_step` of `model`."""
     return {
         "optimizer": whole_step.make_optimizer(model.parameters()),
         "max_grad_norm": whole_step.max_grad_norm,
@@ -64,9 +68,12 @@ def options_of(whole_step: WholeStep, model: nn.Module) -> dict[str, Any]:
 
 
 def train(network: nn.Module, call: Callable[..., Any], training: Training) -> dict[str, torch.Tensor]:
-    """Train a network, and return the results that a user can see, by name.
+    """Train a network; return outputs, gradients, parameters and buffers by name, such as "gradient layers.0.weight".
 
-    `call` takes the inputs of a step, runs the network, which holds the parameters, and returns its outputs.
+    Args:
+        network: holds the parameters.
+        call: takes the inputs of a step, runs the network, and returns its outputs.
+        training: the steps. For a whole step, the returned values are loss, parameters, buffers and optimizer state.
     """
     if training.whole_step is not None:
         return _train_whole(network, call, training, training.whole_step)
@@ -87,7 +94,10 @@ def train(network: nn.Module, call: Callable[..., Any], training: Training) -> d
 def _train_whole(
     network: nn.Module, call: Callable[..., Any], training: Training, whole_step: WholeStep
 ) -> dict[str, torch.Tensor]:
-    """Train on one device by whole steps: the loss of the whole batch, clipping, the update."""
+    """Train on one device by whole steps: backward of the whole batch's loss, clipping, the optimizer's update.
+
+    Return the last loss, and parameters, buffers and optimizer state after the last step, by name.
+    """
     optimizer = whole_step.make_optimizer(network.parameters())
     scaler = _scaler_of(training.loss_scaling, network)
     seen: dict[str, torch.Tensor] = {}
@@ -113,14 +123,14 @@ def _scaler_of(settings: LossScaling | None, network: nn.Module) -> torch.amp.Gr
 
 
 def train_compiled(compiled: ShardedModule | TrainStep, training: Training) -> dict[str, torch.Tensor]:
-    """Train a compiled model or step on its mesh, and return the results by name; see `train`."""
+    """Train a compiled model or step on its mesh, and return the same values by name as `train`."""
     if isinstance(compiled, TrainStep):
         return _run_steps(compiled, training)
     return train(compiled, compiled, training)
 
 
 def _run_steps(step: TrainStep, training: Training) -> dict[str, torch.Tensor]:
-    """Train on the mesh by whole steps; return the loss of the last step and the state after it, by name."""
+    """Train a compiled step; return its last loss, and parameters, buffers and optimizer state after it, by name."""
     seen: dict[str, torch.Tensor] = {}
     for _ in range(training.steps):
         seen["loss"] = step(*training.args, **training.kwargs)
@@ -142,18 +152,18 @@ def _state_of(optimizer: torch.optim.Optimizer, network: nn.Module) -> dict[str,
 
 
 def train_alone(model: nn.Module, precision: str | None, training: Training) -> dict[str, torch.Tensor]:
-    """Train a model on one device, with the casts of a precision such as "bf16"; return the results by name."""
+    """Train a model on one device, with the casts of `precision` such as "bf16"; return the same values as `train`."""
     narrow = None if precision is None else PRECISIONS[precision]
     return train_as_is(model, model if narrow is None else partial(run_in_precision, model, narrow), training)
 
 
 def train_as_is(model: nn.Module, call: Callable[..., Any], training: Training) -> dict[str, torch.Tensor]:
-    """Train on one device, with the random numbers that the ranks of a mesh draw. Return the results by name."""
+    """Train on one device as `train` does, but draw the random numbers that the ranks of a mesh draw."""
     return train(model, _drawing_in_turn(call) if training.draws else call, training)
 
 
 def _drawing_in_turn(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs `call` with the next seed of the sequence that compiled models use."""
+    """Return `call` with random numbers of a new seed at each call: the seeds that a compiled model would use."""
     seeds = SeedSequence()
 
     def draw(*args: Any, **kwargs: Any) -> Any:
@@ -165,13 +175,16 @@ def _drawing_in_turn(call: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def drawing_alike(seed: torch.Tensor) -> Iterator[None]:
-    """Within the context, a plain call draws the same numbers as a compiled call with this seed."""
+    """In this context, a model's random operators draw the same numbers as in its compiled program with this seed."""
     with number_random_operators(seed), keep_operators_whole():
         yield
 
 
 def train_nearby(model: nn.Module, precision: str | None, training: Training, number: int) -> dict[str, torch.Tensor]:
-    """Run `train_alone` on a copy, with parameters and inputs moved by one rounding; `number` seeds the directions."""
+    """Train a copy of a model as `train_alone` does, with each parameter and input moved by one rounding.
+
+    `number` is the seed that draws up or down for each element.
+    """
     eps = 0.0 if precision is None else torch.finfo(PRECISIONS[precision]).eps
     moved = copy.deepcopy(model)
     with torch.no_grad():
@@ -183,13 +196,16 @@ def train_nearby(model: nn.Module, precision: str | None, training: Training, nu
 
 
 def train_precisely(model: nn.Module, dtype: torch.dtype | None, training: Training) -> dict[str, torch.Tensor]:
-    """Train a copy of the model on one device in dtype `dtype` (None: its own); return the results by name."""
+    """Train a copy of a model on one device, with all floats cast to `dtype` (None: no cast).
+
+    Return the same values as `train`.
+    """
     precise, training = in_type(model, dtype, training)
     return train_as_is(precise, precise, training)
 
 
 def in_type(model: nn.Module, dtype: torch.dtype | None, training: Training) -> tuple[nn.Module, Training]:
-    """Return a copy of a model, and its training, with floats cast to `dtype`; None keeps the dtypes."""
+    """Return a copy of the model and its training, with parameters, buffers and inputs cast to `dtype`, if given."""
     same = copy.deepcopy(model)
     if dtype is None:
         return same, training
@@ -202,7 +218,10 @@ def _tensors(outputs: Any) -> list[torch.Tensor]:
 
 
 def _loss(outputs: list[torch.Tensor]) -> torch.Tensor:
-    """Return the first scalar output with a gradient; else a sum of all outputs with a different weight per element."""
+    """Return the first scalar among the outputs that has a gradient; if there is none, a weighted sum of all outputs.
+
+    Each element has another weight.
+    """
     differentiable = [output for output in outputs if output.requires_grad]
     for output in differentiable:
         if output.ndim == 0:

@@ -1,4 +1,4 @@
-"""`WholeStep`: a description of a training step that is one program, for `check_plan` and drawn programs."""
+"""`WholeStep`: a training step whose update is part of the program, for `check_plan` and drawn programs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class WholeStep:
     loss_scaling: LossScaling | None = None
 
     def cut(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Return the (positional, keyword) arguments of each micro-batch; tensors are split along dim 0."""
+        """Return the positional and keyword arguments of each micro-batch. Tensors are split evenly along dim 0."""
 
         def part(item: Any, index: int) -> Any:
             is_cut = isinstance(item, torch.Tensor) and item.dim() > 0
@@ -47,7 +47,7 @@ class WholeStep:
         ]
 
     def update(self, model: nn.Module, *, scales_loss: bool = False) -> Update:
-        """Return a description of the optimizer's update of `model`, from which the update is traced."""
+        """Return the description of the optimizer's update of `model`'s parameters that tracing needs."""
         optimizer = self.make_optimizer(model.parameters())
         names = names_of(model.named_parameters())
         return describe_update(optimizer, names, self.max_grad_norm, scales_loss=scales_loss)
@@ -60,7 +60,10 @@ def trace_training(
     whole_step: WholeStep | None,
     dtype: torch.dtype | None = None,
 ) -> Program:
-    """Trace a call of `model`, or the first micro-batch of a whole step; `dtype` is the compute dtype of `trace`."""
+    """Return the traced program of a call of `model`, or with `whole_step`, of its step's first micro-batch.
+
+    `dtype` is the dtype in which operators compute; None: the model's own dtypes.
+    """
     if whole_step is None:
         return trace(model, tuple(args), dict(kwargs), compute_dtype=dtype)
     part, named = whole_step.cut(args, kwargs)[0]

@@ -1,4 +1,4 @@
-"""Tracing: a model and example inputs become a joint forward and backward `Program`.
+"""Tracing: a model and example inputs become a `Program`, one graph of forward and backward.
 
 Only this folder uses private interfaces of torch.
 """

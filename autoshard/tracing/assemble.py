@@ -1,11 +1,12 @@
-"""Turns AOTAutograd's joint graph into a `Program`, in four steps.
+"""Turns the joint graph of forward and backward, which AOTAutograd made, into a `Program`, in four steps.
 
-1. Identify each placeholder and each result by AOTAutograd's descriptors.
-2. Attribute nodes to modules and source lines, and to a phase. A node is in the forward if outputs, buffer updates or
-   guarded values depend on it, but it depends on no tangent.
-3. Copy the live nodes into a new graph without redundant nodes (`simplify`). A node that only the backward needs, such
-   as a copy of a later overwritten value, comes after all nodes of the forward.
-4. Cut out the program that computes guarded values from the inputs.
+1. Find the name and kind of each placeholder and each result, from AOTAutograd's descriptors.
+2. Note for each node its module, its line of the user's code, and its phase. A node is in the forward if outputs,
+   buffer updates or guarded values depend on it, but it depends on no tangent. A guarded value is a value of a tensor
+   that Python code read during the trace.
+3. Copy the nodes that results need into a new graph, without redundant nodes (`simplify`). A node that only the
+   backward needs, such as a copy of a later overwritten value, comes after all nodes of the forward.
+4. Copy the nodes that compute guarded values from the inputs into a program of their own.
 """
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ _KEPT_META = ("val", "phase", "module", "source")
 
 @dataclass(frozen=True, slots=True)
 class _JointResults:
-    """The results of a joint graph: `outputs` as (node, kind, name), and the nodes of guarded values."""
+    """The results of a joint graph.
+
+    Args:
+        outputs: node, kind and name of each output, buffer update and gradient.
+        guarded: the nodes of values that Python code read during the trace.
+    """
 
     outputs: tuple[tuple[fx.Node, OutputKind, str], ...]
     guarded: tuple[fx.Node, ...]
@@ -70,7 +76,7 @@ def assemble_program(joint: JointGraph, model: nn.Module, call: TracedCall) -> P
 
 
 def _reached(joint: JointGraph, inputs: Iterable[tuple[fx.Node, InputSlot]]) -> dict[str, frozenset[str]]:
-    """Return for each tangent the names of inputs that autograd surely reaches from the tangent's output."""
+    """Return the names of the inputs to which autograd's graph surely leads from each output, by its tangent."""
     tangents = {slot.name for _, slot in inputs if slot.kind is InputKind.TANGENT}
     pairs = zip(joint.result.indices, joint.result.reached, strict=False)
     named = {f"tangent:{index}": frozenset(joint.slots[place][1] for place in places) for index, places in pairs}
@@ -128,7 +134,7 @@ def _read_inputs(
 
 
 def _aliases(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, ...]]:
-    """Return for the first name of each tensor its other names. Only tied tensors have other names."""
+    """Return a dict from the first name of each named tensor to its other names, which only tied tensors have."""
     names: dict[int, list[str]] = {}
     for name, tensor in named:
         names.setdefault(id(tensor), []).append(name)
@@ -153,7 +159,7 @@ def _input_slot(node: fx.Node, joint: JointGraph, call: TracedCall) -> InputSlot
 
 
 def _owner(slot: tuple[InputKind, str], call: TracedCall) -> str:
-    """Return the kind and name of an input of the graph for messages: "parameter 'wte.weight'"."""
+    """Return the kind and name of an input of the graph as text for messages, such as "parameter 'wte.weight'"."""
     kind, name = slot
     if kind is InputKind.INPUT:
         return f"input {call.paths[int(name.removeprefix('input:'))]}"
@@ -237,7 +243,7 @@ def _live_nodes(roots: Iterable[fx.Node]) -> set[fx.Node]:
 def _copy_inputs(
     copier: Copier, inputs: Iterable[tuple[fx.Node, InputSlot]], live: set[fx.Node]
 ) -> tuple[InputSlot, ...]:
-    """Copy all placeholders except unused seeds and tangents. Return the slots of the copies."""
+    """Copy the graph's placeholders, and return the slots of the copies. Unused seeds and tangents are left out."""
     slots = []
     for node, slot in inputs:
         if node in live or slot.kind not in (InputKind.SEED, InputKind.TANGENT):
@@ -250,7 +256,10 @@ _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
 def _cut_out(copier: Copier, roots: Sequence[fx.Node]) -> fx.GraphModule:
-    """Return the program that computes the guarded values. Views become reshapes, for kernels with other strides."""
+    """Return a graph module that computes only the guarded values `roots`.
+
+    Views become reshapes, because kernels may return other strides than in the trace.
+    """
     live = _live_nodes(roots)
     graph, copies = fx.Graph(), {}
     for node in copier.graph.nodes:

@@ -1,4 +1,7 @@
-"""Turns assignments to the `.data` of a tensor, as momentum encoders make, into copies that a trace sees."""
+"""Turns assignments to the `.data` of a tensor into copies, which a trace sees.
+
+Momentum encoders make such assignments.
+"""
 
 from __future__ import annotations
 

@@ -21,14 +21,14 @@ _OWN = frozenset(nn.Module().__dict__)
 
 
 Kept = Mapping[tuple[str, nn.Module, str], Any]
-"""Attributes in which a call left tensors: (module's name, module, attribute's name) → the value."""
+"""(name of a module, the module, name of an attribute) → the tensor or container that a call left there."""
 
 
 @contextlib.contextmanager
 def keeping_attributes(model: nn.Module) -> Iterator[Callable[[], Kept]]:
-    """At exit, restore each attribute of a module in which new tensors were stored; delete it if it is new.
+    """At exit, give each attribute of a module in which new tensors were stored its old value; delete a new attribute.
 
-    Yield a function that returns the attributes with tensors that were stored since entry. A tensor counts if it is the
+    Yield a function that returns the attributes in which tensors were stored since entry. A tensor counts if it is the
     attribute's value, or an item of a dict, list, set or tuple in the attribute. Nested containers are not searched.
     """
     titles = {module: title for title, module in model.named_modules()}
@@ -77,9 +77,9 @@ def _items(value: Any) -> set[int]:
 
 
 def keep_scalars(kept: Kept, accesses: Accesses, result: Result) -> list[Tensor]:
-    """Return scalars that a call left in attributes, and write their attributes' paths into `result.kept`.
+    """Return the scalars that a call left in attributes, and write the attributes' paths into `result.kept`.
 
-    The scalars become results of the program. An attribute counts only if the call did not read it before setting it.
+    These scalars become results of the program. An attribute counts only if the call did not read it before setting it.
     The paths of all other attributes with new tensors go into `result.lost`, for two reasons. Large tensors would have
     to be gathered. An attribute that the call reads before setting it is a cache, or carries a value over from the
     previous call.
@@ -100,7 +100,7 @@ def keep_scalars(kept: Kept, accesses: Accesses, result: Result) -> list[Tensor]
 
 
 def kept_note(model: nn.Module, result: Result) -> Iterator[str]:
-    """Yield a note for the user if a call leaves tensors in attributes that a program does not set."""
+    """Yield a warning if the call leaves tensors in attributes that a compiled call will not set (`result.lost`)."""
     if result.lost:
         yield (
             f"{type(model).__name__} keeps tensors in {', '.join(result.lost)} when it is called. A compiled call "

@@ -1,9 +1,9 @@
-"""Replaces symbolic numbers of rows by upper bounds after a trace. A mask gives a tensor one row for each of its ones.
+"""Replaces symbolic numbers of rows by upper bounds after a trace.
 
-`places = mask.nonzero()` has a row for each nonzero element. During the trace, the number is a symbol, which appears in
-all derived shapes (`symbolic_counts`). Python code that compares the number gets the answer for the example, and the
-comparison is guarded. Afterwards `bound_sizes` replaces each symbol `u` by its bound N, the number of elements of the
-mask:
+`places = mask.nonzero()` has a row for each nonzero element. During the trace, the number of rows is a symbol, which
+appears in all derived shapes (`symbolic_counts`). Python code that compares the number gets the answer for the example,
+and the comparison is guarded: later calls must give the same answer. Afterwards `bound_sizes` replaces each symbol `u`
+by its upper bound N, the number of elements of the mask:
 
 1. `nonzero(mask)` becomes `nonzero_static(mask, size=N)`. The program also computes the number, `sum(mask)`, and the
    mask of padding rows, `arange(N) >= sum(mask)`. A dim of size `u` becomes a dim of size N, whose first `u` elements
@@ -46,8 +46,9 @@ CREATIONS: Mapping[Any, int] = {
     aten.arange.default: 0,
     aten.arange.start: 1,
 }
-"""Operators that read no content from an operand, with the position of the size (or end) argument. Their result for
-fewer rows is a prefix of the result for more rows.
+"""Operator that creates a tensor → position of its size (or end) argument.
+
+The result for fewer rows is a prefix of the result for more rows.
 """
 
 _SIZED: Mapping[Any, int] = {
@@ -55,12 +56,12 @@ _SIZED: Mapping[Any, int] = {
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default), 1),
     _own.dropout.default: 5,
 }
-"""Operators with a size argument, and the argument's position."""
+"""Operator with a size argument → position of this argument."""
 
 _LOOKUPS = frozenset(
     {aten.embedding.default, aten.embedding_dense_backward.default, aten.index_select.default, aten.gather.default}
 )
-"""Lookups. Their sharding rules change the call on a rank only if the indexed dim is split."""
+"""Operators that look up rows by index. They run unchanged on a part of the indices."""
 
 ROWWISE = _LOOKUPS | frozenset(
     {
@@ -75,11 +76,11 @@ ROWWISE = _LOOKUPS | frozenset(
 )
 """Operators that run unchanged on a part of the rows.
 
-Their sharding rules change the call on a rank only to adapt shapes, or only if a dim other than rows is split.
+Their sharding rules change a rank's call only to adapt shapes, or only if another dim than the rows is split.
 """
 
 _WRITES = (aten.index_put.default, aten._unsafe_index_put.default, aten.index_add.default)
-"""Operators whose result has the shape of the first operand. Indices point into both."""
+"""Operators that write at indices. Indices point into the first operand and into the result, which has its shape."""
 
 _SQUEEZES = frozenset({aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims})
 _MEANS = frozenset({aten.mean.default, aten.mean.dim})
@@ -89,14 +90,14 @@ _BY_NUMBER: Mapping[Any, Any] = {
     aten.mul.Scalar: aten.mul.Tensor,
     aten.mul.Tensor: aten.mul.Tensor,
 }
-"""Operators with a number argument, and their variants with a tensor in the number's place."""
+"""Operator that takes a number → its variant that takes a tensor instead."""
 
 Padded = dict[int, Any]
-"""The padded dims of one tensor: dim → the symbol of its true size."""
+"""The padded dims of one tensor: dim → the symbol of its size without padding."""
 
 
 def bound_sizes(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return the graph module with bounds in place of symbolic sizes; `UnboundedSizeError` if that may be wrong."""
+    """Return the graph with upper bounds in place of symbolic sizes; `UnboundedSizeError` if results might change."""
     if not any(map(_symbolic_sizes, graph_module.graph.nodes)):
         return graph_module
     return _Bounding(graph_module).run()
@@ -104,7 +105,10 @@ def bound_sizes(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 @dataclass(frozen=True, slots=True)
 class _SymbolStandIn:
-    """Stand-in of a symbol: its value as a scalar node, the mask of padding among `bound` rows, and its upper bound."""
+    """The replacement of a symbol, which is a number of rows with upper bound `bound`.
+
+    `number` is a node that computes the number, and `is_padding` a node with a mask [bound] of the rows beyond it.
+    """
 
     number: fx.Node
     is_padding: fx.Node
@@ -113,11 +117,15 @@ class _SymbolStandIn:
 
 @dataclass(slots=True)
 class _Bounding:
-    """Rewrites one graph, node by node.
+    """A rewrite of one graph, node by node, with bounds in place of symbols.
 
-    `copies` has the copy of each source node, `counts` the stand-in of each symbol, and `padded` the padded dims of
-    each result of a copy. `places` has for a mask the indices of its ones, and their symbol. `filled` has operands with
-    filled padding, for reuse. `of` is the source node that is being copied.
+    Args:
+        copies: node of `source` → its copy.
+        counts: symbol → its replacement.
+        padded: copy → the padded dims of each of its results.
+        places: mask → node of the indices of its ones, and the symbol of their number.
+        filled: operand, fill value and dims → the operand with filled padding, for reuse.
+        of: the node of `source` that is being copied.
     """
 
     source: fx.GraphModule
@@ -177,7 +185,7 @@ class _Bounding:
     # Numbers of rows.
 
     def _places_of(self, mask: Any, symbol: Any = None) -> fx.Node:
-        """Return the indices of a mask's ones (`symbol` is their number), then padding. Equal masks share one node."""
+        """Return a node with the indices of a mask's ones, `symbol` in number, then padding. Equal masks share one."""
         if mask in self.places:
             places, known = self.places[mask]
             if symbol is not None and symbol != known:
@@ -207,7 +215,7 @@ class _Bounding:
         self.padded[places] = ({0: symbol},)
 
     def _number(self, expression: Any) -> Any:
-        """Return the value of an expression in symbols: a Python number, or a scalar that the program computes."""
+        """Return the value of an expression of symbols: a Python number, or a node that computes a scalar."""
         if expression.is_Integer:
             return int(expression)
         if expression.is_Symbol:
@@ -226,7 +234,7 @@ class _Bounding:
         return result
 
     def _bounded(self, expression: Any) -> int:
-        """Return the upper bound of a size: its value if each symbol has its bound."""
+        """Return the value of a size in which each symbol has its upper bound."""
         if not expression.free_symbols <= self.counts.keys():
             raise UnboundedSizeError(f"{expression} is the size of something else")
         return int(expression.subs({symbol: count.bound for symbol, count in self.counts.items()}))
@@ -263,14 +271,14 @@ class _Bounding:
         return self._bounded(expression)
 
     def _check_squeezed(self, node: Any) -> None:
-        """Refuse to squeeze a padded dim, because a true size of one would remove it."""
+        """Raise `UnboundedSizeError` if a call squeezes a padded dim, which the original call removes at size one."""
         padded, rank = self._of(self.copies[node.args[0]]), node.args[0].meta["val"].dim()
         dims = node.args[1] if len(node.args) > 1 else list(range(rank))
         if any(dim % rank in padded for dim in (dims if isinstance(dims, (list, tuple)) else [dims])):
             raise UnboundedSizeError("a dim goes if there is one row")
 
     def _indices(self, indices: Sequence[Any]) -> list[Any]:
-        """Replace each mask among `indices` by the indices of its ones, one column for each dim of the mask."""
+        """Return `indices` with each mask replaced by the indices of its ones: one node for each dim of the mask."""
         found: list[Any] = []
         for index in indices:
             if index is None or index.meta["val"].dtype not in (torch.bool, torch.uint8):
@@ -287,14 +295,14 @@ class _Bounding:
         return self._checked_call(node, _BY_NUMBER[node.target], (operand, self._like(number, operand)), {})
 
     def _like(self, number: Any, operand: Any) -> Any:
-        """Return a number to combine with an operand. A computed scalar is cast to the operand's floating dtype."""
+        """Return `number`, to be combined with `operand`. A node's number is cast to the operand's floating dtype."""
         dtype = operand.meta["val"].dtype
         if not isinstance(number, fx.Node) or not dtype.is_floating_point:
             return number
         return self._call(aten._to_copy.default, (number,), {"dtype": dtype})
 
     def _write_places(self, node: Any) -> fx.Node:
-        """Copy a `masked_scatter`: rows replace the elements at the places of a mask. No element is written twice."""
+        """Copy a `masked_scatter`, which writes the rows of its source at the ones of a mask, each at another place."""
         x, mask, source = (self.copies[operand] for operand in node.args)
         size = [self._bounded(_expression(entry)) for entry in node.args[0].meta["val"].shape]
         spread = next((known for known in self.places if _is_spread(known, mask, size)), None)
@@ -321,7 +329,11 @@ class _Bounding:
         return self._checked_call(node, aten.div.Tensor, (total, self._like(number, total)), {})
 
     def _checked_call(self, node: Any, target: Any, args: Any, kwargs: Any) -> fx.Node:
-        """Emit a call on padded operands, filled as its rule demands. Result dims of symbolic size become padded."""
+        """Emit a call, after filling the padding of its operands as the sharding rule demands.
+
+        Dims of its results whose size was symbolic count as padded. `UnboundedSizeError`: padding could change the
+        results.
+        """
         expected = [self._padded_dims(value) for value in tensor_values(node)]
         if target in CREATIONS:
             copy = self._call(target, args, kwargs)
@@ -352,7 +364,7 @@ class _Bounding:
     def _fills(
         self, target: Any, args: Any, kwargs: Any, operands: list[fx.Node], call: fx.Node, results: list[Padded]
     ) -> list[dict[int, Fill]]:
-        """Return for each operand the dims whose padding is filled, with the fill value."""
+        """Return, for each operand, a dict from each dim whose padding must be filled to the fill value."""
         values = fx.map_arg((args, kwargs), lambda operand: operand.meta["val"])
         outputs = tensor_values(call)
         bound = bound_rule(target, *values, outputs)
@@ -399,7 +411,7 @@ class _Bounding:
         return self.padded.get(operand, ({},))[0]
 
     def _call(self, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
-        """Emit a call with its fake value. All other metadata comes from the source node `of`."""
+        """Emit a call with the fake value of its result. All other metadata is that of the source node `of`."""
         copy = self.graph.call_function(target, tuple(args), dict(kwargs or {}))
         assert self.of is not None
         values, options = fx.map_arg((copy.args, copy.kwargs), lambda operand: operand.meta["val"])
@@ -409,9 +421,9 @@ class _Bounding:
 
 
 def _factors(target: Any, bound: BoundRule, operands: list[Padded], results: list[Padded]) -> frozenset[str]:
-    """Return the factors of the rule that stand for padded dims.
+    """Return the factors of a sharding rule that stand for padded dims.
 
-    A factor that stands for several symbols, for another dim too, or may not be padded raises an `UnboundedSizeError`.
+    `UnboundedSizeError`: a factor stands for dims of different sizes, or the operator needs all elements along it.
     """
     sides = [*zip(bound.inputs, operands, strict=True), *zip(bound.outputs, results, strict=True)]
     found: dict[str, Any] = {}
@@ -429,20 +441,20 @@ def _factors(target: Any, bound: BoundRule, operands: list[Padded], results: lis
 
 
 def runs_without_rewrite(target: Any, bound: BoundRule, factor: str) -> bool:
-    """Whether the operator, run unchanged on a part of `factor`, computes the right part of the result."""
+    """Whether the operator, run unchanged on a part of the dims of `factor`, computes this part of its result."""
     if bound.local is None or target in _LOOKUPS:
         return True
     return target in ROWWISE and not bound.may_communicate(factor)
 
 
 def _is_spread(known: Any, mask: Any, size: list[int]) -> bool:
-    """Whether the node `known` has the shape `size`, and is `mask` or the expansion of `mask`."""
+    """Whether the node `known` is `mask`, or `mask` expanded to the shape `size`."""
     source = known.args[0] if known.target is aten.expand.default else known
     return list(known.meta["val"].shape) == size and (known is mask or source is mask)
 
 
 def _indexed_dims(target: Any, args: Sequence[Any]) -> frozenset[int]:
-    """Return the dims of the first operand that indices point into. No index points to their padding."""
+    """Return the dims of the first operand into which indices point. Their padding needs no fill: it is not read."""
     if target in (aten.index.Tensor, aten._unsafe_index.Tensor, *_WRITES[:2]):
         return frozenset(dim for dim, index in enumerate(args[1]) if index is not None)
     return frozenset({args[1] % args[0].meta["val"].dim()}) if target in _WRITES else frozenset()
@@ -464,12 +476,12 @@ def _is_size_of(node: Any, number: Any) -> bool:
 
 
 def _is_symbolic(node: Any) -> bool:
-    """Whether a node is a number made of symbols, or a tensor with a size made of them."""
+    """Whether a node's value is an expression of symbols, or a tensor with such a size."""
     return any(_expression(size).free_symbols for size in _symbolic_sizes(node))
 
 
 def _symbolic_sizes(node: Any) -> list[Any]:
-    """Return the symbolic sizes of a node's results; for a node that is a symbolic number, the number."""
+    """Return the symbolic sizes of a node's tensors; for a node that is itself a symbolic number, this number."""
     if _is_number(node):
         return [node.meta["val"]]
     sizes = [size for value in tensor_values(node) if value is not None for size in value.shape]

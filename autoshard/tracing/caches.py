@@ -1,4 +1,4 @@
-"""Empties caches after a trace: each `functools.lru_cache` in a model's code that the traced run filled.
+"""Empties caches after a trace: each `functools.lru_cache` in a model's code that the trace filled.
 
 Otherwise a cache would return fake tensors of one run to the trace's next run, and to later calls of the user's model.
 """
@@ -19,7 +19,7 @@ _Cached = functools._lru_cache_wrapper
 
 @contextlib.contextmanager
 def emptying_caches(model: nn.Module) -> Iterator[None]:
-    """Empty, at exit, the caches in a model's code that computed an entry within the context."""
+    """At exit, empty the caches in a model's code that gained an entry within the context."""
     before = [(cache, cache.cache_info().misses) for cache in _caches(model)]
     try:
         yield

@@ -1,7 +1,7 @@
-"""Flattens the inputs and outputs of a model's call into tuples of leaves, and puts them together again.
+"""Flattens the inputs and outputs of a model's call into tuples of leaves, and nests them again.
 
-Leaves are those of torch's pytrees. Tensor leaves become inputs and outputs of the program; all other leaves are its
-constants, by leaf index.
+Leaves are those of torch's pytrees. Tensor leaves become inputs and outputs of the program. All other leaves are
+constants of the program, by leaf index.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PLAIN = (
 
 
 def cast_floats(values: Any, dtype: torch.dtype) -> Any:
-    """Return nested values with their floating-point tensors in `dtype`."""
+    """Return `values`, a pytree, with its floating-point tensors cast to `dtype`."""
 
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
@@ -44,7 +44,8 @@ class TracedCall:
     """The flattened arguments of a model's call.
 
     Args:
-        tensors, constants: the leaves that are tensors, and all other leaves, by leaf index.
+        tensors: leaf index → leaf, for the leaves that are tensors.
+        constants: leaf index → leaf, for all other leaves.
         tree: pytree structure that nests the leaves into `(args, kwargs)`.
         paths: a readable path of each leaf: "args[0]['mask']".
     """
@@ -55,7 +56,7 @@ class TracedCall:
     paths: tuple[str, ...]
 
     def assemble(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the `(args, kwargs)` of the call with other tensors, given in leaf order."""
+        """Return the `(args, kwargs)` of the call with its tensors replaced by `tensors`, in leaf order."""
         by_index = dict(zip(self.tensors, tensors, strict=True))
         leaves = [by_index[i] if i in by_index else self.constants[i] for i in range(self.tree.num_leaves)]
         return pytree.tree_unflatten(leaves, self.tree)
@@ -63,19 +64,20 @@ class TracedCall:
 
 @dataclass(slots=True)
 class Result:
-    """The result of a traced call, filled in by `FlatModule` when it runs.
+    """The result of a traced call, which `FlatModule` fills in when it runs.
 
     Args:
         tree: pytree structure of the model's result.
         indices: leaf index of each tensor in the result, then the leaf indices in `kept`.
-        constants: the leaves that are no tensors, by leaf index. Objects that a program cannot return become None.
+        constants: leaf index → leaf, for leaves that are no tensors. Objects that a program cannot return become None.
         dropped: types of the objects that become None.
         kept: leaf index → path of the module attribute in which the call left a tensor. These indices follow the leaves
             of the model's own result.
         lost: attributes in which the call left tensors, and which a program does not set.
         detached: leaf indices of tensors that do not require grad.
-        reached: for each tensor, the indices of the flat inputs that autograd surely reaches (`reach.reached_inputs`).
-        own_gradients: names of the user's `torch.autograd.Function` classes behind the results.
+        reached: for each tensor, the indices of the flat inputs to which its gradient surely flows
+            (`reach.reached_inputs`).
+        own_gradients: names of the user's `torch.autograd.Function` classes from which the result was computed.
     """
 
     tree: pytree.TreeSpec | None = None
@@ -90,7 +92,11 @@ class Result:
 
 
 def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedCall:
-    """Return a call's flattened arguments; `TraceError` for a leaf that may hold tensors that a trace would not see."""
+    """Return the flattened arguments of a model's call.
+
+    Raises:
+        TraceError: an argument is an object that may hold tensors, which a trace would not see.
+    """
     register_dataclasses((args, kwargs))
     leaves, tree = pytree.tree_flatten_with_path((args, kwargs))
     tensors: dict[int, Tensor] = {}
@@ -145,7 +151,10 @@ def _register_dataclass(kind: type) -> None:
 
 
 def _path_text(path: Sequence[Any]) -> str:
-    """Return `args[0]['mask']` for a key path into `(args, kwargs)`. Paths of keyword arguments begin with the name."""
+    """Return a readable path, such as "args[0]['mask']", of a leaf of `(args, kwargs)`.
+
+    The path of a keyword argument begins with the argument's name.
+    """
     place, rest = path[0].idx, path[1:]
     if place == 1:
         return str(rest[0].key) + "".join(str(key) for key in rest[1:])
@@ -157,7 +166,7 @@ def _is_plain(leaf: Any) -> bool:
 
 
 def count_targets(model: nn.Module, loss_fn: Callable[..., Any], count: int) -> int:
-    """Return the number of targets for `loss_fn` among a call's `count` positional arguments. Targets come last.
+    """Return how many of a call's `count` positional arguments, at their end, are targets for `loss_fn`.
 
     `loss_fn(outputs, *targets)` takes one target for each required positional parameter after the first. With
     `*targets` in its signature, it takes all arguments that `model.forward` does not take by position.
@@ -184,7 +193,7 @@ def count_targets(model: nn.Module, loss_fn: Callable[..., Any], count: int) -> 
 
 
 def check_fits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: int) -> None:
-    """Raise `TraceError` if `forward` does not accept the call without its last `targets` positional arguments."""
+    """Raise `TraceError` if `model.forward` does not accept these arguments without the last `targets` of `args`."""
     if type(model).__call__ is not nn.Module.__call__ or model._forward_pre_hooks:
         return  # `forward` may get another call
     try:
@@ -202,7 +211,7 @@ def check_fits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def check_layouts(model: nn.Module) -> None:
-    """Raise `TraceError` for a model with a sparse or nested parameter or buffer."""
+    """Raise `TraceError` if a parameter or buffer of the model is sparse or nested."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.layout is torch.strided and not tensor.is_nested:
             continue
@@ -219,10 +228,10 @@ def _is_positional(parameter: inspect.Parameter) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """A call of a model, and of a loss function if there is one; returns the loss function's result or the outputs.
+    """A call of a model and, if there is one, of a loss function on the model's outputs.
 
     Args:
-        loss_fn: applied to the model's outputs and the targets; None: no loss function.
+        loss_fn: applied to the model's outputs and the targets; None: the call returns the model's outputs.
         targets: number of targets, the last positional arguments. The model does not get them.
         cast_inputs: applied to the model's own arguments, a pytree. If it is given, `loss_fn` gets outputs that are
             narrower than float32 as float32.
@@ -255,7 +264,7 @@ class ModelCall:
 
 
 def flatten_result(value: Any, result: Result) -> list[Tensor]:
-    """Return the tensors in a model's result. Write the result's structure and its other leaves into `result`."""
+    """Return the tensors in a model's result. Write its structure and all its other leaves into `result`."""
     register_dataclasses(value)
     leaves, result.tree = pytree.tree_flatten(value)
     result.indices = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))

@@ -2,7 +2,7 @@
 
 `aten._assert_async` and `aten._linalg_check_errors` have no result, so dead code elimination would remove them. Each
 check becomes an `autoshard::checked` call, which takes a result of the program and returns it unchanged. A check in the
-forward takes the smallest output. A check that depends on a tangent takes the smallest gradient.
+forward takes the smallest output. A check in the backward, which depends on a tangent, takes the smallest gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _CHECKS = (_aten._assert_async.default, _aten._assert_async.msg, _FACTORISATION)
 
 @contextlib.contextmanager
 def keeping_checks() -> Iterator[None]:
-    """Trace the checks of factorisations as plain calls within the context. torch would order them by tokens."""
+    """Within the context, trace the error checks of factorisations as plain calls.
+
+    torch would give each a token that keeps their order.
+    """
     effect = simple_registry.singleton.find(_FACTORISATION._name).effect
     before, is_known = effect.effect, _FACTORISATION in fx_node._side_effectful_functions
     effect.register(None)
@@ -40,10 +43,10 @@ def keeping_checks() -> Iterator[None]:
 
 
 def tie_checks(graph: fx.Graph, outputs: int) -> None:
-    """Change the graph so that its results pass through its checks, and the checks are not dead code.
+    """Change the graph so that each check of tensor values is an operand of a result, and thereby is not dead code.
 
-    AOTAutograd describes the model's outputs and the guarded values as plain outputs. The first `outputs` of the plain
-    outputs are the model's.
+    AOTAutograd's descriptors do not separate the model's outputs from values that Python code read. The first `outputs`
+    of these results are the model's.
     """
     output = graph.output_node()
     results, kinds = list(output.args[0]), output.meta["desc"]  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
 """The second way of tracing, for models that branch on the values of tensors.
 
-`if mask.all():` needs a value that a fake tensor does not have. `ConcreteValues` gives a traced tensor a real tensor
-beside it, its twin, if all operands of its operator have twins. When Python reads a value, the twin answers, and the
-read tensor becomes a guarded output of the trace. So a later call with another value is noticed. Twins of parameters
-would mean running the whole model, and are made only if a read depends on a parameter.
+`if mask.all():` needs a value that a fake tensor does not have. `ConcreteValues` pairs a traced tensor with a real
+tensor, its twin, if all operands of its operator have twins. When Python reads a value, the twin answers, and the read
+tensor becomes a guarded output of the trace. So a later call with another value is noticed. Twins of parameters would
+mean running the whole model, and are made only if a read depends on a parameter.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _EQUAL = torch.ops.aten.equal.default
 
 @dataclass(slots=True)
 class ConcreteReads:
-    """The values read during the trace, in order, with their tensors."""
+    """The values that Python code read during the trace, in order, and the tensors from which it read them."""
 
     values: list[Value] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
@@ -50,7 +50,7 @@ class ConcreteReads:
 
 
 class ConcreteValues(TorchDispatchMode):
-    """Computes real twins of the traced tensors, and answers reads from them.
+    """Computes a real twin of each traced tensor, and answers Python's reads of values from the twins.
 
     Args:
         known: pairs of a traced tensor and its real twin.
@@ -124,7 +124,7 @@ class ConcreteValues(TorchDispatchMode):
                 self._twins[traced_leaf] = real_leaf
 
     def _spoil_written(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Mark the twins that `func` wrote to, and all their views, as out of date."""
+        """Mark the real twins of the tensors that `func` wrote to, and all views of these twins, as out of date."""
         for argument, value in zip(func._schema.arguments, args, strict=False):
             twin = self._twin(value) if argument.is_write and isinstance(value, Tensor) else None
             if twin is not None:
@@ -145,7 +145,7 @@ def _storage(tensor: Tensor) -> int:
 def answer_reads(
     known: Iterable[tuple[Tensor, Tensor]] | None, counts: SymbolicCounts | None = None
 ) -> Iterator[ConcreteReads]:
-    """Answer reads of tensor values within the context, and yield the record of the reads.
+    """Within the context, answer Python's reads of tensor values; yield the record of these reads.
 
     `known` and `counts` are those of `ConcreteValues`. If both are None, a read is an error.
     """
@@ -159,7 +159,10 @@ def answer_reads(
 
 @contextlib.contextmanager
 def _read_by_item() -> Iterator[None]:
-    """Make `tolist` and formatting of traced tensors read numbers by `item`. torch's versions bypass the mode."""
+    """Within the context, make `tolist` and formatting of traced tensors read numbers by `item`.
+
+    torch's own versions read memory, so `ConcreteValues` would not see them.
+    """
     saved = FunctionalTensor.tolist
     FunctionalTensor.tolist = _to_list
     FunctionalTensor.__format__ = _format
@@ -179,7 +182,7 @@ def _format(self: Tensor, format_spec: str) -> str:
 
 
 class _Rewrites(TorchFunctionMode):
-    """Replaces calls of torch that would read values by calls that do not."""
+    """Replaces calls of torch that would read values of tensors by equal calls that do not."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -188,7 +191,7 @@ class _Rewrites(TorchFunctionMode):
 
 
 def _tensor(data: Any, **options: Any) -> Tensor:
-    """Return `torch.tensor(data, **options)`. Scalar tensors in lists are read by `item`."""
+    """Return `torch.tensor(data, **options)`, but read scalar tensors in lists by `item`."""
     if isinstance(data, (FakeTensor, FunctionalTensor)):
         return data.detach().clone().to(device=options.get("device"), dtype=options.get("dtype"))
     if isinstance(data, (list, tuple)):

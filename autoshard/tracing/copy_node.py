@@ -14,7 +14,7 @@ from torch import fx
 def copy_node(graph: fx.Graph, node: fx.Node, copy_of: Callable[[fx.Node], fx.Node]) -> fx.Node:
     """Copy a node of any graph to the insertion point of `graph`, as `graph.node_copy(node, copy_of)` does.
 
-    `copy_of` maps each operand to the copy's operand. The node's metadata is copied shallowly.
+    `copy_of` maps an operand of `node` to the operand of the copy. The node's metadata is copied shallowly.
     """
     namespace = graph._graph_namespace
     name = namespace.create_name(node.name, None)

@@ -1,8 +1,8 @@
 """Operators with one result row for each nonzero element, traced with the example's number of rows.
 
 The shapes of `x[mask]`, `nonzero`, `masked_select`, `unique`, `bincount` and `repeat_interleave` depend on values. The
-program makes a tensor of the example's size, and guards the number like any read value. This way of tracing is for
-numbers of rows that cannot be bounded (`bounded`).
+program makes a tensor of the example's size. It also computes the number in later calls, and is not used if that
+differs. This way of tracing is for numbers of rows without an upper bound (`bounded`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ def _repeat_interleave(count: Count, repeats: Tensor, *, output_size: int | None
 
 
 def _sorted(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return sorted elements, the index of each in the flat `x`, and a mask of each value's first element."""
+    """Return the sorted elements of `x`, and the index of each in the flattened `x`.
+
+    The third result is a mask, true for the first of equal elements.
+    """
     values, order = x.reshape(-1).sort(stable=True)
     is_first = torch.cat([values.new_ones(min(len(values), 1), dtype=torch.bool), values[1:] != values[:-1]])
     return values, order, is_first
@@ -74,10 +77,12 @@ def _starts(rows: Tensor) -> Tensor:
 
 
 def _runs(count: Count, rows: Tensor, of: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the runs of equal consecutive rows [N, ...], which `of(x)` returns.
+    """Find the runs of equal consecutive rows among `rows` [N, ...], which equal `of(x)`.
 
-    `count` takes `x` because the example's values of `rows` are not known. Results: the first row of each run [runs,
-    ...], each row's run [N], and each run's number of rows [runs].
+    `count` takes `x`, because the example's values of `x` are known, and those of `rows` are not.
+
+    Returns:
+        The first row of each run [runs, ...], the number of each row's run [N], and each run's number of rows [runs].
     """
     starts = _starts(rows)
     size = count(lambda tensor: _starts(of(tensor)).sum(), x)
@@ -103,7 +108,7 @@ def _unique_consecutive(
 
 
 def _order(rows: Tensor) -> Tensor:
-    """Return the indices [N] that sort rows [N, ...] by their first element, then by their second, and so on."""
+    """Return the indices [N] that sort `rows` [N, ...] by first element, equal rows by second element, and so on."""
     flat = rows.flatten(1)
     order = torch.arange(len(rows), device=rows.device)
     for column in reversed(range(flat.shape[1])):
@@ -145,11 +150,11 @@ COUNTED: Mapping[Any, Callable[..., Any]] = {
     aten.unique_dim.default: _unique_dim,
     aten.bincount.default: _bincount,
 }
-"""Operator → function `f(count, *args)` that performs its call with the number of rows from `count`."""
+"""Operator → function `f(count, *args)` that computes its result with the number of rows from `count`."""
 
 
 def is_counted(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the shape of a call's result depends on values of its operands."""
+    """Whether the shape of an operator's result depends on the values of these operands."""
     if operator is aten.index.Tensor:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     if operator is aten.repeat_interleave.Tensor:

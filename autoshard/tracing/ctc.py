@@ -1,6 +1,7 @@
 """torch's `ctc_loss` as a call of the semantic operator `autoshard::ctc_loss` during a trace.
 
-The operator takes targets as rows of one length, and returns the loss of each sequence. The reduction follows outside.
+The semantic operator takes targets as rows of one length, and returns the loss of each sequence. Other operators then
+compute the mean or sum.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch._ops import OpOverload
 
 _MEAN, _SUM = 1, 2
 _BLOCK = 32
-"""Multiple to which target rows are padded, so that batches with similar longest targets share a program."""
+"""Rows of targets are padded to a multiple of this length, so that batches with similar lengths share a program."""
 
 aten = torch.ops.aten
 
@@ -28,7 +29,7 @@ def _ctc_loss(
     reduction: int = _MEAN,
     zero_infinity: bool = False,
 ) -> Tensor:
-    """Compute torch's `ctc_loss` with the semantic operator.
+    """Compute torch's `ctc_loss` by the semantic operator.
 
     log_probs is [T, N, C] or [T, C]; targets is [N, S], or all targets concatenated in one dim.
     """
@@ -53,10 +54,11 @@ def _lengths(lengths: Tensor | Sequence[int], log_probs: Tensor) -> Tensor:
 
 
 def _rows(targets: Tensor, lengths: Tensor, given: Tensor | Sequence[int]) -> Tensor:
-    """Return concatenated targets as rows [N, S] of one length S. `lengths` [N] and `given` are the targets' lengths.
+    """Return concatenated targets as rows [N, S] of one length S.
 
-    If `given` is a list, S is its largest number. If `given` is a tensor, S is its largest value, which is read and
-    rounded up to a multiple of `_BLOCK`.
+    `lengths` [N] has the targets' lengths, and `given` the lengths as the user gave them. If `given` is a list, S is
+    its largest number. If `given` is a tensor, S is its largest value, which is read and rounded up to a multiple of
+    `_BLOCK`.
     """
     if isinstance(given, Tensor):
         blocks = int(((lengths.max() + _BLOCK - 1) // _BLOCK).item())

@@ -53,7 +53,7 @@ def _sparse_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def sparse_coo_tensor(indices: Any, values: Any, size: Any = None, **options: Any) -> Tensor:
-    """Return `torch.sparse_coo_tensor(...)`, as a dense tensor if `size` is given and values require grad.
+    """Return `torch.sparse_coo_tensor(...)`; if `size` is given and values require grad, as a dense tensor.
 
     A trace would lose the gradient of a sparse tensor.
     """
@@ -73,7 +73,7 @@ def _to_dense(self: Tensor, dtype: torch.dtype | None = None, *, masked_grad: bo
 
 @contextlib.contextmanager
 def differentiating_to_dense() -> Iterator[None]:
-    """Give `x.to_dense()` of a sparse tensor a gradient within the context. Torch's version loses it in a trace."""
+    """Within the context, `x.to_dense()` of a sparse tensor has a gradient. torch's own version loses it in a trace."""
     saved = FunctionalTensor.to_dense
     FunctionalTensor.to_dense = _to_dense
     try:

@@ -1,4 +1,4 @@
-"""A call that returns gradients of a model's outputs. Its trace then contains gradients of gradients."""
+"""A call that returns gradients of a model's outputs. A trace of this call contains gradients of gradients."""
 
 from __future__ import annotations
 
@@ -19,14 +19,21 @@ ModelCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class GradientCall:
-    """Calls a model, and returns the gradients that `derivative` names instead of the outputs of `call`."""
+    """A call of a model that returns gradients of its outputs, in place of the outputs that `call` would return.
+
+    `derivative` names the outputs to differentiate, and the parameters and inputs whose gradients are returned.
+    """
 
     call: ModelCall
     derivative: Derivative
 
     @classmethod
     def of(cls, call: ModelCall, derivatives: Sequence[Derivative]) -> GradientCall:
-        """Return the call for nested derivatives. The first of `derivatives` is the innermost."""
+        """Return the call for nested derivatives, the innermost first.
+
+        The first of `derivatives` is of the model's outputs, and each other one is of the result of the derivative
+        before it.
+        """
         first, *rest = derivatives
         return cls.of(cls(call, first), rest) if rest else cls(call, first)
 
@@ -44,7 +51,7 @@ class GradientCall:
 def innermost_arguments(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], derivatives: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the model's own (args, kwargs) from the arguments of a call with `derivatives` nested derivatives."""
+    """Return the model's own (args, kwargs) from the arguments of a call of `derivatives` nested `GradientCall`s."""
     own = (args, dict(kwargs))
     for _ in range(derivatives):
         own = own[0][:2]
@@ -52,7 +59,7 @@ def innermost_arguments(
 
 
 def refuse_casts(casts: Casts | None) -> None:
-    """Raise `NotAvailableError` for gradients of gradients under a precision other than the model's own."""
+    """Raise `NotAvailableError` if a precision is given (`casts`), for a call with gradients of gradients."""
     if casts is not None:
         raise NotAvailableError(
             "Gradients of gradients (create_graph=True) are not available with precision=. Leave precision out, or "

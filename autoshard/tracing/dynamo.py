@@ -32,10 +32,10 @@ class _CallModule(nn.Module):
 
 
 def capture_with_dynamo(model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:
-    """Capture the call with Dynamo, and export the joint graph of the capture.
+    """Capture the call with Dynamo, and export the joint graph of the captured functions.
 
     Raises:
-        NotAvailableError: the call can be captured, but not in a precision of its own.
+        NotAvailableError: Dynamo can capture the call, but `options` asks for a precision.
         TypeError: the call returns gradients, or the trace watches how Python uses numbers. Dynamo supports neither.
     """
     if is_watching():
@@ -57,12 +57,12 @@ def capture_with_dynamo(model: nn.Module, call: TracedCall, options: TraceOption
 
 
 def _distinct_inputs(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Return distinct objects, because Dynamo takes inputs that are one object now for one object in all calls."""
+    """Return `tensors` as distinct objects, because Dynamo assumes that inputs which are one object stay one object."""
     return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
 
 
 def _own_slots(joint: JointGraph, captured: nn.Module, model: nn.Module) -> tuple[tuple[InputKind, str], ...]:
-    """Return the slots with the model's own names of parameters and buffers. Dynamo has renamed them."""
+    """Return kind and name of each input. Parameters and buffers, which Dynamo has renamed, get the model's names."""
     own = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     held = {**dict(captured.named_parameters()), **dict(captured.named_buffers())}
     return tuple((kind, _own_name(name, held, own)) for kind, name in joint.slots)

@@ -1,8 +1,8 @@
 """Keeps the experts of transformers' models whole: the operator `autoshard::experts` replaces their implementation.
 
 In transformers each class of experts runs through one function, which looks up an implementation by the model's
-configuration. Implementations with equal results are replaced. GPU-specific implementations that a user names are left
-alone. Experts that compute something else are left alone too: unknown gates, a norm behind the experts, quantised
+configuration. The implementations that all compute the same result are replaced. Implementations for GPUs stay if the
+user names them. Experts that compute something else stay too: unknown gates, a norm behind the experts, quantised
 weights.
 """
 
@@ -21,15 +21,20 @@ from autoshard.kernels.gates import CLAMPED_SILU, NAMES, Gate
 
 _MODULE = "transformers.integrations.moe"
 _ALIKE = ("eager", "grouped_mm", "batched_mm", None)
-"""Names of implementations with equal results. None is the implementation of a layer outside transformers' models."""
+"""Names of implementations with equal results. None stands for a layer that is outside transformers' models."""
 _NOT_COVERED = ("_is_expert_parallel", "has_post_expert_norm")
-"""Attributes of an experts module for features that the operator lacks. transformers before 5.23 has only some of them.
+"""Attributes that are true if a module of experts has a feature that the operator lacks.
+
+transformers before 5.23 has only some of these attributes.
 """
 
 
 @contextlib.contextmanager
 def keep_experts_whole() -> Iterator[None]:
-    """Make transformers use the operator for its experts, until exit. Does nothing if transformers is not imported."""
+    """Within the context, transformers runs its experts by the operator `autoshard::experts`.
+
+    Nothing changes if transformers is not imported.
+    """
     moe = sys.modules.get(_MODULE)
     interface = getattr(moe, "ExpertsInterface", None)
     if interface is None:
@@ -49,7 +54,7 @@ def keep_experts_whole() -> Iterator[None]:
 
 
 def _keeping(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs experts by the operator, or by `implementation` if results would differ."""
+    """Return a function that runs a module of experts by the operator; if results would differ, by `implementation`."""
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         gate = _gate_of(module) if len(args) == 3 and not kwargs and _is_covered(module, *args) else None
@@ -72,7 +77,7 @@ def _is_covered(module: Any, hidden_states: Any, index: Any, weights: Any) -> bo
 
 
 def _gate_of(module: Any) -> Gate | None:
-    """Return the gate of a module's experts, recognised by its values on samples; None if no known gate matches."""
+    """Return the gate of a module's experts, found by its values on samples; None if no known gate matches."""
     halves, interleaved = (2, not module.is_concatenated) if module.has_gate else (1, False)
     constants = [getattr(module, name, None) for name in ("alpha", "limit")]
     numbers = [float(number) for number in constants if isinstance(number, (int, float))]
@@ -121,7 +126,10 @@ def _run(module: Any, gate: Gate, hidden_states: Tensor, index: Tensor, weights:
 
 
 def _biases(bias: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Return for each token the weighted sum of its experts' biases: bias [E, H] gives [T, H]."""
+    """Return for each token the sum of its experts' biases [T, H], weighted by `weights` [T, k].
+
+    bias is [E, H], and index [T, k] has the experts of each token.
+    """
     experts = torch.arange(bias.shape[0], device=index.device)
     chosen = torch.where(index.unsqueeze(2) == experts, weights.unsqueeze(2), 0.0)  # [T, k, E]
     return chosen.sum(1).to(bias.dtype) @ bias

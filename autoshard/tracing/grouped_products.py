@@ -1,7 +1,7 @@
-"""A kernel of `aten::_grouped_mm` for meta and fake tensors, in float32, float16 and bfloat16.
+"""Computes the result's shape and strides of `aten::_grouped_mm` on meta and fake tensors.
 
-torch's own kernel accepts only bfloat16. Importing this module replaces it. Rows of the result begin at multiples of 16
-bytes, like those of torch's products on the CPU too.
+It accepts float32, float16 and bfloat16, and torch's own meta kernel only bfloat16. Importing this module replaces
+torch's. Rows of the result begin at multiples of 16 bytes, like those of torch's products on the CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Check that a later call may use a program whose trace relied on values of tensors."""
+"""Check whether a later call may use a program whose trace read values of tensors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from autoshard.ir.program import InputKind, Program
 
 
 def check_guards(program: Program, flat_inputs: Sequence[Tensor], state: Mapping[str, Tensor] | None = None) -> bool:
-    """Whether other inputs give the same values that the trace relied on; if not, the call must be traced anew.
+    """Whether these inputs give the values that Python code read during the trace. If not, the call needs a new trace.
 
     Args:
+        program: a traced program. Its `guard_program` computes the values.
         flat_inputs: the global input tensors, in the order of `program.inputs_of(InputKind.INPUT)`.
         state: parameters, buffers and the seed, by name. Tensors that no guard depends on may be missing.
 
@@ -35,5 +36,5 @@ def check_guards(program: Program, flat_inputs: Sequence[Tensor], state: Mapping
 
 
 def _is(found: bool | int | float, expected: bool | int | float) -> bool:
-    """Whether two values are equal, NaN included."""
+    """Whether two values are equal. NaN equals NaN."""
     return found == expected or (found != found and expected != expected)

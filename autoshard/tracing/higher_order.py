@@ -1,7 +1,7 @@
 """Higher-order operators of torch (`cond`, `while_loop`, `scan`, `map`, `flex_attention`) as plain calls.
 
-Their functions run in Python, where operators are traced as usual. A predicate is read like the condition of an `if`.
-Its value is guarded, and a call with another value gets another program. Loops are unrolled.
+Their functions run in Python during the trace, and the operators in them are traced as usual. A predicate is read like
+the condition of an `if`. Its value is guarded, so a call with another value gets another program. Loops are unrolled.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def _cond(
     false_fn: Callable[..., Any],
     operands: Sequence[Any],
 ) -> Any:
-    """Run the branch that the predicate chooses, or both branches if `vmap` gives each row its own predicate.
+    """Run the branch that the predicate chooses. If `vmap` gives each row its own predicate, run both and select.
 
-    The result requires grad if either branch's would, as on one device.
+    The result requires grad if the result of either branch would, as on one device.
     """
     if isinstance(predicate, Tensor) and _has_rows(predicate):
         choose = partial(torch.where, predicate)
@@ -56,7 +56,10 @@ def _cond(
 
 
 def _nothing_of(inputs: Sequence[Tensor]) -> Tensor | None:
-    """Return a zero that depends on the inputs of the branch that is not taken, so that they get zero gradients."""
+    """Return a zero that is computed from `inputs`, so that they get gradients of zero; None without inputs.
+
+    `inputs` are the inputs of the branch of a `cond` that is not taken.
+    """
     found = None
     for x in inputs:
         never = torch.zeros((), dtype=torch.bool, device=x.device)
@@ -70,7 +73,7 @@ def _reach(nothing: Tensor, x: Tensor) -> Tensor:
 
 
 def _has_rows(x: Tensor) -> bool:
-    """Whether a tensor has a dim that `vmap` runs over."""
+    """Whether `vmap` runs over a dim of this tensor."""
     while is_functorch_wrapped_tensor(x):
         if is_batchedtensor(x):
             return True
@@ -106,10 +109,14 @@ def _flex_attention(
     kernel_options: Mapping[str, Any],
     *buffers: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result [B, H, S, D], and log-sum-exp and largest score of each row [B, H, S], both divided by ln 2.
+    """Compute torch's `flex_attention` by plain operators.
 
-    The result has its dims in the memory order of `q`. Blocks of `block_mask` only say which scores a kernel may skip.
-    The mask function of `block_mask` alone decides which scores are masked.
+    Blocks of `block_mask` only say which scores a kernel may skip. The mask function of `block_mask` alone decides
+    which scores are masked.
+
+    Returns:
+        The result [B, H, S, D], with its dims in the memory order of `q`. Further, log-sum-exp and largest score of
+        each row [B, H, S], both divided by ln 2.
     """
     score_buffers, mask_buffers = (*buffers, (), ())[:2]
     groups = q.size(1) // k.size(1)
@@ -139,7 +146,7 @@ def _flex_attention(
 def _for_each(function: Callable[..., Tensor], first: tuple[int, ...], shared: int) -> Callable[..., Tensor]:
     """Return `function` mapped by `vmap` over batch entries, heads, queries and keys.
 
-    `first` gives the mapped dim of each leading argument. The last `shared` arguments are the same for all calls.
+    `first` gives the mapped dim of each argument before these four indices. The last `shared` arguments are not mapped.
     """
     for place in reversed(range(4)):
         dims: list[int | None] = [None] * 4
@@ -149,7 +156,10 @@ def _for_each(function: Callable[..., Tensor], first: tuple[int, ...], shared: i
 
 
 class _IndexingByNumbers(TorchFunctionMode):
-    """Makes `table[i, j]` with integer scalar tensors a lookup of rows, because indexing would read their values."""
+    """Makes `table[i, j]` with scalar tensors of integers a lookup of rows.
+
+    torch's indexing would read the values of the scalars.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
@@ -166,7 +176,7 @@ def _is_number(entry: Any) -> bool:
 
 
 def _look_up(table: Tensor, entries: Sequence[Any]) -> Tensor:
-    """Return `table[entries]` for entries that are integers or integer scalars. Negative entries count from the end."""
+    """Return `table[entries]` for integers or scalar tensors of integers. Negative entries count from the end."""
     row: Any = 0
     for entry, size in zip(entries, table.shape, strict=False):
         number = torch.where(entry < 0, entry + size, entry) if isinstance(entry, Tensor) else entry % size
@@ -175,7 +185,7 @@ def _look_up(table: Tensor, entries: Sequence[Any]) -> Tensor:
 
 
 def _in_order_of(x: Tensor, like: Tensor) -> Tensor:
-    """Return `x` with its memory in the order of the dims of `like`."""
+    """Return `x` with its dims in the memory order of `like`: the dim of the largest stride first."""
     order = sorted(range(x.dim()), key=lambda dim: -like.stride(dim))
     return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
 
@@ -206,10 +216,10 @@ class _PlainCalls(TorchFunctionMode):
 
 @contextlib.contextmanager
 def calling_plainly(inputs: Sequence[Tensor]) -> Iterator[None]:
-    """Make higher-order operators plain calls within the context. Enter it after all other modes of torch functions.
+    """Within the context, higher-order operators run their functions as plain calls.
 
-    `inputs` are the flat tensors of the traced call. `flex_attention` then has a backward on the CPU too, and does not
-    warn that it is not compiled.
+    Enter it after all other modes of torch functions. `inputs` are the flat tensors of the traced call.
+    `flex_attention` then has a backward on the CPU too, and does not warn that it is not compiled.
     """
     saved = flex._validate_device, flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
     flex._validate_device, flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = lambda *_: None, True

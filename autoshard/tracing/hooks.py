@@ -1,8 +1,8 @@
-"""Watches the hooks of modules during a trace. Their effect on tensors becomes part of the program.
+"""Watches the hooks of modules during a trace. The effect of hooks on tensors becomes part of the program.
 
-A compiled call runs no hooks. A hook without effect on the program has another purpose (it stores activations, logs,
-counts) and would silently stop working, so it is refused. Hooks of torch and transformers (weight norm, pruning,
-captured outputs) serve only the call, and are not watched.
+A compiled call runs no hooks. A hook without effect on the program has another purpose: it stores activations, logs,
+or counts. It would silently stop working, so `TraceError` is raised. Hooks of torch and transformers (weight norm,
+pruning, captured outputs) serve only the call, and are not watched.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ _TRUSTED = ("torch", "transformers", "autoshard")
 
 @dataclass(slots=True)
 class WatchedHook:
-    """A hook that ran during a trace, first on the module `title`.
+    """A hook that ran during a trace.
 
-    `acts` tells whether it returned a new value, or changed a tensor of the call or an attribute of the module.
+    Args:
+        name: the hook's name, for messages.
+        title: path of the first module that it ran on.
+        acts: whether it returned a new value, or changed a tensor of the call or an attribute of the module.
     """
 
     name: str
@@ -39,14 +42,14 @@ class WatchedHook:
 
 
 Hooks = dict[Any, WatchedHook]
-"""Hooks that ran, by their code object. Closures of one function share one entry."""
+"""Code object of a hook → the hook that ran. Closures of one function share one entry."""
 
 
 @contextlib.contextmanager
 def watching_hooks(model: nn.Module, without: Collection[Any] = ()) -> Iterator[Hooks]:
-    """Yield a record of the user's hooks that run within the context, on modules of `model` or globally.
+    """Record the user's hooks that run within the context, on modules of `model` or globally; yield the record.
 
-    Hooks whose code objects are in `without` do nothing within the context.
+    Hooks whose code objects are in `without` do not run within the context.
     """
     watched: Hooks = {}
     replaced = []
@@ -66,7 +69,14 @@ def watching_hooks(model: nn.Module, without: Collection[Any] = ()) -> Iterator[
 def refuse_idle_hooks(
     model: nn.Module, hooks: Hooks, program: Program, trace_without: Callable[[Collection[Any]], Program]
 ) -> None:
-    """Raise `TraceError`, naming the hooks, if a trace without some hooks gives the same program."""
+    """Raise `TraceError` if a hook has no effect on the program, because a compiled call would not run it.
+
+    Args:
+        model: the traced model.
+        hooks: the hooks that ran during the trace.
+        program: the program of the trace.
+        trace_without: takes code objects of hooks, and returns the program of a trace without these hooks.
+    """
     idle = [code for code, hook in hooks.items() if not hook.acts]
     if not idle:
         return
@@ -89,7 +99,7 @@ def refuse_idle_hooks(
 
 
 def hooks_note(hooks: Hooks) -> Iterator[str]:
-    """Yield a note for the user if hooks act on the call."""
+    """Yield a note for the user if the program contains the effect of hooks on tensors."""
     acting = [_text(hook) for hook in hooks.values() if hook.acts]
     if acting:
         yield (
@@ -143,7 +153,7 @@ def _is_as_given(result: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _state(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    """Return the state that a hook may change: versions of tensors, and the `id` of each attribute of the module."""
+    """Return numbers that change if a hook changes a tensor of the call or an attribute of the module."""
     tensors = [*pytree.tree_leaves((args, kwargs)), *module.parameters(recurse=False), *module.buffers(recurse=False)]
     return [*(item._version for item in tensors if isinstance(item, Tensor)), *map(id, vars(module).values())]
 

@@ -1,8 +1,8 @@
-"""Refuses models that draw with Python's `random` or NumPy in `forward`, because a trace would freeze the numbers.
+"""Raises `TraceError` if a model's results depend on numbers from Python's `random` or NumPy, drawn in `forward`.
 
-If a trace has changed a generator's state, the call is traced twice more. The generator then draws only its smallest
-number, or only its largest. If all traces give one program, the numbers do not matter (a layer drop of probability 0).
-Otherwise the model is refused.
+A trace would freeze these numbers. If a trace has changed a generator's state, the call is traced twice more. The
+generator then draws only its smallest number, or only its largest. If all traces give one program, the numbers do not
+matter (a layer drop of probability 0). Otherwise the error is raised.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LEAST, _GREATEST = 0.0, 1.0 - 2.0**-24
 
 
 def host_generators() -> Sequence[Any]:
-    """Return the present states of Python's and NumPy's global generators, which can be compared."""
+    """Return the states of the global generators of Python and NumPy, to compare them with later states."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return [random.getstate(), (kind, np.asarray(keys).tobytes(), *rest)]
 
@@ -32,9 +32,15 @@ def host_generators() -> Sequence[Any]:
 def refuse_host_numbers(
     model: nn.Module, before: Sequence[Any], program: Program, trace_again: Callable[[], Program]
 ) -> None:
-    """Raise `TraceError` if generators were used since `before`, and the program depends on the numbers that they drew.
+    """Raise `TraceError` if the model drew numbers since `before`, and its program depends on these numbers.
 
     The message names the generator and the line that draws.
+
+    Args:
+        model: the traced model.
+        before: the generators' states before the trace.
+        program: the program of the trace.
+        trace_again: traces the same call once more.
     """
     names = ("Python's random", "numpy.random")
     moved = [name for name, old, new in zip(names, before, host_generators(), strict=True) if old != new]
@@ -55,7 +61,10 @@ def refuse_host_numbers(
 
 @contextlib.contextmanager
 def _giving(number: float, lines: list[str]) -> Iterator[None]:
-    """Make generators always draw `number` of [0, 1). Add the user's lines that draw to `lines`."""
+    """Within the context, Python's and NumPy's generators return `number`, which is in [0, 1), as each uniform draw.
+
+    The user's lines that draw are added to `lines`.
+    """
 
     def noting(function: Callable[..., Any]) -> Callable[..., Any]:
         def draw(*args: Any, **kwargs: Any) -> Any:

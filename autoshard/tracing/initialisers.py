@@ -1,6 +1,6 @@
-"""Runs the initialisers of a model on tensors without memory, and records them.
+"""Runs the initialisers of a model on tensors without memory, and records their operators.
 
-The order is that of constructors, submodules first. First, `reset_parameters` of each module runs. Then,
+They run in the order of constructors, submodules first. First, `reset_parameters` of each module runs. Then,
 as in transformers, each module is passed to `_init_weights`: its own, or that of the nearest module around it. Last,
 the user's own function runs on each module, like `model.apply`.
 """
@@ -30,11 +30,11 @@ _RESETS = ("reset_parameters", "_reset_parameters")
 def record_initialisation(
     model: nn.Module, device: torch.device, init_fn: InitFunction | None = None
 ) -> Initialisation:
-    """Return the record of the initialisers of `model`. The model stays unchanged.
+    """Return the operators by which a model initialises its parameters and buffers. The model stays unchanged.
 
     Args:
-        model: any module; its parameters and buffers may be anywhere.
-        device: device of its tensors, now or later.
+        model: any module; its parameters and buffers may be on any device, or on meta.
+        device: device of the model's tensors, now or later.
         init_fn: called with each module, after the modules' own initialisers.
 
     Raises:
@@ -60,7 +60,10 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextlib.contextmanager
 def _standing_in(model: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """Put contiguous fake tensors in place of parameters and buffers; yield them by name. Ties are kept."""
+    """Within the context, the model has contiguous fake tensors as parameters and buffers; yield them by name.
+
+    Tied parameters stay tied.
+    """
     made: dict[int, Tensor] = {}
     names = [(name, id(tensor)) for name, tensor in _named(model)]
     held: list[dict[str, Any]] = [held for module in model.modules() for held in (module._parameters, module._buffers)]
@@ -106,7 +109,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def view_of(self, tensor: Tensor) -> StridedView:
-        """Return the `StridedView` of a tensor. Memory that is seen for the first time gets the next number."""
+        """Return the `StridedView` of a tensor: the number of its memory, with shape, strides and offset."""
         memory = tensor.untyped_storage()
         if memory._cdata not in self._numbers:
             self._numbers[memory._cdata] = number = len(self.numels)
@@ -130,7 +133,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
 
 @contextlib.contextmanager
 def _truncating_without_reads() -> Iterator[None]:
-    """Draw truncated normal numbers in one operator. torch draws until all are within bounds, and reads values."""
+    """Within the context, draw truncated normal numbers by one operator. torch's version reads drawn values."""
 
     def draw(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
         refuse_generator(nn.init.trunc_normal_, generator)

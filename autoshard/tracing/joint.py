@@ -1,7 +1,7 @@
-"""The first way of tracing: a joint graph from AOTAutograd's export of the plain call.
+"""The first way of tracing: AOTAutograd's export makes a joint graph of forward and backward.
 
 Fake tensors replace parameters, buffers and inputs, and the model's own Python runs on them. No memory is used and
-nothing is computed, wherever the model is (a model on meta too).
+nothing is computed, whatever the model's device.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ class JointGraph:
     """AOTAutograd's graph of forward and backward, and the meaning of its inputs and results.
 
     Args:
-        graph_module: the graph. Its plain outputs are the model's outputs in `result`'s order, then the guarded
-            tensors.
+        graph_module: the graph. Its plain outputs are the model's outputs in the order of `result.indices`, then the
+            tensors whose values Python code read (guarded tensors).
         slots: kind and name of each flat input.
-        guarded_values: the value that the trace relied on, for each guarded tensor.
+        result: structure and constants of the model's result.
+        guarded_values: the value that Python code read from each guarded tensor.
         accesses: the attributes that the call's Python code used; None if unknown.
     """
 
@@ -67,7 +68,7 @@ class JointGraph:
 
 
 class Known(StrEnum):
-    """Choice of the tensors whose values Python code may read during the trace."""
+    """The tensors whose values Python code may read during the trace."""
 
     NOTHING = "nothing"
     INPUTS = "inputs"
@@ -79,12 +80,15 @@ class TraceOptions:
     """Options of a trace.
 
     Args:
+        grad: whether the model runs with gradients enabled.
         all_tangents: take a tangent for each output, not only for losses.
+        call: the call of the model, and of a loss function.
         known: the tensors whose values Python code may read.
-        symbolic: use symbols for numbers of rows that depend on values, later bounded (`bounded`). Otherwise the
-            program has the example's numbers.
+        symbolic: use symbols for numbers of rows that depend on values, and replace them by upper bounds later
+            (`bounded`). Otherwise the program has the example's numbers.
         as_compiled: make `torch.compiler.is_compiling()` true for the model's code. Some models then have no branches
             on values.
+        casts: casts to a narrower dtype; None: the model computes in its own dtypes.
         seed: seed of random operators. If a seed is given, the values that they draw may be read.
         device: assumed device of tensors on meta.
         keeps_gradients: take tangents for scalars that the call leaves in attributes, as for losses.
@@ -107,10 +111,11 @@ class TraceOptions:
 
 
 class FlatModule(nn.Module):
-    """The traced module. It takes flat tensors, and returns the outputs and the guarded values.
+    """The module that AOTAutograd traces: it takes flat tensors, and returns the outputs and the guarded tensors.
 
     It has no parameters of its own. The flat tensors are the model's parameters and buffers, the call's tensors and the
-    seed. A tied parameter is one flat tensor, so it stays tied.
+    seed. A tied parameter is one flat tensor, so it stays tied. A guarded tensor is a tensor whose value Python code
+    read.
     """
 
     def __init__(self, model: nn.Module, call: TracedCall, options: TraceOptions, state: Mapping[str, Tensor]) -> None:
@@ -129,7 +134,10 @@ class FlatModule(nn.Module):
         self.compared: list[Any] = []
 
     def forward(self, *flat: Tensor) -> tuple[Tensor, ...]:
-        """Run the call on the flat tensors: state, inputs, seed. Return the outputs, then the guarded values."""
+        """Run the model's call on flat tensors: parameters and buffers, inputs, seed.
+
+        Return the outputs, then the tensors whose values Python code read.
+        """
         (model,) = self._model
         traced_state = dict(zip(self._state, flat, strict=False))
         inputs = flat[len(self._state) : -1]
@@ -169,7 +177,7 @@ class FlatModule(nn.Module):
         return (*select_tangents(outputs, self._options, returned), *guarded)
 
     def _guard_comparisons(self) -> None:
-        """Guard the comparisons of symbolic numbers of rows on which the trace relied."""
+        """Make each comparison of a symbolic number of rows a guarded tensor, which later calls compute and check."""
         if self.counts is None:
             return
         self.compared = self.counts.assumed()
@@ -177,7 +185,11 @@ class FlatModule(nn.Module):
             self.reads.add(tensor, True)
 
     def bounded(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Return the graph with bounds in place of symbols; `UnboundedSizeError` if that may be wrong."""
+        """Return the traced graph with upper bounds in place of symbols.
+
+        Raises:
+            UnboundedSizeError: results with bounds might differ from results with the true sizes.
+        """
         if self.counts is None:
             return graph_module
         if self.counts.assumed() != self.compared:
@@ -187,7 +199,10 @@ class FlatModule(nn.Module):
     def _known_tensors(
         self, traced_state: Mapping[str, Tensor], inputs: Sequence[Tensor], seed: Tensor
     ) -> list[tuple[Tensor, Tensor]] | None:
-        """Return (traced, real) pairs of tensors whose values Python code may read. Tensors on meta are left out."""
+        """Return (traced tensor, real tensor) for each tensor whose values Python code may read; None for no tensors.
+
+        Tensors on meta are left out.
+        """
         if self._options.known is Known.NOTHING:
             return None
         pairs = list(zip(inputs, self._call.tensors.values(), strict=True))
@@ -198,7 +213,10 @@ class FlatModule(nn.Module):
 
 
 def _places(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return for each attribute with a tensor of `state` the tensor's name. A tied parameter has several attributes."""
+    """Return a dict from the path of each attribute with a tensor of `state` to the tensor's name in `state`.
+
+    A tied parameter has several attributes.
+    """
     names = {id(tensor): name for name, tensor in state.items()}
     held = ((path, {**module._parameters, **module._buffers}) for path, module in model.named_modules())
     places = ((f"{path}.{leaf}".removeprefix("."), item) for path, own in held for leaf, item in own.items())
@@ -206,8 +224,14 @@ def _places(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _keep_assigned(state: Mapping[str, Tensor], given: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-    """Copy tensors that the model assigned to buffers (`self.count = self.count + 1`) into the traced buffers of
-    `state`. An assignment then looks like an update in place.
+    """Copy tensors that the model assigned to buffers (`self.count = self.count + 1`) into the traced buffers.
+
+    An assignment then looks like an update in place.
+
+    Args:
+        state: name → traced tensor.
+        given: name → tensor at the start of the call.
+        after: name → tensor at the end of the call.
     """
     for name, tensor in given.items():
         if after[name] is not tensor:
@@ -215,7 +239,7 @@ def _keep_assigned(state: Mapping[str, Tensor], given: Mapping[str, Tensor], aft
 
 
 def select_tangents(outputs: Sequence[Tensor], options: TraceOptions, returned: int) -> list[Tensor]:
-    """Return a contiguous copy of each output. The copy is detached if the output gets no tangent.
+    """Return a contiguous copy of each output, detached if the output gets no tangent (a gradient from outside).
 
     No copy aliases another copy. A tangent has its output's layout, so it is contiguous too. The call returns the first
     `returned` outputs, and leaves all other outputs in attributes.
@@ -239,7 +263,10 @@ def _is_loss(output: Tensor) -> bool:
 
 
 def export_joint(model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:
-    """Run a call on fake tensors in AOTAutograd's export, and return the joint graph with bounded sizes."""
+    """Return the joint graph of a call on fake tensors, from AOTAutograd's export.
+
+    Symbolic sizes are replaced by bounds.
+    """
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     flat_module = FlatModule(model, call, options, {**parameters, **buffers})
     slots = (
@@ -282,9 +309,10 @@ def _contexts(options: TraceOptions, mode: FakeTensorMode) -> Iterator[contextli
 
 
 def _fake_tensors(tensors: Sequence[Tensor], mode: FakeTensorMode, device: torch.device | None) -> tuple[Tensor, ...]:
-    """Return a fake tensor for each of `tensors`, then one for a seed.
+    """Return a fake tensor for each of `tensors`, and last a fake seed.
 
-    Tensors on meta go to `device`; by default to the device of the first tensor that is not on meta, or to the CPU.
+    Tensors on meta go to `device`. If it is None, they go to the device of the first tensor that is not on meta, or to
+    the CPU.
     """
     if device is None:
         device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
@@ -300,7 +328,7 @@ def _fake(tensor: Tensor, device: torch.device) -> Tensor:
 
 @contextlib.contextmanager
 def without_checkpoints() -> Iterator[None]:
-    """Make activation checkpoints plain calls within the context, because the planner chooses the recomputation."""
+    """Within the context, activation checkpoints are plain calls, because the planner chooses the recomputation."""
 
     def run_plainly(function: Callable[..., Any], *args: Any, **_: Any) -> Iterator[None]:
         yield
@@ -321,7 +349,7 @@ def without_checkpoints() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _refusing_inner_backward() -> Iterator[None]:
-    """Refuse a backward inside the model, which adds to `.grad` unseen by the program."""
+    """Within the context, raise `TraceError` if the model runs a backward, because the trace does not see `.grad`."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise TraceError(
@@ -339,7 +367,10 @@ def _refusing_inner_backward() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_tensor_meta() -> Iterator[None]:
-    """Leave out `meta["tensor_meta"]`, which repeats `meta["val"]`, is never read, and takes 8 % of a trace."""
+    """Within the context, nodes get no `meta["tensor_meta"]`.
+
+    It repeats `meta["val"]`, is never read, and takes 8 % of a trace.
+    """
     before = proxy_tensor._extract_tensor_metadata
     proxy_tensor._extract_tensor_metadata = lambda value: None  # type: ignore[assignment]
     try:

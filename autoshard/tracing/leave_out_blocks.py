@@ -1,8 +1,8 @@
 """Leaves out blocks of a deep model before it is traced for planning. A long run of equal blocks keeps only its ends.
 
 Before → after: `layers = [A, A, A, ..., A]`, 32 of them, becomes `[A, A, A, A]`, and a `Repeat` records that 28 blocks
-are missing between the second and the third. The repeating unit may have several blocks (`[A, B, A, B, ...]`). Equality
-of blocks is that of `shorten`, and blocks keep their parameters' names.
+are missing between the second and the third. Several blocks may repeat together (`[A, B, A, B, ...]`): a unit is the
+blocks that repeat. `shorten` says which blocks are equal. Blocks keep their parameters' names.
 
 The short model's program represents the whole model if the model treats equal blocks equally.
 `passes.strategies.repeated` checks this on the program as far as it is visible there.
@@ -20,7 +20,7 @@ from autoshard.ir.repeat import Repeat
 from autoshard.tracing.shorten import block_lists, with_lists
 
 LEAST_LEFT_OUT = 4
-"""Smallest number of units that is worth leaving out of a run."""
+"""A run keeps all its blocks if fewer units than this would be left out. A unit is the blocks that repeat."""
 
 _MOST_PERIOD = 8
 
@@ -34,7 +34,7 @@ class ModelWithGaps:
 
 
 class _Kept(nn.ModuleList):
-    """The remaining blocks of a list under their own names. An index counts only the remaining blocks."""
+    """The remaining blocks of a module list, under their original names. An index counts only the remaining blocks."""
 
     def _get_abs_string_index(self, idx: int) -> str:  # torch's own indexing calls it
         return list(self._modules)[idx]
@@ -47,12 +47,14 @@ def _keep(blocks: nn.ModuleList, kept: Sequence[int]) -> nn.ModuleList:
 
 
 def leave_out_blocks(model: nn.Module, margin: int, least: int = LEAST_LEFT_OUT) -> ModelWithGaps | None:
-    """Return the model without the inner units of its long runs of equal blocks; None without such runs.
+    """Return the model without the inner blocks of its long runs of equal blocks; None without such runs.
+
+    A unit is the blocks that repeat in a run: one block, or several in turn.
 
     Args:
         model: any module; blocks are entries of outermost module lists.
         margin: units kept at each end of a run, in addition to one unit on each side of the gap.
-        least: least number of units to leave out of a run.
+        least: a run keeps all its blocks if fewer units than this would be left out.
     """
     repeats = [
         Repeat(path, *place) for path, _, kinds in block_lists(model) for place in inner_runs(kinds, margin, least)
@@ -61,7 +63,11 @@ def leave_out_blocks(model: nn.Module, margin: int, least: int = LEAST_LEFT_OUT)
 
 
 def without(model: nn.Module, repeats: Sequence[Repeat]) -> nn.Module:
-    """Return the model without the units that `repeats` leave out; `TraceError` if the model has no such blocks."""
+    """Return the model without the blocks that `repeats` leave out.
+
+    Raises:
+        TraceError: the model has no list of blocks at a path of `repeats`, or the list is too short.
+    """
     lists = {path: blocks for path, blocks, _ in block_lists(model)}
     replaced: dict[str, nn.ModuleList] = {}
     for path in dict.fromkeys(repeat.path for repeat in repeats):
@@ -74,9 +80,11 @@ def without(model: nn.Module, repeats: Sequence[Repeat]) -> nn.Module:
 
 
 def inner_runs(kinds: Sequence[int], margin: int, least: int = LEAST_LEFT_OUT) -> Iterator[tuple[int, int, int]]:
-    """Yield (period, before, behind) of a `Repeat` for each run of equal units that is long enough.
+    """Yield the place of each gap that a long run of equal units gets, as (period, before, behind) of a `Repeat`.
 
-    `kinds` has the kind of each block. `margin` and `least` are those of `leave_out_blocks`.
+    `period` is the number of blocks of a unit. `before` is the first block of the last unit before the gap, and
+    `behind` the first block after the gap. `kinds` has the kind of each block; `margin` and `least` are those of
+    `leave_out_blocks`.
     """
     start = 0
     while start < len(kinds):
@@ -91,7 +99,10 @@ def inner_runs(kinds: Sequence[int], margin: int, least: int = LEAST_LEFT_OUT) -
 
 
 def _longest_run(kinds: Sequence[int], start: int) -> tuple[int, int]:
-    """Return the (shortest) period whose repetition covers most blocks from `start` on, and the number of its units."""
+    """Return the period of the longest run that begins at block `start`, and how often its blocks repeat.
+
+    The period is the number of blocks that repeat together. Among equally long runs, the shortest period counts.
+    """
     best = (1, 0)
     for period in range(1, _MOST_PERIOD + 1):
         end = start + period

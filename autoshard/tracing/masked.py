@@ -1,12 +1,12 @@
 """Assignment through a mask, `x[mask] = value`, in forms whose gradients have static shapes.
 
-In torch, the gradient of the value has one row for each one in the mask, and no trace knows that shape. Two other forms
+In torch, the gradient of `value` has as many rows as the mask has ones, and no trace knows this number. Two other forms
 replace the assignment:
 
-1. A value that is equal for all places of the mask is selected by `torch.where`. The mask is not read, and its dims
+1. A value that is equal for all ones of the mask is selected by `torch.where`. The mask is not read, and its dims
    stay parallel.
-2. A value with a row for each place is written at the places themselves, `x[mask.nonzero()] = value`. The number of
-   places is read (`counted`).
+2. A value with a row for each one of the mask is written by index, `x[mask.nonzero()] = value`. The number of ones is
+   read (`counted`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class _Masked:
-    """The part of a tensor that `x[.., mask, ..]` selects. The mask covers the dims of `view` from `start` on."""
+    """The part of a tensor that `x[.., mask, ..]` selects.
+
+    Args:
+        view: the tensor, indexed by all entries but the mask.
+        mask: a bool mask.
+        start: the first dim of `view` that the mask covers.
+    """
 
     view: Tensor
     mask: Tensor
@@ -30,15 +36,15 @@ class _Masked:
 
     @property
     def behind(self) -> int:
-        """Number of dims of the view that follow the dims of the mask."""
+        """Number of dims of the view behind the dims that the mask covers."""
         return self.view.dim() - self.start - self.mask.dim()
 
     def spread_mask(self) -> Tensor:
-        """Return the mask with a dim of size one for each dim of the view that follows; it broadcasts to the view."""
+        """Return the mask with dims of size one at its end, so that it broadcasts to the view."""
         return self.mask[(..., *[None] * self.behind)]
 
     def spread_value(self, value: Tensor) -> Tensor | None:
-        """Return a value reshaped to broadcast to the view; None if the value differs between places of the mask."""
+        """Return `value` reshaped to broadcast to the view; None if it differs between the ones of the mask."""
         while value.dim() > self.behind and value.shape[0] == 1:
             value = value[0]
         of_places = value.dim() - self.behind - 1
@@ -50,7 +56,7 @@ class _Masked:
 
 
 def _set_item(x: Tensor, index: Any, value: Any) -> None:
-    """Assign `x[index] = value`. If a mask is among the indices, use one of the module's two forms."""
+    """Assign `x[index] = value`, through a mask by one of the module's two forms."""
     entries = list(index) if isinstance(index, tuple) else [index]
     if not any(map(_is_mask, entries)):
         x[index] = value
@@ -64,9 +70,12 @@ def _set_item(x: Tensor, index: Any, value: Any) -> None:
 
 
 def _find_masked(x: Tensor, entries: Sequence[Any]) -> _Masked | None:
-    """Return the part of `x` that an index with at least one mask selects.
+    """Return the part of `x` that index entries with at least one mask select.
 
     Return None for several masks, and for entries other than a mask, numbers, slices, None and an ellipsis.
+
+    Raises:
+        IndexError: the mask does not fit the shape of `x`.
     """
     (place, *others) = (place for place, entry in enumerate(entries) if _is_mask(entry))
     before, mask, after = entries[:place], entries[place], entries[place + 1 :]
@@ -90,7 +99,7 @@ def _dims_made(entries: Sequence[Any]) -> int:
 
 
 def _assign_one_value(masked: _Masked, value: Any) -> bool:
-    """Assign a value that is equal at all places of the mask, and return True; return False for any other value."""
+    """Assign a value that is equal for all ones of the mask. Return False, and do nothing, for any other value."""
     view = masked.view
     if isinstance(value, (bool, int, float)) and (view.is_floating_point() or not isinstance(value, float)):
         view.masked_fill_(masked.spread_mask(), value)
@@ -114,7 +123,7 @@ def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accu
 
 
 def _places(entries: Sequence[Any]) -> list[Any]:
-    """Return the entries of an index. In place of each mask stand the indices of the mask's ones."""
+    """Return the entries of an index, with each mask replaced by the indices of its ones."""
     found: list[Any] = []
     for entry in entries:
         found += entry.nonzero(as_tuple=True) if _is_mask(entry) else [entry]

@@ -1,4 +1,4 @@
-"""Refuses nested tensors that a model makes, because tensors of a program have rectangular shapes."""
+"""Raises `TraceError` if a model makes a nested tensor, because tensors of a program have rectangular shapes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAKERS = (
 
 @contextlib.contextmanager
 def refusing_nested_tensors() -> Iterator[None]:
-    """Make the functions that create nested tensors raise `TraceError` within the context."""
+    """Within the context, functions that create nested tensors raise `TraceError`."""
 
     def refuse(*_: Any, **__: Any) -> None:
         where = user_line(sys._getframe(1))

@@ -1,4 +1,7 @@
-"""Refuses operand types that a device would refuse but fake tensors accept: mixed types, and integers."""
+"""Raises `TraceError` for operand types that a device does not accept, although fake tensors do.
+
+Examples are a product of float32 and bfloat16, and a softmax of integers.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ _PRODUCTS = frozenset(
         aten.mv.default, aten.addmv.default, aten.dot.default,
     }
 )  # fmt: skip
-"""Matrix products, whose operands must have one type."""
+"""Matrix products, whose operands must all have the same dtype."""
 
 _OF_ONE_TYPE: Mapping[object, tuple[int, ...]] = {aten.convolution.default: (0, 1, 2), aten.index_add.default: (0, 3)}
-"""Further operators, each with the positions of the arguments that must have one type."""
+"""Further operator → positions of the arguments that must all have the same dtype."""
 
 FLOATING = frozenset(
     {
@@ -37,7 +40,10 @@ FLOATING = frozenset(
 
 
 def refuse_types(program: Program) -> None:
-    """Raise `TraceError` if an operator gets operands of invalid types, naming operands, module and source line."""
+    """Raise `TraceError` if an operator gets operands of dtypes that it does not accept on a device.
+
+    The message names operands, module and source line.
+    """
     slots = {slot.node: slot for slot in program.inputs}
     for node in program.graph.nodes:
         operands = _of_one_type(node)
@@ -67,7 +73,7 @@ def _message(node: fx.Node, operands: Sequence[fx.Node], slots: Mapping[str, Inp
 
 
 def _named(node: fx.Node, slots: Mapping[str, InputSlot]) -> str:
-    """Return an operand's name for messages: the input behind its views, or the operator that computes it."""
+    """Return an operand's name for messages: the input of which it is a view, or the operator that computes it."""
     found = node
     while (
         found.name not in slots and len(found.all_input_nodes) == 1 and _dtype(found.all_input_nodes[0]) == _dtype(node)

@@ -1,12 +1,12 @@
-"""Runs a model in a narrower floating type than its parameters'. The casts become part of the trace.
+"""Runs a model in a narrower floating dtype than its parameters'. The casts become part of the trace.
 
-Wider parameters and inputs are cast, each once, before the model runs; buffers keep their types. FSDP2's
+Parameters and inputs of wider dtypes are cast, each once, before the model runs; buffers keep their dtypes. FSDP2's
 `MixedPrecisionPolicy(param_dtype=...)` does the same. Three differences from FSDP2 let models run without changes:
 
 * Parameters of norms with running statistics are not cast. Beside narrow inputs, PyTorch's operator accepts them only
   in float32 (FSDP1 leaves such modules out too).
-* Operators that need operands of one type cast all operands to the narrow type. A float32 table of positions added to
-  the hidden value makes this value float32; the next product is in the narrow type again. (FSDP2 casts the inputs of
+* Operators that need operands of one dtype cast all operands to the narrow dtype. A float32 table of positions added to
+  the hidden value makes this value float32; the next product is in the narrow dtype again. (FSDP2 casts the inputs of
   each wrapped module.)
 * Cross-entropy of narrow logits is float32, as under torch.autocast. A `loss_fn` gets the model's outputs in float32,
   and a scalar result of the model is float32.
@@ -52,21 +52,30 @@ _OF_ONE_TYPE: tuple[OpOverload, ...] = (
     _aten.rms_norm.default,
     _aten.scaled_dot_product_attention.default,
 )
-"""Operators that need floating operands of one type. They cast mixed operands in `Casts.running`."""
+"""Operators whose floating operands must have one dtype. Within `Casts.running`, they cast operands that do not."""
 
 _CROSS_ENTROPY: OpOverload = _aten.cross_entropy_loss.default
 
 
 @dataclass(frozen=True, slots=True)
 class Casts:
-    """Casts for a model that computes in the narrower type `dtype`. `parameters` are `id`s of cast parameters."""
+    """Casts for a model that computes in a narrower dtype than its parameters'.
+
+    Args:
+        dtype: the narrower dtype.
+        parameters: `id` of each parameter that is cast.
+    """
 
     dtype: torch.dtype
     parameters: frozenset[int]
 
     @classmethod
     def of(cls, model: nn.Module, dtype: torch.dtype) -> Casts:
-        """Return the casts of wider parameters to `dtype`; `TraceError` for a float64 norm with running statistics."""
+        """Return the casts to `dtype` of a model's wider parameters, except those of norms with running statistics.
+
+        Raises:
+            TraceError: such a norm has parameters or buffers in float64.
+        """
         norms = {
             name: module
             for name, module in model.named_modules()
@@ -78,16 +87,19 @@ class Casts:
         return cls(dtype, frozenset(wider - left_out))
 
     def names(self, model: nn.Module) -> tuple[str, ...]:
-        """Return the names of the cast parameters; of a tied parameter only the first name."""
+        """Return the names of the cast parameters; for a tied parameter its first name."""
         return tuple(name for name, parameter in model.named_parameters() if id(parameter) in self.parameters)
 
     def cast_inputs(self, inputs: Any) -> Any:
-        """Return the pytree `inputs`, in which floating tensors wider than `dtype` are cast to `dtype`."""
+        """Return the pytree `inputs` with floating tensors that are wider than `dtype` cast to `dtype`."""
         return pytree.tree_map_only(Tensor, lambda tensor: cast(tensor, self.dtype), inputs)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Make operators of `_OF_ONE_TYPE` cast mixed operands, and cross-entropy compute in float32, until exit."""
+        """Within the context, operators of `_OF_ONE_TYPE` cast operands of mixed dtypes to `dtype`.
+
+        Cross-entropy computes in float32.
+        """
         with contextlib.ExitStack() as stack:
             for op in _OF_ONE_TYPE:
                 stack.enter_context(_replacing(op, self._in_one_type))
@@ -104,7 +116,11 @@ class Casts:
 
 
 def _check_norms(norms: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
-    """Refuse norms with float64 state. Norms with running statistics are not cast, and get narrow inputs."""
+    """Raise `TraceError` if a norm with running statistics has parameters or buffers in float64.
+
+    Such a norm keeps its dtype, and gets inputs in the narrower `dtype`. PyTorch then accepts only float32 parameters
+    and buffers.
+    """
     double = [name for name, norm in norms.items() if any(x.dtype is torch.float64 for x in _state_of(norm))]
     if double:
         raise TraceError(
@@ -152,7 +168,10 @@ def _definition_of(op: OpOverload) -> Callable[..., Any]:
 
 
 def cast_parameters(names: tuple[str, ...], state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the named parameters, cast to `dtype`, by name. The casts are attributed to the parameters' modules."""
+    """Return the named parameters of `state`, cast to `dtype`, by name.
+
+    The casts' nodes belong to the parameters' modules.
+    """
     casts = {}
     for name in names:
         with attributed_to(name.rpartition(".")[0]):
@@ -161,7 +180,7 @@ def cast_parameters(names: tuple[str, ...], state: Mapping[str, Tensor], dtype: 
 
 
 def check_unchanged(casts: Mapping[str, Tensor]) -> None:
-    """Raise `TraceError` if the model changed a cast in place, because the change would be lost after the call."""
+    """Raise `TraceError` if the model changed a cast parameter in place: after the call, the change would be lost."""
     for name, tensor in casts.items():
         if tensor._version:
             raise TraceError(
@@ -171,12 +190,12 @@ def check_unchanged(casts: Mapping[str, Tensor]) -> None:
 
 
 def widen_scalar(output: Tensor) -> Tensor:
-    """Return a scalar narrower than float32 (a loss) in float32, and any other tensor as it is."""
+    """Return `output` in float32 if it is a scalar (a loss) of a narrower dtype; else `output` as it is."""
     return widen(output) if output.dim() == 0 else output
 
 
 def run_in_precision(model: nn.Module, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-    """Call a model on one device in a narrower type, as a program traced with a precision does."""
+    """Call a model on one device with the casts to `dtype` that a traced program has."""
     casts = Casts.of(model, dtype)
     narrow = cast_parameters(casts.names(model), dict(model.named_parameters()), dtype)
     with casts.running():

@@ -1,8 +1,8 @@
-"""Finds the module and the user's line that issued each node.
+"""Finds the module and the user's line of code that made each node.
 
 While the model runs, a function mode sees each call of a torch function. It annotates the nodes made by the call with
-the innermost module and the innermost frame outside torch and autoshard. Backward nodes carry the sequence number of
-their forward operator, and take its annotation.
+the innermost running module, and with the innermost frame outside torch and autoshard. Backward nodes carry the
+sequence number of their forward operator, and take its annotation.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _MODULE, _SOURCE = "autoshard_module", "autoshard_source"
 PACKAGES = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
 )
-"""Folders of code that is not the user's."""
+"""Folders of torch and of this package, whose code is not the user's."""
 _PLANNER = str(Path(__file__).resolve().parents[2] / "passes") + os.sep
-"""Folder of the code that starts a trace. Frames outside this folder called `compile`, and are no part of the model."""
+"""Folder of the code that starts a trace. Frames that called this code are no part of the model."""
 
 
 class ProvenanceMode(TorchFunctionMode):
@@ -53,7 +53,7 @@ class ProvenanceMode(TorchFunctionMode):
 
     @contextlib.contextmanager
     def follow_modules(self) -> Iterator[None]:
-        """Keep track of the running module within the context, so that nodes can be annotated with it."""
+        """Within the context, record which module of the model runs, so that nodes can be annotated with it."""
 
         def enter(module: nn.Module, _: Any) -> None:
             if id(module) in self._names:
@@ -75,13 +75,13 @@ class ProvenanceMode(TorchFunctionMode):
 
 @contextlib.contextmanager
 def attributed_to(module: str) -> Iterator[None]:
-    """Annotate nodes that are made within the context with `module`, and with no line of the user."""
+    """Within the context, annotate new nodes with the path `module`, and with no line of the user."""
     with fx_traceback.annotate({_MODULE: module, _SOURCE: ""}):
         yield
 
 
 def user_line(frame: FrameType | None) -> str:
-    """Return the innermost line outside torch and autoshard, at or above `frame`: "model.py:12 in forward", or ""."""
+    """Return the user's innermost line among `frame` and its callers, such as "model.py:12 in forward", or ""."""
     while frame is not None:
         path = frame.f_code.co_filename
         if path.startswith(_PLANNER):
@@ -93,7 +93,7 @@ def user_line(frame: FrameType | None) -> str:
 
 
 def line_of_error(error: BaseException) -> str:
-    """Return the user's innermost line that raised `error`, such as "model.py:12 in forward"; or ""."""
+    """Return the user's innermost line in the traceback of `error`, such as "model.py:12 in forward", or ""."""
     lines = []
     trace = error.__traceback__
     while trace is not None:
@@ -106,7 +106,7 @@ def line_of_error(error: BaseException) -> str:
 
 
 def module_of_error(error: BaseException, model: nn.Module) -> tuple[str, nn.Module] | None:
-    """Return the innermost module of `model` whose forward raised `error`, with its name; None if no submodule did."""
+    """Return name and module of the innermost submodule in the traceback of `error`; None if no submodule is in it."""
     names = {id(module): name for name, module in model.named_modules() if name}
     found, trace = None, error.__traceback__
     while trace is not None:
@@ -118,7 +118,10 @@ def module_of_error(error: BaseException, model: nn.Module) -> tuple[str, nn.Mod
 
 
 def attribute_nodes(graph: fx.Graph) -> None:
-    """Set `meta["module"]` and `meta["source"]` on every node, from its annotation or its forward operator's."""
+    """Set `meta["module"]` and `meta["source"]` on every node: a module's path, and the user's line.
+
+    A backward node without an annotation takes those of its forward operator.
+    """
     by_sequence: dict[int, tuple[str, str]] = {}
     for node in graph.nodes:
         note = _annotation(node)
@@ -139,7 +142,10 @@ def _provenance(node: fx.Node, by_sequence: dict[int, tuple[str, str]]) -> tuple
 
 
 def _inherited(node: fx.Node, *, last: bool = False) -> tuple[str, str]:
-    """Return module and line of the first (or last) operand that is no placeholder; ("", "") if there is none."""
+    """Return module path and user's line of the node's first operand that is no placeholder; ("", "") without one.
+
+    With `last`, the last such operand is taken.
+    """
     for operand in reversed(node.all_input_nodes) if last else node.all_input_nodes:
         if operand.op != "placeholder":
             return operand.meta.get("module", ""), operand.meta.get("source", "")

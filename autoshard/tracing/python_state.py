@@ -1,4 +1,7 @@
-"""Finds attributes of a model that its calls change. A trace would freeze the numbers of the first call."""
+"""Finds attributes of a model that its calls change, such as a count of calls.
+
+A trace would freeze their first values.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,14 @@ _OWN = frozenset(nn.Module().__dict__) - {"training"}
 """Attributes that every module has: its tensors, submodules and hooks."""
 
 State = Mapping[tuple[str, str], Any]
-"""(name of a module, path of an attribute) → text of the value: a number, an array, a configuration or a container."""
+"""(name of a module, path of an attribute) → text of the attribute's value."""
 
 
 def python_state(model: nn.Module) -> State:
-    """Return the present text of each setting in attributes of a model's modules, by module and path."""
+    """Return the text of each number, string, array or container in attributes of a model's modules.
+
+    Keys are (name of the module, path of the attribute).
+    """
     with unwatched():
         return {
             (name, path): content_text(value)
@@ -34,7 +40,10 @@ def python_state(model: nn.Module) -> State:
 
 
 def _opened(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value). For an object with settings, yield (path, value) of each attribute instead."""
+    """Yield (path, value).
+
+    If the value is an object with attributes, such as a configuration, yield its attributes instead.
+    """
     if not is_record(value):
         yield path, value
         return
@@ -45,14 +54,20 @@ def _opened(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 def refuse_counting(
     model: nn.Module, before: State, program: Program, trace_again: Callable[[], Program]
 ) -> frozenset[tuple[str, str]]:
-    """Return the attributes that every call changes, such as a count of calls; raise if the program depends on them.
+    """Return the attributes that every call changes, as (name of a module, path of an attribute).
 
-    The call was traced once since `before`. Every attribute that this trace changed, and that another trace changes
-    again, is returned. The program depends on such attributes if the other trace gives another program. An attribute
-    that only the first call sets, such as a cache, is accepted.
+    The call was traced once since `before`. An attribute is returned if this trace changed it and another trace changes
+    it again. The program depends on such attributes if the other trace gives another program. An attribute that only
+    the first call sets, such as a cache, is accepted.
+
+    Args:
+        model: the traced model.
+        before: the model's attributes before the first trace.
+        program: the program of the first trace.
+        trace_again: traces the same call once more.
 
     Raises:
-        TraceError: the program depends on an attribute; the message names it.
+        TraceError: the program depends on an attribute that every call changes; the message names it.
     """
     once = python_state(model)
     if not _changed(before, once):
@@ -68,7 +83,7 @@ def refuse_counting(
 
 
 def counting_note(model: nn.Module, counting: frozenset[tuple[str, str]]) -> Iterator[str]:
-    """Yield a note for the user if every call changes some attributes."""
+    """Yield a note for the user that names the attributes `counting`, which every call changes, if there are any."""
     if counting:
         yield (
             f"{type(model).__name__} changes {_names(counting)} with every call. Its computation was found not to "

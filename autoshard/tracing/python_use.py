@@ -21,7 +21,7 @@ from autoshard.ir.watched_numbers import plain_number
 from autoshard.tracing.provenance import PACKAGES
 
 _NOT_READ = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"})
-"""Attributes that get no guards when they are read.
+"""Attributes that get no guards when they are read: later calls do not compare them.
 
 A program is looked up by its parameters, buffers and modes, and submodules have guards in any case.
 """
@@ -42,12 +42,15 @@ class Accesses:
         self._set: list[tuple[nn.Module, str, Any]] = []
 
     def has_read(self, module: nn.Module, name: str) -> bool:
-        """Whether some run of the call read an attribute before setting it."""
+        """Whether some run of the call read attribute `name` of a module before setting it."""
         return id(module) in self._read and name in self._read[id(module)][1]
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record a run of the call within the context. Its reads add to those of earlier runs."""
+        """Record the attributes that a run of the call, within the context, reads and sets.
+
+        The reads are added to those of earlier runs, and the set attributes replace those of earlier runs.
+        """
         read, written = _Noted(), _Noted()
         set_attribute = nn.Module.__setattr__
 
@@ -80,9 +83,10 @@ class Accesses:
             ]
 
     def use(self, model: nn.Module, counting: frozenset[tuple[str, str]]) -> PythonUse:
-        """Return the attributes that any run read, and the plain values that the last run set.
+        """Return the attributes that any run of the call read, and the plain values that the last run set.
 
-        `counting` are attributes that every call changes, as (module's name, attribute's path). They get no guards.
+        Later calls compare these attributes with the model, except `counting`, which every call changes. `counting` has
+        pairs of a module's name and an attribute's path.
         """
         titles = {id(module): name for name, module in reversed(list(model.named_modules()))}
         names = []
@@ -103,7 +107,7 @@ class Accesses:
 
 
 class _Noted(dict[int, tuple[nn.Module, set[str]]]):
-    """`id` of a module → the module, which is kept alive, and the names of its attributes."""
+    """A dict from the `id` of a module to the module, which is kept alive, and to names of attributes."""
 
     def names(self, module: nn.Module) -> set[str]:
         found = self.get(id(module))
@@ -113,7 +117,7 @@ class _Noted(dict[int, tuple[nn.Module, set[str]]]):
 
 
 def all_reads(model: nn.Module) -> PythonUse:
-    """Return a record as if the call had read every attribute of the model's modules."""
+    """Return the record of a call that read every attribute of the model's modules."""
     names = [
         (title, module, tuple(name for name in vars(module) if _matters(name)))
         for title, module in model.named_modules()
@@ -127,7 +131,7 @@ def _matters(name: str) -> bool:
 
 
 def _class_attributes(names: list[tuple[str, nn.Module, tuple[str, ...]]]) -> list[tuple[str, type, tuple[str, ...]]]:
-    """Return (name of a class, the class, names of attributes) for each class that defines some of the attributes."""
+    """Return (class's name, class, names of attributes) for each class in which the named attributes are defined."""
     found: dict[type, set[str]] = {}
     for kind, looked_up in {(type(module), name) for _, module, names in names for name in names}:
         owner = next((base for base in kind.__mro__ if looked_up in vars(base)), None)

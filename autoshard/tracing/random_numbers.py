@@ -3,10 +3,10 @@
     torch.randn(4, 8), x.normal_(), F.gumbel_softmax, drop-path, ...   ->   autoshard.random(seed, "normal", ...)
 
 A dispatch mode sees each operator below autograd, so derivatives stay PyTorch's own; those of drawn numbers are zero.
-Each draw has a number in the program (its *site*) and a seed that is an input of the program. Other random operators
-combine such draws by ordinary operators. A permutation sorts random keys. Categories without replacement are those with
-the largest p / exponential (Efraimidis, Spirakis 2006). Categories with replacement are those at which the cumulated p
-exceeds a uniform number.
+Each random operator has a number in the program (its *site*) and a seed that is an input of the program. Other random
+operators combine its numbers by ordinary operators. A permutation sorts random keys. Categories without replacement are
+those with the largest p / exponential (Efraimidis, Spirakis 2006). Categories with replacement are those at which the
+cumulated p exceeds a uniform number.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _IMMATERIAL = ("layout", "pin_memory", "out")
 
 @dataclass(slots=True)
 class RandomSites:
-    """The seed of a program and the number of its next random operator."""
+    """A program's seed, and the number of the program's next random operator."""
 
     seed: Tensor
     next_site: int = 0
@@ -52,7 +52,10 @@ SITES: contextvars.ContextVar[RandomSites] = contextvars.ContextVar("autoshard_r
 
 @contextlib.contextmanager
 def number_random_operators(seed: Tensor) -> Iterator[None]:
-    """Make random operators within the context draw by the counter-based generator from `seed`, with sites from 0."""
+    """Within the context, torch's random operators draw by the counter-based generator, and are numbered from 0.
+
+    `seed` is the input of the program that seeds the generator.
+    """
     token = SITES.set(RandomSites(seed))
     try:
         with _CounterBased(), drawing_spans(seed.device):
@@ -63,7 +66,7 @@ def number_random_operators(seed: Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusing_seeds() -> Iterator[None]:
-    """Refuse a model that seeds PyTorch's generator within the context.
+    """Within the context, raise `TraceError` if the model seeds PyTorch's generator.
 
     Such a model draws the same numbers in every call. A program draws other numbers in each call.
     """
@@ -87,7 +90,7 @@ def refusing_seeds() -> Iterator[None]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a call draws from a generator. Attention without dropout does not."""
+    """Whether a node calls an operator that draws random numbers. Attention without dropout does not draw."""
     target: Any = node.target
     if _RANDOM not in target.tags:
         return False
@@ -110,7 +113,10 @@ class _CounterBased(TorchDispatchMode):
 
 
 def _by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call that affect its values, by name. Defaults are included, except for types."""
+    """Return the arguments of a call that affect its numbers, by name.
+
+    Defaults are included, except a default dtype.
+    """
     found: dict[str, Any] = {}
     for position, argument in enumerate(func._schema.arguments):
         if argument.name in _IMMATERIAL:
@@ -151,9 +157,10 @@ def _draw(
 def draw_numbers(
     distribution: str, parameters: Sequence[Any], size: Sequence[int], dtype: torch.dtype, device: Any
 ) -> Tensor:
-    """Draw numbers within `number_random_operators`. A complex number consists of two drawn numbers.
+    """Draw numbers of a shape by the counter-based generator, within `number_random_operators`.
 
-    `distribution` is a name such as "normal", and `parameters` are its parameters, such as mean and deviation.
+    `distribution` is a name such as "normal", and `parameters` are its parameters, such as mean and deviation. A
+    complex number consists of two drawn numbers.
     """
     if not dtype.is_complex:
         return _draw(distribution, parameters, size, dtype, device)
@@ -205,7 +212,7 @@ def _like(
     self: Tensor, draw: Callable[..., Tensor], dtype: torch.dtype | None = None, device: Any = None,
     memory_format: torch.memory_format | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the numbers of `draw` with the strides of an empty tensor like `self`."""
+    """Return the numbers of `draw`, laid out with the strides that `torch.empty_like(self)` has."""
     drawn = draw(dtype=dtype or self.dtype, device=device or self.device)
     empty = torch.empty_like(drawn, memory_format=torch.contiguous_format)
     laid = torch.empty_like(self, memory_format=memory_format or torch.preserve_format)
@@ -215,7 +222,10 @@ def _like(
 
 
 def _filled(distribution: str) -> Callable[..., Tensor]:
-    """Return a function that draws for an operator such as `uniform_`, with the distribution's parameters."""
+    """Return the replacement of an operator such as `uniform_`.
+
+    It takes a tensor, and the distribution's parameters.
+    """
 
     def draw(self: Tensor, **parameters: Any) -> Tensor:
         return draw_numbers(distribution, list(parameters.values()), self.shape, self.dtype, self.device)
@@ -224,7 +234,10 @@ def _filled(distribution: str) -> Callable[..., Tensor]:
 
 
 def _random(self: Tensor, to: int | None = None, **bounds: int | None) -> Tensor:
-    """Draw integers from `from`, a Python keyword and therefore in `bounds`, to `to` - 1; by default to `_largest`."""
+    """Draw integers from `from` to `to` - 1, in the shape of `self`. Without `to`, the last is `_largest` of the dtype.
+
+    `from` is a Python keyword, so it is in `bounds`.
+    """
     low = bounds.get("from") or 0
     if to is None:
         to = 2 if self.dtype == torch.bool else _largest(self.dtype) + 1
@@ -232,7 +245,7 @@ def _random(self: Tensor, to: int | None = None, **bounds: int | None) -> Tensor
 
 
 def _largest(dtype: torch.dtype) -> int:
-    """Return the largest n for which a type represents all integers up to n."""
+    """Return the largest n for which a dtype represents all integers up to n."""
     return round(2.0 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
@@ -286,7 +299,7 @@ def _rrelu_with_noise(
 
 
 def _of_parameters(operator: Any) -> Callable[..., Tensor]:
-    """Return a function that draws with `operator`. Its parameters are tensors, which are broadcast."""
+    """Return the replacement of a random operator whose parameters are tensors. It draws by `operator`."""
 
     def draw(**parameters: Tensor) -> Tensor:
         sites = SITES.get()
@@ -317,7 +330,7 @@ _DRAWS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "binomial": _of_parameters(_ours.binomial), "_standard_gamma": _gamma, "_sample_dirichlet": _dirichlet,
     }
 )  # fmt: skip
-"""Name of a PyTorch operator, without the underscore of an in-place variant → the function that draws."""
+"""Name of a PyTorch operator, without the underscore of an in-place variant → the function that replaces it."""
 
 RANDOM_OPERATORS = frozenset(_DRAWS)
 """Names of PyTorch's operators that draw by the counter-based generator."""

@@ -1,8 +1,8 @@
-"""Finds the gradients that a backward leaves None, because autograd does not reach an input from an output.
+"""Finds the gradients that a backward leaves None, because autograd's graph has no path from an output to an input.
 
-A parameter that autograd reaches without a contribution has zeros instead. Autograd's graph of the traced call
-separates the two cases. A Python function may decline to pass a gradient on (`return grad, None`). Its traced backward
-shows this, because no path leads from the tangent to the gradient.
+An input with a path whose gradient is zero gets zeros instead of None. Autograd's graph of the traced call separates
+the two cases. A Python function may return None for a gradient (`return grad, None`). Its traced backward shows this,
+because no path leads from the tangent to the gradient.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _Node = Any
 
 
 def reached_inputs(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[frozenset[int], ...]:
-    """Return for each output the indices of the inputs that autograd surely reaches from it.
+    """Return for each output the indices of the inputs to which autograd's graph surely leads from it.
 
-    A Python function with one result may decline to pass a gradient on, so nothing behind it counts as reached. The
-    result is () if fewer than two outputs require grad.
+    A Python function with one result may return None for a gradient, so the inputs behind it do not count. The result
+    is () if fewer than two outputs require grad.
     """
     if sum(output.requires_grad for output in outputs) < 2:
         return ()
@@ -39,7 +39,7 @@ def reached_inputs(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple
 
 
 def _find_reached(root: _Node | None, found: dict[_Node, frozenset[int]]) -> None:
-    """Add `root` and the nodes behind it to `found`: node → indices of the inputs that it reaches."""
+    """Add `root` and all nodes behind it to `found`, with the indices of the inputs to which each node leads."""
     waiting = [] if root is None else [root]
     while waiting:
         node = waiting[-1]
@@ -54,7 +54,7 @@ def _find_reached(root: _Node | None, found: dict[_Node, frozenset[int]]) -> Non
 
 
 def _may_decline(node: _Node) -> bool:
-    """Whether a node is a Python function with one result, whose backward may return None.
+    """Whether a node of autograd's graph is a Python function with one result, whose backward may return None.
 
     A function of several results gets zeros for results without a gradient, and passes zeros on.
     """
@@ -63,19 +63,19 @@ def _may_decline(node: _Node) -> bool:
 
 
 def own_gradients(outputs: Sequence[Tensor]) -> tuple[str, ...]:
-    """Return the names of the user's `torch.autograd.Function` classes in autograd's graph behind the outputs."""
+    """Return the names of the user's `torch.autograd.Function` classes from which the outputs were computed."""
     functions = (getattr(node, "_forward_cls", None) for node in _nodes(outputs) if isinstance(node, BackwardCFunction))
     return tuple({f.__qualname__: None for f in functions if f is not None and not f.__module__.startswith(_LIBRARIES)})
 
 
 def inputs_behind(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the inputs in autograd's graph behind any of the outputs. Paths through Python functions count too."""
+    """Return the inputs to which autograd's graph leads from any of the outputs, through Python functions too."""
     found = _nodes(outputs)
     return [x for x in inputs if x.requires_grad and get_gradient_edge(x).node in found]
 
 
 def _nodes(outputs: Sequence[Tensor]) -> dict[_Node, None]:
-    """Return the nodes of autograd's graph behind the outputs, as keys of a dict in a reproducible order."""
+    """Return all nodes of autograd's graph of the outputs, as keys of a dict in a reproducible order."""
     waiting = [get_gradient_edge(output).node for output in outputs if output.requires_grad]
     seen: dict[_Node, None] = dict.fromkeys(waiting)
     while waiting:
@@ -95,15 +95,15 @@ def unreached_gradients(
     gradients: Sequence[tuple[fx.Node, OutputKind, str]],
     reached: Mapping[str, frozenset[str]],
 ) -> dict[str, frozenset[str]]:
-    """Return for each tangent the names of inputs without a gradient in a backward from the tangent's output alone.
+    """Return the names of the inputs whose gradient is None in a backward from one output alone, by its tangent.
 
     The result is empty if fewer than two tangents exist, or if every input gets a gradient from every tangent.
 
     Args:
         graph: the joint graph.
         inputs: its placeholders, each with its slot.
-        gradients: its results, as (node, kind, name).
-        reached: for each tangent, the names of the inputs that autograd surely reaches (`reached_inputs`).
+        gradients: node, kind and name of each result of the graph.
+        reached: tangent → names of the inputs to which autograd's graph surely leads (`reached_inputs`).
     """
     if len(reached) < 2:
         return {}

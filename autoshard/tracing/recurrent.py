@@ -28,12 +28,19 @@ from autoshard.tracing.transforms import call_operator
 aten = torch.ops.aten
 
 _State = tuple[Tensor, ...]
-"""The state of one layer and direction: h [B, P], or h and c [B, H]."""
+"""The state of one layer and direction: (h [B, P],), or for an LSTM (h [B, P], c [B, H])."""
 
 
 @dataclass(frozen=True, slots=True)
 class _LayerWeights:
-    """Weights of one layer and direction, in torch's order: w_ih [gates * H, I], w_hh, biases or None, w_hr or None."""
+    """Weights of one layer in one direction. G is the number of gates.
+
+    Args:
+        w_ih: [G * H, I].
+        w_hh: [G * H, P], where P is H without a projection.
+        b_ih, b_hh: [G * H], or None without biases.
+        w_hr: [P, H], or None without a projection.
+    """
 
     w_ih: Tensor
     w_hh: Tensor
@@ -42,7 +49,7 @@ class _LayerWeights:
     w_hr: Tensor | None
 
     def both_biases(self) -> Tensor | None:
-        """Return the sum of both biases. The gates add both, because nothing scales the recurrent product."""
+        """Return the sum of both biases, for cells whose gates add both; None without biases."""
         return None if self.b_ih is None or self.b_hh is None else self.b_ih + self.b_hh
 
 
@@ -108,12 +115,12 @@ def _rnn_direction(relu: bool) -> _Direction:
 
 
 def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
-    """Return the tensors in the dtype of the input's product, which is lower under autocast."""
+    """Return the tensors in `dtype`, that of the inputs' product, which is narrower under autocast."""
     return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
 
 
 def _weights(params: Sequence[Tensor], has_biases: bool, projected: bool) -> list[_LayerWeights]:
-    """Return torch's flat list of weights, grouped by layer and direction: w_ih, w_hh, b_ih, b_hh, w_hr."""
+    """Return torch's flat list of weights, grouped by layer and direction."""
     size = 2 + 2 * has_biases + projected
     groups = (list(params[start : start + size]) for start in range(0, len(params), size))
     return [
@@ -147,7 +154,7 @@ def _lstm_weights(hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bo
 
 
 def _one_state(direction: _Direction) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return two replacements of a torch layer with one state: for a sequence, and for a packed sequence."""
+    """Return two replacements of torch's layer with one state (GRU, RNN): for a sequence, and for a packed sequence."""
 
     def run(
         x: Tensor, hx: Tensor, params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
@@ -170,7 +177,10 @@ def _one_state(direction: _Direction) -> tuple[Callable[..., Any], Callable[...,
 
 
 def _states(hx: Sequence[Tensor]) -> list[_State]:
-    """Return one state for each layer and direction. `hx` has one or two tensors [layers * directions, B, ...]."""
+    """Return one state for each layer and direction, from torch's tensors `hx`: h, or h and c.
+
+    Each tensor is [layers * directions, B, ...].
+    """
     return list(zip(*(tensor.unbind(0) for tensor in hx), strict=True))
 
 
@@ -192,13 +202,16 @@ def _run_packed(
 
 
 def _lengths(batch_sizes: Tensor, batch: int) -> Tensor:
-    """Return the number of steps of each row of the batch, int64 [B]."""
+    """Return the number of time steps of each sequence, int64 [batch], from the number of sequences at each step."""
     rows = torch.arange(batch, device=batch_sizes.device)
     return (batch_sizes > rows.unsqueeze(1)).sum(1)
 
 
 def _unpack(data: Tensor, batch_sizes: Tensor, lengths: Tensor) -> Tensor:
-    """Return data [N, F] as [B, T, F]; values beyond a row's length are copies of data[0]."""
+    """Return the rows of a packed sequence, `data` [N, F], as [B, T, F].
+
+    Elements behind a sequence's end are copies of data[0].
+    """
     steps, rows = (torch.arange(size, device=data.device) for size in (batch_sizes.size(0), lengths.size(0)))
     starts = batch_sizes.cumsum(0) - batch_sizes
     index = starts + rows.unsqueeze(1)  # [B, T]
@@ -206,7 +219,7 @@ def _unpack(data: Tensor, batch_sizes: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _pack(padded: Tensor, batch_sizes: Tensor, rows: int) -> Tensor:
-    """Undo `_unpack`: return padded [B, T, F] as [N, F], with N = `rows`."""
+    """Return `padded` [B, T, F] as the rows [N, F] of a packed sequence, with N = `rows`: the inverse of `_unpack`."""
     ends = batch_sizes.cumsum(0)
     numbers = torch.arange(rows, device=padded.device)
     step = (ends <= numbers.unsqueeze(1)).sum(1)  # [N]
@@ -215,7 +228,10 @@ def _pack(padded: Tensor, batch_sizes: Tensor, rows: int) -> Tensor:
 
 
 def _pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """Return the results of `torch._pack_padded_sequence`, whose shapes depend on lengths that are read."""
+    """Return the results of `torch._pack_padded_sequence`: the packed rows [N, F], and the batch size of each step.
+
+    Python reads `lengths` during the trace, because the shapes of the results depend on its values.
+    """
     if not bool((lengths[1:] <= lengths[:-1]).all() & (lengths > 0).all()):
         raise ValueError(
             "pack_padded_sequence takes positive lengths in decreasing order; with enforce_sorted=False it sorts them."
@@ -229,7 +245,10 @@ def _pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tupl
 def _pad_packed_sequence(
     data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the results of `torch._pad_packed_sequence`. The batch size, `batch_sizes[0]`, is read."""
+    """Return the results of `torch._pad_packed_sequence`: the padded rows and their lengths.
+
+    Python reads the first batch size during the trace, because it is the number of sequences.
+    """
     lengths = _lengths(batch_sizes, int(batch_sizes[0]))
     x = _unpack(data, batch_sizes, lengths)
     steps = torch.arange(x.size(1), device=x.device)
@@ -243,7 +262,7 @@ def _pad_packed_sequence(
 
 @contextlib.contextmanager
 def computing_packed_sequences() -> Iterator[None]:
-    """Pack and pad sequences by computed indices within the context. torch's operators read memory to find shapes."""
+    """Within the context, sequences are packed and padded by computed indices. torch's operators would read memory."""
     replacements = {"_pack_padded_sequence": _pack_padded_sequence, "_pad_packed_sequence": _pad_packed_sequence}
     for name, replacement in replacements.items():
         setattr(torch._VF, name, replacement)  # found before the module's own attribute

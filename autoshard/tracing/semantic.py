@@ -1,8 +1,8 @@
 """Keeps semantic operators whole: attention, dropout, losses, RMS norm and recurrent layers (`ctc`, `recurrent`).
 
-PyTorch decomposes these operators before a trace sees them, and differently on each device. During a trace, calls of
-`autoshard::*` operators (`autoshard.kernels`) replace their composite definitions. Cases outside a semantic operator
-(class weights, a mask that requires grad) become ordinary operators that compute the same result.
+PyTorch decomposes these operators before a trace sees them, and differently on each device. During a trace, each
+becomes a call of an `autoshard::*` operator (`autoshard.kernels`). Cases that a semantic operator does not cover (class
+weights, a mask that requires grad) become ordinary operators that compute the same result.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _CROSS_ENTROPY: OpOverload = torch.ops.aten.cross_entropy_loss.default
 
 @contextlib.contextmanager
 def keep_operators_whole(*, wide_losses: bool = False) -> Iterator[None]:
-    """Replace the composite definitions of torch's operators by semantic operators within the context.
+    """Within the context, torch's attention, dropout, losses, RMS norm and recurrent layers run as semantic operators.
 
-    With `wide_losses`, the cross-entropy of logits in 16 bits is not rounded to 16 bits.
+    With `wide_losses`, the cross-entropy of 16-bit logits stays float32 and is not rounded to 16 bits.
     """
     replacements = _REPLACEMENTS | ({_CROSS_ENTROPY: _wide_cross_entropy} if wide_losses else {})
     saved = {op: dict(op.py_kernels) for op in replacements}
@@ -57,7 +57,7 @@ def keep_operators_whole(*, wide_losses: bool = False) -> Iterator[None]:
 
 
 def _drop(x: Tensor, p: float) -> Tensor:
-    """Drop elements of `x` with probability p, 0 < p < 1, by the counter-based generator."""
+    """Return `x` after dropout with probability p, 0 < p < 1, by the counter-based generator."""
     if is_transformed():  # vmap has rules, and a mode of randomness, for the operator that torch draws with
         return x * torch.bernoulli(torch.full_like(x, 1.0 - p)) / (1.0 - p)
     sites = SITES.get()
@@ -97,7 +97,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute scaled dot-product attention over [..., S, D]. The leading dims are first brought to [B, H]."""
+    """Compute scaled dot-product attention over [..., S, D] by the semantic operator, which takes [B, H, S, D]."""
     if is_causal and attn_mask is not None:
         raise TraceError("scaled_dot_product_attention got both attn_mask and is_causal=True; give one of them.")
     scale = 1.0 / math.sqrt(query.size(-1)) if scale is None else scale
@@ -128,14 +128,14 @@ def _attention_4d(
 
 
 def _broadcast_lead(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
-    """Return the leading dims of the result, which are all but the last two."""
+    """Return the result's dims before the last two."""
     if enable_gqa:
         return tuple(query.shape[:-2])
     return tuple(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2]))
 
 
 def _match_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Repeat the heads of keys and values if the semantic operator cannot group them."""
+    """Return query, key and value. Heads of key and value are repeated if the semantic operator cannot share them."""
     if not enable_gqa or key.size(-3) == value.size(-3):
         return query, key, value
     heads = query.size(-3)
@@ -147,14 +147,17 @@ def _match_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
 
 
 def _to_four_dims(x: Tensor, lead: tuple[int, ...]) -> Tensor:
-    """Return [..., S, D] as [B, H, S, D]. A missing head dim is added; more than two leading dims are merged."""
+    """Return `x` [..., S, D] as [B, H, S, D].
+
+    A missing dim of heads is added; more than two leading dims are merged.
+    """
     if len(lead) <= 2:
         return x if x.dim() == 4 else x[(None,) * (4 - x.dim())] if len(lead) == 2 else _one_head(x)
     return x.expand(*lead, *x.shape[-2:]).reshape(-1, lead[-1], *x.shape[-2:])
 
 
 def _one_head(x: Tensor) -> Tensor:
-    """Return [B, S, D] or [S, D] as [B, 1, S, D]."""
+    """Return `x` [B, S, D] or [S, D] as [B, 1, S, D]."""
     return x.unsqueeze(-3) if x.dim() == 3 else x.unsqueeze(0).unsqueeze(0)
 
 
@@ -167,7 +170,7 @@ def _mask_to_four_dims(mask: Tensor, lead_dims: int, q: Tensor, k: Tensor) -> Te
 
 
 def _expand_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v, expanded to the batch size and the numbers of heads that eager broadcasting gives."""
+    """Return q, k and v expanded to a common batch size and number of heads, as torch's broadcasting does."""
     batch = max(q.size(0), k.size(0), v.size(0))
     heads = max(k.size(1), v.size(1))
     q = q.expand(batch, max(q.size(1), heads), -1, -1)
@@ -204,7 +207,7 @@ def _wide_cross_entropy(
 def _weighted_rows(
     rows: Tensor, target: Tensor, weight: Tensor, ignore_index: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of each row [N] with class weights [C], and the divisor of its mean."""
+    """Return the loss of each row [N] under class weights [C], and the number by which a mean divides."""
     is_counted = target != ignore_index
     safe = torch.where(is_counted, target, 0)
     log_p = F.log_softmax(rows, dim=-1)
@@ -242,7 +245,7 @@ def _reduce_rows(loss: Tensor, count: Tensor, reduction: int, shape: Sequence[in
 
 
 class _RmsNorm(torch.autograd.Function):
-    """RMS norm, for which torch has a forward and a backward operator, but no derivative on all devices."""
+    """RMS norm with a derivative. torch has an operator for each direction, but no derivative on all devices."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None) -> Any:
@@ -267,7 +270,10 @@ class _RmsNorm(torch.autograd.Function):
 def _fused_rms_norm(
     x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return RMS norm's results; below autograd NotImplemented, by which torch keeps the operator whole."""
+    """Return the result and the reciprocal root mean square of RMS norm.
+
+    Below autograd, return NotImplemented, so that torch keeps the operator whole.
+    """
     if torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality):
         return NotImplemented
     return _norm(x, normalized_shape, weight, eps)

@@ -1,7 +1,7 @@
 """Shortens a deep model before it is traced: two blocks of each kind stay.
 
-Before → after: `layers = [A, A, A, ..., A]` becomes `[A, A]`, with a record of the kind of each block. Blocks are equal
-if their modules have equal classes, plain attributes, and names, shapes and dtypes of parameters and buffers.
+Before → after: `layers = [A, A, A, ..., A]` becomes `[A, A]`, with a record of the kind of each block. Blocks are of
+one kind if their modules have equal classes, plain attributes, and names, shapes and dtypes of parameters and buffers.
 Trained and frozen parameters differ. An attribute that numbers the blocks (`layer_idx`) may differ. A list may have
 None in a block's place; all None are equal.
 """
@@ -25,7 +25,7 @@ class BlockList:
 
     Args:
         path: path of the list ("model.layers").
-        kinds: kind of every block of the model, in order; equal blocks have equal numbers.
+        kinds: a number for each block of the whole model, in order. Equal blocks have equal numbers.
         kept: indices, in the whole list, of the blocks that the short model keeps, in order.
     """
 
@@ -43,7 +43,7 @@ class ShortModel:
 
 
 def shorten(model: nn.Module, kept: int | None = KEPT) -> ShortModel:
-    """Return the model with `kept` blocks of each kind in every outermost list of blocks; None keeps all."""
+    """Return the model with only `kept` blocks of each kind in every outermost list of blocks; None keeps all."""
     lists: list[BlockList] = []
     replaced: dict[str, nn.ModuleList] = {}
     for path, blocks, kinds in block_lists(model):
@@ -55,7 +55,10 @@ def shorten(model: nn.Module, kept: int | None = KEPT) -> ShortModel:
 
 
 def block_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList, tuple[int, ...]]]:
-    """Yield (path, blocks, kinds) of each list of blocks. Equal blocks have equal numbers in `kinds`."""
+    """Yield path, blocks and kinds of each list of blocks.
+
+    Kinds are a number for each block, equal for equal blocks.
+    """
     for path, blocks in _outer_lists(model):
         numbers: dict[object, int] = {}
         counting = _counting_attributes(blocks)
@@ -83,7 +86,10 @@ def _block_list(path: str, kinds: tuple[int, ...], kept: int) -> BlockList:
 
 
 def _signature(block: nn.Module | None, counting: frozenset[tuple[str, str]]) -> object:
-    """Return the properties in which equal blocks agree, without `counting`, the attributes that number blocks."""
+    """Return an object that is equal for equal blocks.
+
+    `counting` are attributes that number blocks, and do not count.
+    """
     if block is None:
         return None
     modules = tuple((name, type(module)) for name, module in block.named_modules())
@@ -103,7 +109,10 @@ def _plain(block: nn.Module) -> dict[tuple[str, str], object]:
 
 
 def _counting_attributes(blocks: nn.ModuleList) -> frozenset[tuple[str, str]]:
-    """Return the attributes that number the blocks. Their value increases by one from block to block."""
+    """Return the attributes that number the blocks, as (submodule's path, name).
+
+    Their value is one more in each block.
+    """
     values = {index: _plain(block) for index, block in enumerate(blocks) if block is not None}
     start = min(values)
     return frozenset(

@@ -41,14 +41,14 @@ _WITHOUT_OPERAND: Mapping[Any, Any] = {
     _ATEN.new_full.default: _ATEN.full.default,
     _ATEN.new_empty.default: _ATEN.empty.memory_format,
 }
-"""Operator that reads only dtype and device of its operand → the operator that takes these as options."""
+"""Operator that reads only dtype and device of its operand → the operator that takes dtype and device as options."""
 _PREFIXES = {
     InputKind.PARAMETER: "p", InputKind.BUFFER: "b", InputKind.INPUT: "", InputKind.TANGENT: "", InputKind.SEED: "",
 }  # fmt: skip
 
 
 class Copier:
-    """Builds a simplified copy of a graph, node by node, with the entries `kept_meta` of the metadata."""
+    """Builds a simplified copy of a graph, node by node. Copies keep the metadata under the keys `kept_meta`."""
 
     def __init__(self, source: fx.GraphModule, kept_meta: tuple[str, ...]) -> None:
         self._source = source
@@ -60,17 +60,17 @@ class Copier:
         self.graph = self.graph_module.graph
 
     def node(self, original: fx.Node) -> fx.Node:
-        """Return the copy of `original`, or the node of the copied graph that replaces it."""
+        """Return the node of the new graph that is the copy of `original`, or replaces it."""
         return self._copies[original]
 
     def copy_placeholder(self, node: fx.Node, slot: InputSlot) -> fx.Node:
-        """Copy a placeholder under a name made from its slot, and return the copy."""
+        """Copy a placeholder under a name made from its slot's kind and name, and return the copy."""
         name = "_".join(part for part in (_PREFIXES[slot.kind], re.sub(r"\W", "_", slot.name)) if part)
         copy = self.graph.create_node("placeholder", name, (), {}, name=name)
         return self._remember(node, copy)
 
     def copy(self, node: fx.Node) -> fx.Node:
-        """Copy a node, or find the node that replaces it. Return the copy or the replacement."""
+        """Copy a node, or find the node of the new graph that replaces it. Return the copy or the replacement."""
         if node.op == "get_attr":
             return self._remember(node, self._copy_constant(node))
         same = self._same_as(node)
@@ -96,7 +96,10 @@ class Copier:
         return self._remember(node, copy)
 
     def _copy_strided(self, node: fx.Node, order: list[int], args: Any, kwargs: Any) -> fx.Node:
-        """Emit a call that reads memory by strides, on an operand flattened in the order of its memory."""
+        """Copy a call that reads memory by strides, with its operand flattened in the order of its memory.
+
+        `order` has the operand's dims, the largest stride first.
+        """
         shape = list(args[0].meta["val"].shape)
         permuted = self._call(_ATEN.permute.default, (args[0], order), node)
         flat = self._call(_ATEN.reshape.default, (permuted, [-1]), node)
@@ -109,7 +112,7 @@ class Copier:
         return result
 
     def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node, kwargs: Any = None) -> fx.Node:
-        """Emit a call that the trace does not have, with the metadata of `like`."""
+        """Emit a call that the original graph does not have, with the metadata of `like`, a node of that graph."""
         copy = self.graph.call_function(target, args, dict(kwargs or {}))
         copy.meta = {key: like.meta[key] for key in self._kept_meta if key in like.meta}
         values, options = fx.map_arg((args, copy.kwargs), lambda operand: operand.meta["val"])
@@ -117,7 +120,7 @@ class Copier:
         return copy
 
     def finish(self, results: tuple[fx.Node, ...]) -> None:
-        """Close the graph with its results, and remove unused nodes."""
+        """Add the graph's output `results`, and remove unused nodes."""
         self.graph.output(results)
         used = set(results)
         for node in reversed(self.graph.nodes):
@@ -191,7 +194,10 @@ def _is_alike(first: Tensor, second: Tensor) -> bool:
 
 
 def _memory_order(node: fx.Node) -> list[int] | None:
-    """Return the dims of `as_strided`'s operand, largest stride first; None if no rewrite is needed or possible."""
+    """Return the dims of the operand of an `as_strided`, largest stride first.
+
+    Return None for other operators, and if the operand is not contiguous in this order.
+    """
     if node.target not in (_ATEN.as_strided.default, _ATEN.as_strided_scatter.default):
         return None
     operand: Any = node.args[0]
@@ -201,7 +207,7 @@ def _memory_order(node: fx.Node) -> list[int] | None:
 
 
 def _base_name(node: fx.Node) -> str:
-    """Return the name of a node's operator, without the number that tracing appends."""
+    """Return the name of a node's operator: "add" for the node "add_3"."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.split("::")[-1]
@@ -209,13 +215,16 @@ def _base_name(node: fx.Node) -> str:
 
 
 def _with_input_gradient(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Request the input's gradient from a batch norm's backward; the fake result always contains it."""
+    """Return the arguments of a batch norm's backward, changed to ask for the input's gradient.
+
+    The traced result contains this gradient in any case.
+    """
     *operands, asked = args
     return (*operands, [True, *asked[1:]])
 
 
 def _without_empty(operands: Any) -> list[fx.Node]:
-    """Return the operands of a concatenation without empty operands of one dim, which torch skips."""
+    """Return the operands of a concatenation except those of shape (0,), which torch skips."""
     kept = [operand for operand in operands if tuple(operand.meta["val"].shape) != (0,)]
     return kept or list(operands)
 

@@ -22,7 +22,7 @@ _PARAMETERS = ("shape", "mask_prob", "mask_length", "attention_mask", "min_masks
 
 @contextlib.contextmanager
 def drawing_spans(device: torch.device) -> Iterator[None]:
-    """Replace transformers' `_compute_mask_indices` by `draw_spans` within the context, in all loaded modules."""
+    """Within the context, `draw_spans` replaces transformers' `_compute_mask_indices` in all loaded modules."""
     namespaces = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
     places = [each for each in namespaces if _NAME in each and _draws_spans(each[_NAME])]
     saved = [place[_NAME] for place in places]

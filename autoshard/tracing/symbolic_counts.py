@@ -1,7 +1,7 @@
-"""Numbers of rows that depend on values, as symbols of a trace. `bounded` later turns the symbols into sizes.
+"""Numbers of rows that depend on values, as symbols of a trace. `bounded` later replaces the symbols by upper bounds.
 
-`nonzero`, `x[mask]` and `masked_select` have one row for each one in a mask. Python code that compares this number gets
-the answer for the example, and PyTorch records the comparison.
+`nonzero`, `x[mask]` and `masked_select` have as many rows as a mask has ones. Python code that compares this number
+gets the answer for the example, and PyTorch records the comparison.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Nonzero = Callable[[Tensor], Tensor]
 
 
 class ValueUnavailableError(Exception):
-    """A value is read from a tensor that has no known values."""
+    """Python code reads a value of a tensor, and the trace does not know the tensor's values."""
 
 
 class UnboundedSizeError(Exception):
-    """A program may be wrong if a size that depends on values is replaced by its upper bound."""
+    """A size that depends on values cannot safely be replaced by its upper bound, because results might change."""
 
 
 def new_environment() -> ShapeEnv:
-    """Return torch's environment of symbols. Numbers of rows become symbols, values that are read do not."""
+    """Return a `ShapeEnv` of torch in which numbers of rows become symbols, and values that Python reads do not."""
     return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=True)
 
 
@@ -56,14 +56,17 @@ SYMBOLIC: Mapping[Any, Callable[..., Tensor]] = {
     aten.index.Tensor: _index,
     aten.masked_select.default: _masked_select,
 }
-"""Operator → function `f(nonzero, *args)` that performs a call of the operator with `nonzero`."""
+"""Operator → function `f(nonzero, *args)` that computes the operator's result from masks' indices by `nonzero`."""
 
 
 @dataclass(slots=True)
 class SymbolicCounts:
-    """The symbols of a trace for numbers of rows.
+    """The symbols of a trace that stand for numbers of rows.
 
-    `masks` has the mask whose ones a symbol counts, and `numbers` the symbol's value in the example, if known.
+    Args:
+        environment: torch's environment that makes symbols.
+        masks: symbol → the mask whose ones it counts.
+        numbers: symbol → its value in the example, if known.
     """
 
     environment: ShapeEnv
@@ -71,9 +74,9 @@ class SymbolicCounts:
     numbers: dict[Any, int] = field(default_factory=dict)
 
     def add(self, mask: Tensor, places: Tensor, number: int | None) -> None:
-        """Record the symbol for the number of rows of `places`, the indices of a mask's ones.
+        """Record the symbol that counts the ones of `mask`, from the shape of `places`, the indices of these ones.
 
-        `number` is the number of rows in the example, if known.
+        `number` is the count in the example, or None if unknown.
         """
         size: Any = places.shape[0]
         symbol: Any = sympy.sympify(size) if isinstance(size, int) else size.node.expr
@@ -87,7 +90,9 @@ class SymbolicCounts:
             known(symbol, number)
 
     def computed(self, expressions: Sequence[Any]) -> list[Tensor]:
-        """Return a traced bool tensor for each expression, which says in later calls whether the expression holds.
+        """Return a traced bool tensor for each expression of symbols.
+
+        A later call computes whether the expression holds.
 
         Raises:
             ValueUnavailableError: the example does not decide whether an expression holds.
@@ -104,13 +109,13 @@ class SymbolicCounts:
         return [_compute(expression, counts) for expression in expressions]
 
     def assumed(self) -> list[Any]:
-        """Return the expressions in numbers of rows that Python code or torch assumed to hold so far."""
+        """Return the expressions, such as `u0 > 2`, that Python code or torch assumed about numbers of rows so far."""
         by_symbol = self.environment.deferred_runtime_asserts
         expressions = [item.expr for symbol in self.masks for item in by_symbol.get(symbol, ())]
         return [expression for expression in expressions if not self._always_holds(expression)]
 
     def _always_holds(self, expression: Any) -> bool:
-        """Whether the expression follows from nonnegative numbers of rows."""
+        """Whether the expression holds for all nonnegative numbers of rows."""
         sizes = {symbol: sympy.Dummy(integer=True, nonnegative=True) for symbol in expression.free_symbols}
         return expression.subs(sizes) is sympy.true
 

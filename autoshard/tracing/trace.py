@@ -1,7 +1,7 @@
 """`trace` turns a model and example inputs into a `Program`, by the first of three ways of tracing that works.
 
 1. The plain call, run on fake tensors through AOTAutograd's export (`joint`).
-2. The same with values beside the tensors, if the model reads values from them (`concrete`). First the inputs have
+2. The same call, with known values for some tensors, if the model reads values (`concrete`). First the inputs have
    values, then parameters too. Then the model runs as compiled code, where some models have no such branches. Sizes
    that depend on values are bounded (`bounded`), or fixed to the example's where a bound may be wrong (`counted`).
 3. Dynamo's graph of the call, if its Python cannot run on fake tensors (`dynamo`).
@@ -51,7 +51,7 @@ from autoshard.tracing.update import append_update
 _LOGGER = logging.getLogger(__name__)
 
 LendValues = Callable[[nn.Module], contextlib.AbstractContextManager[None]]
-"""Function that makes a context in which a model holds the values of its parameters."""
+"""Function that takes a model, and returns a context in which the model's parameters have their values."""
 
 
 def trace(
@@ -161,7 +161,10 @@ def _capture(model: nn.Module, call: TracedCall, options: TraceOptions, values: 
 
 @contextlib.contextmanager
 def _unreported() -> Iterator[None]:
-    """Silence torch's page-long reports of a call that fails on fake tensors; our error names the call."""
+    """Within the context, silence torch's page-long reports of a call that fails on fake tensors.
+
+    Our error names the call.
+    """
     before = [logger.disabled for logger in _REPORTING]
     for logger in _REPORTING:
         logger.disabled = True
@@ -192,7 +195,7 @@ def _symbolically_with_state(model: nn.Module, call: TracedCall, options: TraceO
 
 
 def _bounding(model: nn.Module, call: TracedCall, options: TraceOptions, known: Known) -> JointGraph:
-    """Return the joint graph with bounded sizes.
+    """Return the joint graph of a call, with upper bounds in place of numbers of rows that depend on values.
 
     An error other than `TraceError` becomes `UnboundedSizeError`, unless it reports a read of a tensor without values.
     """
@@ -219,7 +222,7 @@ def _as_compiled(model: nn.Module, call: TracedCall, options: TraceOptions) -> J
 
 
 def _reads_values(error: BaseException) -> bool:
-    """Whether `error` or its cause reports a read of a tensor without values."""
+    """Whether `error`, or an error that caused it, reports a read of a tensor whose values the trace does not know."""
     seen: BaseException | None = None if isinstance(error, UnboundedSizeError) else error
     while seen is not None:
         if isinstance(seen, _READ_ERRORS):
@@ -246,7 +249,14 @@ def _is_other(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _WayOfTracing:
-    """One way of tracing. `helps_with` says whether the way may work after the previous way's error."""
+    """One way of tracing.
+
+    Args:
+        name: the way's name, for messages.
+        capture: returns the joint graph of a call.
+        helps_with: takes the error of the previous way, and returns whether this way may work.
+        needs_values: whether parameters on meta must get their values first.
+    """
 
     name: str
     capture: Callable[[nn.Module, TracedCall, TraceOptions], JointGraph]
@@ -293,7 +303,7 @@ def _refusal(model: nn.Module, failures: list[tuple[_WayOfTracing, Exception]]) 
 
 
 def _way_out(place: tuple[str, nn.Module] | None, where: str) -> str:
-    """Return advice for an error in the module `place` (name, module) and on the user's line `where`."""
+    """Return advice for an error in the module `place` (name, module) and on the user's line `where`, for a message."""
     if place is not None and isinstance(place[1], _NORMS) and place[1].training:
         return "In training it needs several values of each channel: pass a larger batch, or call .eval()."
     first = "Call the model with these inputs on one device first."

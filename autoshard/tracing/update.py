@@ -33,16 +33,19 @@ from autoshard.ir.update import Update, UpdateRule, hyper_slot, state_slot
 _aten = torch.ops.aten
 _autoshard = torch.ops.autoshard
 _EPSILON = 1e-6
-"""Addend of the norm in `torch.nn.utils.clip_grad_norm_`."""
+"""The number that `torch.nn.utils.clip_grad_norm_` adds to the norm before it divides."""
 
 _DROPPED = (OutputKind.GRADIENT, OutputKind.INPUT_GRADIENT)
 
 
 def append_update(program: Program, update: Update, *, of_stage: bool = False) -> Program:
-    """Return the program of the whole step. The graph of `program` is extended in place.
+    """Return the program of the whole training step: `program`, then the optimizer's update.
+
+    The graph of `program` is extended in place.
 
     Args:
         program: a joint program with gradients, as traced.
+        update: the optimizer's update.
         of_stage: whether the program is a stage of a pipeline. In place of the norm, a stage returns the sum of squares
             of its own gradients. With clipping, it takes the sum over all stages (`InputKind.SQUARES`).
     """
@@ -127,7 +130,10 @@ class _Appending:
         return self._call(_aten.add.Tensor, norm, _EPSILON)
 
     def _updates(self, gradients: dict[str, fx.Node], scale: fx.Node | None) -> Iterator[tuple[OutputSlot, fx.Node]]:
-        """Yield the results of the update, parameter by parameter in the order of the model."""
+        """Emit the update of each parameter, in the model's order.
+
+        Yield slot and node of each updated parameter and state.
+        """
         groups, hypers, nodes = self.update.group_of(), dict[int, fx.Node](), self.program.nodes_by_name()
         for slot in self.program.inputs_of(InputKind.PARAMETER):
             number = groups.get(slot.name)
@@ -144,7 +150,7 @@ class _Appending:
                 yield OutputSlot(node.name, OutputKind.STATE_UPDATE, state_slot(name, slot.name)), node
 
     def _update(self, rule: UpdateRule, name: str, operands: Sequence[fx.Node | None]) -> list[fx.Node]:
-        """Emit the update of one parameter. Return the nodes of the updated parameter and of its updated state."""
+        """Emit the update of parameter `name`; return the nodes of the updated parameter and of its updated state."""
         call = self._call(getattr(_autoshard, rule.operator).default, *operands, *rule.flags, of=name)
         if not rule.state:
             return [call]
@@ -184,7 +190,10 @@ class _Appending:
         return node
 
     def _value(self, target: Any, args: tuple[Any, ...]) -> Any:
-        """Return the fake value of a call. Calls on operands of equal shape, strides, dtype and device share it."""
+        """Return the fake result of a call.
+
+        Calls on operands of equal shape, strides, dtype and device share one result.
+        """
         values = fx.map_arg(args, lambda node: node.meta["val"])
         if target is operator.getitem:
             return values[0][values[1]]
@@ -206,5 +215,5 @@ def _form(value: Tensor) -> tuple[Any, ...]:
 
 
 def _module(node: fx.Node) -> str:
-    """Return the path of a node's module and a dot, for use as a parameter's name in `_call`."""
+    """Return the path of a node's module followed by a dot, which `_call` takes as the name `of` a parameter."""
     return f"{node.meta['module']}."

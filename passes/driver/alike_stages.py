@@ -1,4 +1,4 @@
-"""Alike stages of a pipeline share one plan, which is renamed for each of them.
+"""Give all alike stages of a pipeline one plan, with the names of values changed for each stage.
 
 Two stages are alike if their graphs are equal node by node: the same calls at the same places, on values of the same
 shapes. Their slots have the same kinds and the same requirements. Names of nodes, parameters and crossing values may
@@ -27,7 +27,10 @@ Requirements = Callable[[str], Hashable]
 
 
 def stage_key(stage: Program, requirements: Requirements) -> str:
-    """Return a short hash of a stage's program after the cut, with its update; alike stages have the same hash."""
+    """Return a short hash of a stage's program and of the requirements that its plan must meet.
+
+    The program is the stage's part of the step, with its update. Alike stages have the same hash.
+    """
     return hashlib.sha256("\n".join(_lines(stage, requirements)).encode()).hexdigest()
 
 
@@ -56,7 +59,10 @@ def _slot_form(name: str, kind: str, requirements: Requirements) -> tuple[Hashab
 
 
 def rename_plan(plan: Plan, alike: Program, stage: Program) -> Plan:
-    """Return the plan of `stage`, made by a change of names from the plan of `alike`; both are cut out already."""
+    """Return the plan of `stage`: the plan of the program `alike`, with the names of values and slots in `stage`.
+
+    Both programs are single stages of one step, and their stages are alike.
+    """
     of_alike, of_stage = prepare(alike), prepare(stage)
     names = _same_places(of_alike, of_stage)
     modules = {node.name: node.meta.get("module", "") for node in of_stage.graph.nodes}
@@ -80,7 +86,10 @@ def rename_plan(plan: Plan, alike: Program, stage: Program) -> Plan:
 
 
 def rename_slots(phased: PhasedProgram, alike: Program, stage: Program) -> PhasedProgram:
-    """Return a stage's lowered program: that of an alike stage with other names of slots. The graphs are not copied."""
+    """Return the lowered program of `stage`: the lowered program of `alike` with the slot names of `stage`.
+
+    Both results share the same graphs, which are not copied.
+    """
     taken, given = _slot_names(alike, stage)
     lowered = phased.lowered
     inputs = tuple(_named(slot, taken[slot.slot.kind.value, slot.slot.name]) for slot in lowered.inputs)
@@ -107,15 +116,15 @@ def _renamed_node(item: _Restored, names: Mapping[str, str], modules: Mapping[st
 
 
 def _same_places(alike: Program, stage: Program) -> dict[str, str]:
-    """Return for each node's name in `alike` the name of the node at the same place in `stage`."""
+    """Return for each node's name in `alike` the name of the node at the same position in the graph of `stage`."""
     return {one.name: other.name for one, other in zip(alike.graph.nodes, stage.graph.nodes, strict=True)}
 
 
 def _slot_names(alike: Program, stage: Program) -> tuple[dict[tuple[str, str], str], dict[str, str]]:
-    """Return the slots of `stage` at the same places as the slots of `alike`, as two dicts.
+    """Return the slots of `stage` at the same positions as the slots of `alike`, as two dicts.
 
-    The first has names of inputs, by kind and name of an input of `alike`. The second has keys of results ("output 0"),
-    by key of a result of `alike`.
+    The first dict has names of inputs of `stage`. Its keys are kind and name of an input of `alike`. The second dict
+    has keys of results of `stage`, such as "output 0" (`result_key`), by the key of a result of `alike`.
     """
     taken = {(one.kind.value, one.name): other.name for one, other in zip(alike.inputs, stage.inputs, strict=True)}
     given = {_key(one): _key(other) for one, other in zip(alike.outputs, stage.outputs, strict=True)}

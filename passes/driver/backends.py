@@ -30,7 +30,7 @@ def has_kernels(backend: str, device: torch.device) -> bool:
 
 
 def wrap_of(backend: str) -> Callable[[fx.GraphModule], Callable[..., Any]] | None:
-    """Return the function that compiles a graph of a rank to a callable, or None if graphs run as they are."""
+    """Return the function that compiles each graph of a rank for `backend`; None if graphs run as they are."""
     if backend != "inductor":
         return None
 
@@ -46,7 +46,10 @@ def check_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mappi
 
 
 def finish_of(backend: str, device: torch.device) -> Callable[[fx.GraphModule], fx.GraphModule]:
-    """Return the function that runs the last passes over a graph whose results are written over parameters."""
+    """Return a function that runs the passes of `Moment.WRITTEN` on a graph.
+
+    These passes run last, on a graph that writes new parameters over old parameters. An example is `BucketUpdates`.
+    """
     options = LoweringOptions(with_kernels=backend == "triton" and has_kernels(backend, device))
     return lambda graph_module: run_at(Moment.WRITTEN, graph_module, options)
 

@@ -45,6 +45,7 @@ class Candidate:
         exact: the proposed recipe with all its fields. If the time budget cuts the search, and the plan is much slower
             than `price_s`, the candidate is planned again within this recipe.
         price_s: the price of the proposed recipe, in seconds of a step; None if the recipe has no price.
+        varies: whether micro-batches may be larger or smaller than the proposal's, see `resized`.
     """
 
     meshes: Sequence[Mesh]
@@ -55,11 +56,17 @@ class Candidate:
     is_for_memory: bool = False
     exact: Recipe | None = None
     price_s: float | None = None
+    varies: bool = False
 
     @property
     def has_stages(self) -> bool:
         """Whether the mesh of the candidate has the axis "pipeline"."""
         return PIPELINE_AXIS in self.meshes[0].axis_names
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the proposed recipe neither recomputes nor offloads values."""
+        return self.exact is not None and _keeps_all(self.exact)
 
 
 _MOST_COUNTS = 3
@@ -71,8 +78,9 @@ def candidates_of(
 ) -> list[Candidate]:
     """Return the candidates within a recipe, with the fewest micro-batches first. `micro_batches` fixes their number.
 
-    Without stages, candidates with more micro-batches are planned only until a plan keeps all values. A pipeline has a
-    few numbers of micro-batches, which are multiples of its ranks if possible.
+    Without stages, a candidate with more micro-batches is planned only if all earlier plans recompute or offload
+    values. With stages, a few numbers of micro-batches are tried. They are multiples of the number of pipeline ranks if
+    possible.
 
     Raises:
         RecipeError: no mesh runs whole micro-batches of the batch.
@@ -110,7 +118,10 @@ _AXES_IN_TIME = 2
 
 
 def shape_of(recipe: Recipe, fixed: Mapping[str, object]) -> Recipe:
-    """Return a recipe without the fields that the search over specs decides. Fields in `fixed` stay."""
+    """Return a recipe without the fields that the search over specs decides, such as `recompute`.
+
+    Fields named in `fixed` stay.
+    """
     names = {*fixed, "recompute"} if "offload" in fixed else fixed  # an offloaded value is not recomputed
     return replace(recipe, **{name: None for name in _FREE if name not in names}, stage_layers=None)
 
@@ -124,8 +135,9 @@ def candidates_found(
 ) -> list[Candidate]:
     """Return the candidates for the recipes that the outer search found.
 
-    Candidates without stages come before candidates with stages, because they are planned in less time. Then the
-    fastest recipe comes first. Only one recipe with stages is planned, unless it has no plan.
+    Candidates without stages come before candidates with stages, because they are planned in less time. Within each
+    group, the fastest recipe comes first. Only one recipe with stages is planned. If it has no plan, the next recipe
+    with stages is planned.
 
     Args:
         found: recipes, each with its price.
@@ -141,7 +153,7 @@ def candidates_found(
     least_s, has_stages, planned = min((step_s for _, step_s in shapes.values()), default=0.0), False, 0
     made: list[Candidate] = []
     for shape, (recipe, step_s) in shapes.items():
-        in_stages, saves = is_several(shape.pipeline), (recipe.recompute, recipe.offload) != ("none", "none")
+        in_stages, saves = is_several(shape.pipeline), not _keeps_all(recipe)
         is_far = step_s > (_NEAR_IF_SAVING if saves and not in_stages else _NEAR) * least_s
         is_spare = is_far or (in_stages and has_stages) or planned >= _MOST_SHAPES
         has_stages, planned = has_stages or in_stages, planned + (not is_spare)
@@ -149,8 +161,31 @@ def candidates_found(
             is_free = not fixed and not candidate.has_stages and len(candidate.meshes[0].axes) <= _AXES_IN_TIME
             is_for_memory = candidate.is_for_memory or shape not in usual
             own = {"recipe": None if is_free else shape, "proposal": shape, "exact": recipe, "price_s": step_s}
-            made.append(replace(candidate, **own, is_spare=is_spare, is_for_memory=is_for_memory))
+            varies = not candidate.has_stages and "micro_batch" not in fixed
+            flags = {"is_spare": is_spare, "is_for_memory": is_for_memory, "varies": varies}
+            made.append(replace(candidate, **own, **flags))
     return sorted(made, key=lambda each: (each.is_spare, each.has_stages))
+
+
+def _keeps_all(recipe: Recipe) -> bool:
+    return (recipe.recompute, recipe.offload) == ("none", "none")
+
+
+def resized(candidate: Candidate, *, larger: bool) -> Candidate | None:
+    """Return the candidate with micro-batches of twice the size (`larger`), or of half the size.
+
+    None if the candidate does not vary, or if its micro-batches would not be whole.
+    """
+    proposal, parts = candidate.proposal, candidate.micro_batches
+    if not candidate.varies or proposal is None or proposal.micro_batch is None:
+        return None
+    size = proposal.micro_batch
+    if (parts if larger else size) % 2:
+        return None
+    parts, size = (parts // 2, 2 * size) if larger else (2 * parts, size // 2)
+    recipe = candidate.recipe and replace(candidate.recipe, micro_batch=size)
+    own = {"micro_batches": parts, "recipe": recipe, "proposal": replace(proposal, micro_batch=size)}
+    return replace(candidate, **own, exact=None, price_s=None)
 
 
 def meshes_for(recipe: Recipe, target: DeviceMesh | Mesh | Cluster) -> list[Mesh]:
@@ -165,12 +200,19 @@ def meshes_for(recipe: Recipe, target: DeviceMesh | Mesh | Cluster) -> list[Mesh
 
 
 def _counts_to_try(counts: Sequence[int], ranks: int) -> list[int]:
-    """Return the first `_MOST_COUNTS` multiples of a pipeline's ranks in the ascending `counts`, or the last count."""
+    """Return the numbers of micro-batches to plan a pipeline with, from the ascending possible numbers `counts`.
+
+    The result has the first `_MOST_COUNTS` multiples of `ranks`, or the largest number if there is no multiple.
+    """
     return [n for n in counts if n % ranks == 0][:_MOST_COUNTS] or list(counts[-1:])
 
 
 def by_micro_batches(meshes: Sequence[Mesh], recipe: Recipe, global_batch: int) -> dict[int, list[Mesh]]:
-    """Return the meshes for each possible number of micro-batches, smallest first; `RecipeError` if none exists."""
+    """Return the possible numbers of micro-batches in ascending order, each with the meshes that it is possible on.
+
+    Raises:
+        RecipeError: no mesh runs whole micro-batches of the batch.
+    """
     found: dict[int, list[Mesh]] = {}
     for mesh in meshes:
         for parts in _micro_batches(mesh, recipe, global_batch):
@@ -218,7 +260,11 @@ def with_batch(request: Request, size: int) -> Request:
 
 
 def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return the size of dim 0 that all tensors of a call share; `TraceError` if they share none."""
+    """Return the size of dim 0, which all tensors of a call must share.
+
+    Raises:
+        TraceError: sizes of dim 0 differ, or the call has no tensors.
+    """
     size = batch_size(args, kwargs)
     if size is None:
         raise TraceError(

@@ -120,7 +120,10 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
 
 
 def _check_micro_batch(call: Call) -> None:
-    """Check that the number of micro-batches can be computed, if the recipe gives the size of a micro-batch."""
+    """Raise `NotAvailableError` if the recipe gives the size of a micro-batch, but their number cannot be computed.
+
+    Examples are a call without an optimizer, and a call whose batch is not known.
+    """
     recipe = call.recipe
     if recipe is None or recipe.micro_batch is None:
         return
@@ -136,7 +139,10 @@ def _check_micro_batch(call: Call) -> None:
 
 
 def _micro_batches(call: Call, mesh: Mesh) -> int | None:
-    """Return the number of micro-batches that the call or its recipe gives."""
+    """Return the number of micro-batches in a step.
+
+    The number is the call's argument. If the recipe has `micro_batch`, the number follows from the size of the batch.
+    """
     if call.recipe is None or call.recipe.micro_batch is None:
         return call.micro_batches
     return next(iter(by_micro_batches([mesh], call.recipe, batch_of(*call.inputs))))

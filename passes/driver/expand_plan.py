@@ -33,7 +33,9 @@ _Unit = tuple[int, int]
 
 
 def expand_for(plan: Plan, program: Program, request: Request, trace: Callable[[Request], Program]) -> Plan:
-    """Return the plan of the whole program of a call, from a plan that may lack blocks, and the gradients' norm.
+    """Return the plan of a call's whole traced program, from a plan without inner blocks or the gradients' norm.
+
+    Any other plan is returned unchanged.
 
     Raises:
         PlanMismatchError: the plan is for another program, or its left-out blocks are not like the blocks beside them.
@@ -75,7 +77,7 @@ def expand_plan(plan: Plan, short: Program, whole: Program) -> Plan:
 
 
 def _running(plan: Plan, prepared: Program) -> Program:
-    """Return a prepared program with nodes that recompute or fetch the values that a plan recomputes or offloads."""
+    """Return a copy of a prepared program that also recomputes, and fetches from the host, as the plan says."""
     return InsertRecompute(plan.recompute.nodes, plan.offload.nodes)(prepared)
 
 
@@ -83,7 +85,13 @@ _Restored = TypeVar("_Restored", bound=RestoredNode)
 
 
 class _NodeSpot(NamedTuple):
-    """The position of a node: index of its repeat, first block of its unit, index among the unit's nodes."""
+    """The position of a node in a repeated unit.
+
+    Args:
+        repeat: index of the `Repeat` in the program's repeats.
+        first: number of the first block of the unit.
+        place: index of the node among the nodes of the unit.
+    """
 
     repeat: int
     first: int
@@ -126,7 +134,11 @@ class _ExpandedRecompute:
 
 
 def match_nodes(short: Program, whole: Program) -> dict[str, str]:
-    """Return each node's match in the short program, by names; `NotAlikeError` if some node has none."""
+    """Return the name of a node in `short` for each name of a node in `whole`.
+
+    Raises:
+        NotAlikeError: a unit has other nodes than the unit that stands for it, or reads other values.
+    """
     here, there = (_grouped(program, short.repeats) for program in (short, whole))
     matches: dict[str, str] = {}
     for (number, first), members in there.items():
@@ -140,7 +152,10 @@ def match_nodes(short: Program, whole: Program) -> dict[str, str]:
 
 
 def _grouped(program: Program, repeats: tuple[Repeat, ...]) -> dict[_Unit, list[tuple[fx.Node, object]]]:
-    """Return the nodes of each unit in order, each with a key that is equal for matched nodes."""
+    """Return the nodes of each unit in order, each with its form.
+
+    The form has the node's module in its unit, operator, phase, shape and dtype. Matched nodes have equal forms.
+    """
     paths = module_paths(program)
     found: dict[_Unit, list[tuple[fx.Node, object]]] = defaultdict(list)
     for node in program.graph.nodes:
@@ -152,7 +167,7 @@ def _grouped(program: Program, repeats: tuple[Repeat, ...]) -> dict[_Unit, list[
 
 
 def _unit_of(repeats: tuple[Repeat, ...], path: str) -> tuple[_Unit, str]:
-    """Return the unit of a module, and the module's path in the unit that stands for this unit.
+    """Return the unit of a module by the module's path, and the path of the same module in the unit that stands for it.
 
     A module outside of units has the unit (-1, 0), and keeps its path.
     """
@@ -175,13 +190,19 @@ def _check_operands(short: Program, whole: Program, matches: Mapping[str, str]) 
 
 
 def _places(program: Program) -> dict[str, object]:
-    """Return (index of the repeat, index in the unit) of each node. Nodes outside of units have their name instead."""
+    """Return for each node's name a value that is equal for nodes at the same place of two units.
+
+    The value is (index of the repeat, index in the unit). For a node outside of units, the value is the node's name.
+    """
     spots = _spots(program, program.repeats)
     return {name: (spots[name].repeat, spots[name].place) if name in spots else name for name in module_paths(program)}
 
 
 def _spots(program: Program, repeats: tuple[Repeat, ...]) -> dict[str, _NodeSpot]:
-    """Return the positions of nodes in repeated units: the left-out units, and the two units kept at each end."""
+    """Return the positions of nodes in repeated units, by name.
+
+    The units are the left-out units, and the two units kept at each end of a run.
+    """
     counts: dict[_Unit, int] = defaultdict(int)
     spots: dict[str, _NodeSpot] = {}
     for name, path in module_paths(program).items():

@@ -65,10 +65,10 @@ class Decision:
 
 
 def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, options: PlanOptions) -> LoweredPlan:
-    """Return the plan with the shortest predicted step among the choices of a search, with the steps of known recipes.
+    """Lower the choices of a search, and return the lowered plan with the shortest predicted step.
 
-    After the time budget no further choice is lowered. Known recipes that may be faster than the plan are then left
-    out.
+    `plan.baselines` of the result has the predicted steps of known recipes. No choice is lowered after the time budget.
+    A known recipe that was not lowered for this reason, and may be faster than the plan, is left out of `baselines`.
 
     Args:
         planning: the planning problem without recomputed nodes.
@@ -109,7 +109,10 @@ def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, option
 def nearest_recipe(
     planning: PlanningProblem, baselines: Mapping[str, Solution | None], cluster: Cluster, options: PlanOptions
 ) -> Solution | None:
-    """Return the known recipe with the shortest rough step; None if it cannot be faster than plans on other meshes."""
+    """Return the known recipe with the shortest rough step on this mesh.
+
+    None is returned if the rough step is much longer than the step of the best plan on another mesh.
+    """
     lowering = _ChoiceLowering(planning, 0.0, cluster, options)
     rough = [(lowering.rough_step_s(each), each) for each in baselines.values() if each is not None]
     rough_s, nearest = min(rough, key=lambda pair: pair[0], default=(math.inf, None))
@@ -119,7 +122,10 @@ def nearest_recipe(
 def steps_when_read(
     planning: PlanningProblem, baselines: Mapping[str, Solution | None], cluster: Cluster, options: PlanOptions
 ) -> BaselineSteps:
-    """Return the predicted steps of known recipes, by name. A recipe is lowered when its step is first read."""
+    """Return the predicted steps of known recipes in seconds, by name.
+
+    A recipe is lowered when its step is first read.
+    """
     lowering = _ChoiceLowering(planning, 0.0, cluster, options)
     left = {name: partial(lowering.step_of, each) for name, each in baselines.items() if each is not None}
     return BaselineSteps(list(baselines), dict.fromkeys(baselines.keys() - left.keys()), left)
@@ -130,7 +136,10 @@ _Choice = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _ChoiceLowering:
-    """Lowers choices of a planning problem for a cluster. `lower_bound` is the search's bound, for the plans."""
+    """Lowers choices of a planning problem to plans for a cluster.
+
+    `lower_bound` is written into the plans: no choice has a shorter step by the prices of the search, in seconds.
+    """
 
     planning: PlanningProblem
     lower_bound: float
@@ -139,7 +148,7 @@ class _ChoiceLowering:
 
     @property
     def near(self) -> float:
-        """The largest ratio of a choice's rough step to the fastest predicted step at which the choice is lowered."""
+        """The largest ratio of rough step to fastest predicted step for which a choice is lowered, such as 1.1."""
         is_exact = bool(self.planning.repeated.sites) or overlap_of(self.cluster) is None
         return 1 + (_VERY_NEAR if is_exact else _NEAR)
 
@@ -149,25 +158,29 @@ class _ChoiceLowering:
         )
 
     def step_s(self, made: LoweredPlan) -> float | None:
-        """Return the predicted step of a plan; None if the plan exceeds the memory budget."""
+        """Return the predicted step of a plan in seconds; None if the plan exceeds the memory budget."""
         predicted, budget = made.plan.predicted, self.options.memory_budget
         return predicted.step_time_s if budget is None or predicted.peak_memory_bytes <= budget else None
 
     def step_of(self, found: Solution) -> float | None:
-        """Lower a choice, and return `step_s` of its plan."""
+        """Lower a choice, and return its predicted step in seconds; None if its plan exceeds the memory budget."""
         return self.step_s(self(found))
 
     def rough_step_s(self, found: Solution, planning: PlanningProblem | None = None) -> float:
-        """Return the unscaled rough step of a choice in `planning`, by default the problem of this object."""
+        """Return the sum of a choice's prices in seconds, not yet scaled to predicted steps.
+
+        The choice is of the problem `planning`, by default the problem of this object.
+        """
         return rough_step_s(planning or self.planning, found.choice, BucketCollectives().least_bytes)
 
 
 def _rough_steps(
     found: JointSolution, own: LoweredPlan, others: Sequence[Solution], lowering: _ChoiceLowering
 ) -> dict[_Choice, float]:
-    """Return the rough step of each choice of `others` in seconds.
+    """Return the scaled rough step of each choice in `others`, in seconds.
 
-    The scale makes the rough step of the search's own choice equal to its predicted step.
+    Rough steps are scaled so that the rough step of the search's own choice `found` equals the predicted step of its
+    plan `own`.
     """
     if not others:
         return {}
@@ -177,9 +190,10 @@ def _rough_steps(
 
 
 def _fastest_of(made: Sequence[LoweredPlan], known_s: Sequence[float], cluster: Cluster) -> LoweredPlan:
-    """Return the fastest plan; on CPUs, the plan with the fewest launches among equally fast plans.
+    """Return the fastest of the lowered plans `made`.
 
-    The result is never slower than a known recipe (`known_s`).
+    On CPUs, the plan with the fewest launches wins among about equal plans. `known_s` has the steps of known recipes in
+    seconds. The result is never slower than one of these recipes.
     """
     fastest = min(made, key=lambda each: each.plan.predicted.step_time_s)
     if cluster.device.dispatch_s:

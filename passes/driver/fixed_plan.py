@@ -15,7 +15,11 @@ from autoshard.runtime.traced_optimizer import update_of
 
 
 def micro_batches_of(fixed: Plan | None, micro_batches: int | None, *, trains: bool) -> int:
-    """Return the number of micro-batches from the argument or the plan; `PlanMismatchError` if they differ."""
+    """Return the number of micro-batches in a step, from the argument `micro_batches` or the plan `fixed`.
+
+    Raises:
+        PlanMismatchError: the argument differs from the plan's number.
+    """
     planned = fixed.micro_batches if fixed is not None and trains else 1
     if planned > 1 and micro_batches not in (None, planned):
         raise PlanMismatchError(
@@ -89,7 +93,7 @@ def update_for(
 
 
 def has_more_outputs(plan: Plan, program: Program) -> bool:
-    """Whether a plan has outputs that a program of the same call lacks."""
+    """Whether a plan has a spec for an output that `program`, traced from the same call, does not have."""
     return not _outputs_of(plan) <= _names_of(program)
 
 

@@ -32,7 +32,7 @@ def leave_out_units(program: Program, margin: int) -> Program | None:
 
     Args:
         program: the traced program of a stage, with its update.
-        margin: the number of units kept at each end of a run, beside the unit next to the gap.
+        margin: the number of units kept at each end of a run. One unit next to the gap is among them.
     """
     paths = module_paths(program)
     repeats = tuple(_repeats(program, paths, margin))
@@ -49,7 +49,10 @@ class _CannotLeaveOutError(Exception):
 
 
 def _repeats(program: Program, paths: Mapping[str, str], margin: int) -> Iterator[Repeat]:
-    """Yield a `Repeat` for each run of units that run the same operators, in each list of modules."""
+    """Yield a `Repeat` for each run of units with equal nodes, such as a run in the blocks "layers.0" to "layers.31".
+
+    `paths` has the module of each node, by the node's name. `margin` is the argument of `leave_out_units`.
+    """
     forms: dict[str, dict[int, list[object]]] = defaultdict(lambda: defaultdict(list))
     for node in program.graph.nodes:
         found = _BLOCK.match(paths[node.name])
@@ -76,7 +79,7 @@ Unit 0 is the first of the two units kept in front of the gap.
 
 @dataclass(slots=True)
 class _LeavingOut:
-    """A copy of a program without the units that its repeats leave out."""
+    """Copies a program without the units that its repeats leave out."""
 
     program: Program
     repeats: Sequence[Repeat]

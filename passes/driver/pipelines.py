@@ -118,7 +118,10 @@ def _of_order(plan: Plan, order: PipelineOrder) -> dict[str, Any]:
 
 
 def _fields(recipe: Recipe | None) -> dict[str, Any]:
-    """Return the fields of a recipe by name, but `pipeline`, which the mesh decides. All are None without a recipe."""
+    """Return the fields of a recipe by name, all None without a recipe.
+
+    The field `pipeline` is left out, because the mesh decides it.
+    """
     known = recipe or Recipe()
     return {item.name: getattr(known, item.name) for item in fields(Recipe) if item.name != "pipeline"}
 

@@ -45,7 +45,7 @@ class PlanAgain:
 
     Args:
         call: the arguments of `autoshard.plan`.
-        check_stages: see `plan_candidates`.
+        check_stages: raises `NotAvailableError` if the user's options exclude stages.
         searched: the outer search that proposed the plan's mesh; None for a given mesh.
     """
 
@@ -80,7 +80,10 @@ class PlanAgain:
         return self._recipes(feature).problem.missing(feature)
 
     def kernels(self, plan: Plan) -> Kernels:
-        """Return the Triton kernels of a plan, found at the first call. Stages run no Triton kernels."""
+        """Return the Triton kernels that a plan runs with. They are found at the first call.
+
+        A plan with stages has no Triton kernels.
+        """
         known = plan.predicted.kernels
         if known.uses or plan.stages:
             return known
@@ -107,7 +110,10 @@ class PlanAgain:
         return stage_plans.plan(made.program, made.request, before=plan, kept=kept if change.specs else None)[0]
 
     def _on_another_mesh(self, change: Change) -> Plan:
-        """Return the fastest plan of the recipes that the outer search proposes with the fields of the change."""
+        """Return the fastest plan on any mesh, within recipes that have the values of `change.fields`.
+
+        The outer search proposes these recipes.
+        """
         search = self._recipes(", ".join(change.fields))
         problem = search.problem
         found = problem.proposals(change.fields, Ceiling.within(search.time_budget_s))
@@ -122,7 +128,11 @@ class PlanAgain:
         return made.plan
 
     def _recipes(self, feature: str) -> RecipeSearch:
-        """Return the outer search over recipes on the same devices. Errors name the asked `feature`."""
+        """Return the outer search over recipes on the devices of the plan, made at the first call.
+
+        Raises:
+            NotAvailableError: recipes do not support the call. The message names the asked `feature`.
+        """
         if self.searched is not None:
             return self.searched
         if not self._search:

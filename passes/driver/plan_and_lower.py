@@ -61,7 +61,7 @@ class DearMeshError(Exception):
 def bounded_problem(
     program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions
 ) -> tuple[float, PlanningProblem]:
-    """Return a lower bound in seconds on the step of all plans, and the problem that `plan_program` solves."""
+    """Return a lower bound on the price of any plan on this mesh, in seconds, and the program's planning problem."""
     with options.control.building(), one_blas_thread():
         planning = planning_problem(program, mesh, cluster, options)
         return first_bound(planning, allowed_by(planning, options)), planning
@@ -75,7 +75,9 @@ def plan_program(
     `planning` is the problem from `bounded_problem`, if it is built already.
 
     Raises:
-        DoesNotFitError, NoShardingRuleError, InvalidSpecError: see `PlanOptions`.
+        DoesNotFitError: no plan fits in the memory budget.
+        NoShardingRuleError: with `options.strict`, an operator has no sharding rule.
+        InvalidSpecError: a constraint names no value, or gives a spec that the value cannot have.
         SearchStopped: `options.control` was stopped before the search began.
         DearMeshError: each plan on this mesh is slower than a plan on another mesh.
     """
@@ -101,15 +103,17 @@ def plan_and_lower(
 
 @one_blas_thread()
 def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int, np.ndarray]) -> Decision:
-    """Return the best solution with the options in `allowed`, and further solutions to compare after lowering.
+    """Return the best solution of a planning problem, and further solutions to compare after lowering.
 
-    `allowed` has a mask of a variable's options, by the variable's index.
+    Args:
+        allowed: for the index of a variable, a boolean mask of the options that it may take. A missing variable may
+            take all its options.
 
     Raises:
         DoesNotFitError: no solution fits in memory.
         NotAlikeError: left-out blocks and the blocks beside them do not recompute alike.
-        DearMeshError: each solution is slower than a plan on another mesh. Also no known recipe on this mesh can be
-            faster after lowering.
+        DearMeshError: each solution is slower than a plan on another mesh, and each known recipe on this mesh is much
+            slower.
     """
     search = Search(options.memory_budget, control=options.control)
     peak_of = peak_under(options)
@@ -142,11 +146,13 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
 
 
 def allowed_by(planning: PlanningProblem, options: PlanOptions) -> dict[int, np.ndarray]:
-    """Return masks of the options that constraints, the recipe and the change of a question allow, by variable index.
+    """Return a boolean mask of allowed options for each restricted variable, by the variable's index.
+
+    Constraints, the recipe, and the specs and roles of a question restrict variables.
 
     Raises:
-        InvalidSpecError: see `allowed_options`.
-        RecipeError: see `restricted`; also if no option remains.
+        InvalidSpecError: a constraint names no value, or gives a spec that the value cannot have.
+        RecipeError: the recipe does not suit the program, or no option of a variable remains.
     """
     allowed = allowed_options(planning, options.constraints)
     for site, spec in options.specs.items():

@@ -5,22 +5,25 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from autoshard.arguments import check_has_loss
 from autoshard.errors import AutoshardError, DoesNotFitError, NotAvailableError, RecipeError
+from autoshard.ir.offload import LABEL
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from autoshard.ir.recipe import Recipe, least_stages
+from autoshard.ir.recompute import PHASE
 from autoshard.ir.request import Request
 from autoshard.ir.staged import StageProgram
-from passes.driver.candidates import Candidate
+from passes.driver.candidates import Candidate, resized
 from passes.driver.pipelines import pipeline_of
 from passes.driver.planner import Planner
 from passes.driver.stage_plans import StagePlans, check_stays
 from passes.driver.traces import Traces
 from passes.planning.baselines import least_baselines
+from passes.prediction.predict import SLOWED
 from passes.solver.search_control import Ceiling
 
 _LOGGER = logging.getLogger(__name__)
@@ -31,7 +34,7 @@ class Planned:
     """A plan, with the planner and the program that it comes from.
 
     Args:
-        request: the call of one micro-batch.
+        request: the call that was traced, with the inputs of one micro-batch.
         program: the traced program; with stages, the program before it is cut.
         stage_plans: the planner of stages; None without stages.
         stages: the lowered stages; empty without stages.
@@ -74,63 +77,133 @@ def plan_candidates(
             the first error.
     """
     planner, ceiling = replace(planner, traces=Traces()).begun()
-    requests: dict[int, Request] = {}
-    found: list[Planned] = []
-    failures: list[AutoshardError] = []
+    attempts = _Attempts(planner, ceiling, request_of, check_stages)
+    found = attempts.found
     for candidate in candidates:
         if found and (
             candidate.is_spare
-            or (candidate.has_stages and not _helps_time(candidate, found))
+            or candidate.proposal in attempts.tried
+            or not _may_be_faster(candidate, found)
             or (candidate.is_for_memory and not _helps_memory(candidate, found))
             or found[-1].plan.was_interrupted
         ):
             continue
         if found and ceiling.cuts():
             break
-        each = replace(planner, recipe=candidate.recipe, micro_batches=candidate.micro_batches)
-        try:
-            if candidate.has_stages:
-                check_stages()
-            parts = candidate.micro_batches
-            requests[parts] = requests.get(parts) or request_of(parts)
-            made = _plan_in_time(each, candidate, requests[parts], ceiling)
-        except (DoesNotFitError, RecipeError, NotAvailableError) as error:
-            _LOGGER.debug("%s: %s", candidate, error)
-            failures.append(_with_advice(error, candidate))
-            continue
-        plan = replace(made.plan, recipe=candidate.recipe or candidate.proposal)
-        found.append(replace(made, plan=plan))
+        made = attempts.plan(candidate)
+        if made is not None and not made.is_plain and made.step_time_s <= _SLOWER * _fastest(found).step_time_s:
+            attempts.resize(candidate, made)
     if not found:
-        raise _most_telling(failures)
-    best = min(found, key=attrgetter("step_time_s"))
+        raise _most_telling(attempts.failures)
+    best = _fastest(found)
     known = [each.plan.baselines for each in found if each.plan.baselines]
     baselines = least_baselines(known) if known else best.plan.baselines
     was_cut = best.plan.was_cut or ceiling.has_cut
     return replace(best, plan=replace(best.plan, baselines=baselines, was_cut=was_cut))
 
 
-_GAIN, _SLOW = 0.98, 1.5
-"""Ratios of step times. Stages are planned if their recipe's price is at most `_GAIN` times the fastest step so far. If
-the time budget cut a search, its plan may take `_SLOW` times the price of its recipe.
+@dataclass(frozen=True, slots=True)
+class _Attempts:
+    """The plans of the candidates so far.
 
-Measured on Llama-3 70B on 128 and 1,024 H100s (2026-11-30): plans with stages took 1.14 times their recipe's price.
-Plans without stages took 0.98 to 1.0 times their price.
+    Args:
+        planner, ceiling: the planner with the user's options, and the time limit of all candidates together.
+        request_of, check_stages: see `plan_candidates`.
+        requests: the call of one micro-batch, by the number of micro-batches.
+        found, failures: the plans, and the errors of candidates without a plan.
+        tried: the proposals of all candidates so far.
+    """
+
+    planner: Planner
+    ceiling: Ceiling
+    request_of: Callable[[int], Request]
+    check_stages: Callable[[], None]
+    requests: dict[int, Request] = field(default_factory=dict)
+    found: list[Planned] = field(default_factory=list)
+    failures: list[AutoshardError] = field(default_factory=list)
+    tried: set[Recipe] = field(default_factory=set)
+
+    def plan(self, candidate: Candidate) -> Planned | None:
+        """Plan a candidate; None if it has no plan."""
+        each = replace(self.planner, recipe=candidate.recipe, micro_batches=candidate.micro_batches)
+        if candidate.proposal is not None:
+            self.tried.add(candidate.proposal)
+        try:
+            if candidate.has_stages:
+                self.check_stages()
+            parts = candidate.micro_batches
+            self.requests[parts] = self.requests.get(parts) or self.request_of(parts)
+            made = _plan_in_time(each, candidate, self.requests[parts], self.ceiling)
+        except (DoesNotFitError, RecipeError, NotAvailableError) as error:
+            _LOGGER.debug("%s: %s", candidate, error)
+            self.failures.append(_with_advice(error, candidate))
+            return None
+        made = replace(made, plan=replace(made.plan, recipe=candidate.recipe or candidate.proposal))
+        self.found.append(made)
+        return made
+
+    def resize(self, candidate: Candidate, made: Planned) -> None:
+        """Plan the candidate with larger or smaller micro-batches, as long as that gains over `_LITTLE` of the step.
+
+        Larger micro-batches recompute more, and smaller micro-batches communicate more. The plan's prediction says
+        which of these two may gain more.
+        """
+        larger = _gains_by_larger(made)
+        while larger is not None and larger == _gains_by_larger(made) and not self.ceiling.cuts():
+            other = resized(candidate, larger=larger)
+            if other is None or other.proposal in self.tried:
+                return
+            before, candidate = made, other
+            made = self.plan(candidate) or before
+            if made.step_time_s >= (1 - _LITTLE) * before.step_time_s:
+                return
+
+
+def _gains_by_larger(made: Planned) -> bool | None:
+    """Whether larger micro-batches may shorten a step more than smaller micro-batches.
+
+    Twice the size may save half the exposed communication, and half the size may save all recomputation. The result is
+    None if neither is over `_LITTLE` of the step.
+    """
+    parts = made.plan.predicted.breakdown.items()
+    larger_s = sum(seconds for name, seconds in parts if name.startswith("communication") or name == SLOWED) / 2
+    smaller_s = sum(seconds for name, seconds in parts if name in (PHASE, LABEL))
+    return larger_s >= smaller_s if max(larger_s, smaller_s) > _LITTLE * made.step_time_s else None
+
+
+def _fastest(found: Sequence[Planned]) -> Planned:
+    return min(found, key=attrgetter("step_time_s"))
+
+
+_GAIN, _SLOW = 0.95, 1.5
+"""Ratios of step times. A candidate is planned if its price is at most `_GAIN` times the fastest step so far, see
+`_may_be_faster`. If the time budget cut a search, its plan may take `_SLOW` times its price.
+
+Measured on 14 models and clusters (2026-11-30): plans took 1.01 to 1.19 times the prices of their recipes.
 """
 
-_SLOWER = 1.05
-"""Candidates with more micro-batches are planned while the last step takes at most this many times the fastest step."""
+_SLOWER, _LITTLE = 1.05, 0.02
+"""Two limits. Candidates with more micro-batches are planned while the last step takes at most `_SLOWER` times the
+fastest step. Other sizes of micro-batches are planned if they may gain over `_LITTLE` of the step.
+"""
 
 
-def _helps_time(candidate: Candidate, found: Sequence[Planned]) -> bool:
-    """Whether the price of a candidate's recipe promises a shorter step than the plans before it."""
-    return candidate.price_s is None or candidate.price_s <= _GAIN * min(each.step_time_s for each in found)
+def _may_be_faster(candidate: Candidate, found: Sequence[Planned]) -> bool:
+    """Whether a candidate is worth planning after the plans in `found`, by the price of its proposal.
+
+    A price says too little about a plan without stages that recomputes or offloads single values.
+    """
+    fastest = _fastest(found)
+    says_enough = candidate.has_stages or (candidate.keeps_all and fastest.is_plain)
+    return candidate.price_s is None or not says_enough or candidate.price_s <= _GAIN * fastest.step_time_s
 
 
 def _helps_memory(candidate: Candidate, found: Sequence[Planned]) -> bool:
-    """Whether a candidate that saves memory may be faster than the plans before it.
+    """Whether a candidate that saves memory may be faster than the plans in `found`.
 
-    The candidate cannot be faster than a plan that keeps all values. A candidate without a proposal differs in having
-    more micro-batches. It does not help if the step of the last plan takes more than `_SLOWER` times the fastest step.
+    The candidate cannot be faster if a plan in `found` keeps all values. A candidate without a proposed recipe only has
+    more micro-batches than the candidate before it. It is skipped if the last plan is `_SLOWER` times slower than the
+    fastest plan.
     """
     if any(each.is_plain for each in found):
         return False
@@ -139,9 +212,13 @@ def _helps_memory(candidate: Candidate, found: Sequence[Planned]) -> bool:
 
 
 def _plan_in_time(planner: Planner, candidate: Candidate, request: Request, ceiling: Ceiling) -> Planned:
-    """Return the plan of a candidate, or of its exact recipe.
+    """Return the plan of a candidate.
 
-    The exact recipe is planned too if the time budget cut the search, and the candidate has no plan or a slow plan.
+    If `ceiling`, the time limit, cut the search, the plan may be missing or slow. The candidate is then planned again
+    within its exact recipe, and the faster plan is returned.
+
+    Raises:
+        DoesNotFitError: neither search found a plan.
     """
     made, failure = None, None
     try:
@@ -180,7 +257,10 @@ def _plan_one(planner: Planner, candidate: Candidate, request: Request) -> Plann
 
 
 def _with_advice(error: AutoshardError, candidate: Candidate) -> AutoshardError:
-    """Add to an error the advice to free the recipe's field that causes it, if a field does."""
+    """Return a candidate's error.
+
+    If no plan fits in memory, and the recipe forbids recomputation, the message also advises to allow recomputation.
+    """
     if not isinstance(error, DoesNotFitError) or candidate.recipe is None or candidate.recipe.recompute != "none":
         return error
     return DoesNotFitError(

@@ -93,7 +93,11 @@ def _check_together(call: Call) -> None:
 
 
 def _price(call: Call) -> Plan:
-    """Return the price of a recipe under another framework's runtime, if it fits in `memory_budget`."""
+    """Return the predicted step of the call's recipe as another framework runs it, as a plan.
+
+    Raises:
+        DoesNotFitError: the recipe needs more than `memory_budget`.
+    """
     runtime, cluster = call.runtime, checked_cluster(call.target)
     if call.constraints:
         raise NotAvailableError(

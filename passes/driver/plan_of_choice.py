@@ -54,8 +54,8 @@ def lowered_plan(
 
     Args:
         choice: one option for each variable of `planning`.
-        objective: seconds of the choice by the search's prices.
-        lower_bound: seconds that any choice takes at least by these prices; None if no bound is known.
+        objective: the sum of the choice's prices in the search, in seconds.
+        lower_bound: seconds below which this sum is for no choice; None if no bound is known.
     """
     plan = _plan_of_operators(planning, choice, objective, lower_bound, cluster, options)
     plan = replace(
@@ -100,7 +100,10 @@ def memory_of_choice(planning: PlanningProblem, choice: Sequence[int], options: 
 
 
 def _lowered(planning: PlanningProblem, choice: Sequence[int], plan: Plan, cluster: Cluster) -> LoweredProgram:
-    """Return the program of a choice after the pass `Lower`. The problem keeps the last few results."""
+    """Return the program of a choice after the pass `Lower`.
+
+    The last `_MOST_LOWERED` results are kept with `planning`.
+    """
     known: dict[tuple[int, ...], LoweredProgram] = planning.derived.setdefault(_LOWERED, {})
     key = tuple(choice)
     if key not in known:
@@ -136,7 +139,10 @@ def _state_beside(planning: PlanningProblem, choice: Sequence[int]) -> int:
 
 
 def kernels_of(plan: Plan, prepared: Program, cluster: Cluster) -> Kernels:
-    """Return the Triton kernels that a plan runs with, without generated code. `prepared` is from `prepare_for`."""
+    """Return the Triton kernels that would run in a plan's program, with their predicted times.
+
+    No kernels are generated. `prepared` is the result of `prepare_for`.
+    """
     return _walked(prepared, plan, cluster, _with_priced_kernels(LoweringOptions(with_overlap=False)))[2]
 
 
@@ -164,7 +170,10 @@ def _plan_of_operators(
     cluster: Cluster,
     options: PlanOptions,
 ) -> Plan:
-    """Return the plan of a choice without kernels and without a prediction."""
+    """Return the plan of a choice without Triton kernels, predicted time and predicted memory.
+
+    The arguments are those of `lowered_plan`.
+    """
     program = planning.space.program
     traced = program.nodes_by_name()
     strategies = {name: planning.strategy(name, choice) for name in planning.space.sites}

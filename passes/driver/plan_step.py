@@ -39,9 +39,11 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def plan_step(call: Call, planner: Planner, update: Update | None, search: RecipeSearch | None) -> Planned:
-    """Return the fastest plan of a checked call, which has an optimizer object with the traced `update`.
+    """Return the fastest plan of a checked call.
 
-    `search` is the result of `outer_search`.
+    Args:
+        update: the traced update of the call's optimizer; None if a step has no traced update.
+        search: the result of `outer_search`. None: only the given meshes are planned.
     """
     check_stages = partial(check_pipeline, update, call)
     request_of = partial(_request, call, update if call.grad else None)
@@ -86,7 +88,7 @@ def _leaves_a_mesh_open(recipe: Recipe, cluster: Cluster) -> bool:
 
 
 def _request(call: Call, update: Update | None, parts: int) -> Request:
-    """Return the call of one micro-batch, if a step has `parts` micro-batches."""
+    """Return the call of one micro-batch of a step with `parts` micro-batches."""
     args, kwargs = call.inputs
     whole = Request(call.model, args, kwargs, call.grad, update=update, outputs=call.outputs)
     if call.global_batch is not None:
@@ -98,8 +100,11 @@ def _request(call: Call, update: Update | None, parts: int) -> Request:
 def _candidates(call: Call) -> Sequence[Candidate]:
     """Return the candidates on the given meshes, with the call's recipe as their restriction.
 
-    If the call does not give the number of micro-batches, there is one micro-batch in three cases. The call asks for no
-    recipe, batch or stages. Or it has no optimizer. Or neither the batch nor the recipe's micro-batch is known.
+    The call may leave the number of micro-batches open. In these cases there is then one micro-batch:
+
+    * the call asks for no recipe, batch or stages;
+    * the call has no optimizer;
+    * the size of the batch is unknown, and the recipe has no `micro_batch`.
     """
     recipe = call.recipe or Recipe()
     meshes = meshes_for(recipe, call.target)
@@ -112,7 +117,10 @@ def _candidates(call: Call) -> Sequence[Candidate]:
 
 
 def _spares(call: Call) -> Sequence[Candidate]:
-    """Return candidates to plan as a last resort; none for a recipe that only the outer search can complete."""
+    """Return the candidates of a call, to be planned if the outer search's candidates have no plan.
+
+    The result is empty if the recipe runs on none of the given meshes.
+    """
     try:
         return [replace(each, is_spare=True) for each in _candidates(call)]
     except RecipeError as error:

@@ -107,8 +107,9 @@ class Planner:
         change: the change that a question makes (`passes.questions.change`).
         gather_outputs: whether outputs are made whole on every rank, except constrained outputs.
         progress: whether searches show their progress, see `search_bar`.
-        ceiling: the time limit of several searches together; None: each has its own. `begun` sets it.
-        margins: see `_MARGINS`. A number is removed if the blocks turn out not alike.
+        ceiling: the time limit of several searches together; None: each search has its own limit. `begun` sets it.
+        margins: numbers of units to keep at each end of a run of equal blocks, in the order tried (`_MARGINS`). A
+            number is removed if the units that it keeps are not alike.
         others: see `compile`.
     """
 
@@ -182,7 +183,7 @@ class Planner:
         return tracing.record_initialisation(model, device, init_fn)
 
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a traced program still holds for other inputs and state, see `tracing.check_guards`."""
+        """Whether a program, traced for other inputs and state, is also right for `inputs` and `state`."""
         return tracing.check_guards(program, inputs, state)
 
     def trace(self, request: Request) -> Program:
@@ -210,7 +211,7 @@ class Planner:
         return program
 
     def trace_with_gaps(self, request: Request, margin: int) -> Program | None:
-        """Return the traced program without inner blocks, or None if all must stay; `margin` is as in `_MARGINS`."""
+        """Return the program without inner blocks, with `margin` units at each end of a run; None if all stay."""
         if self.traces is not None:
             return self.traces.once(
                 request, margin, partial(replace(self, traces=None).trace_with_gaps, request, margin)
@@ -228,8 +229,8 @@ class Planner:
     def plan_call(self, request: Request, meshes: Sequence[Mesh]) -> tuple[Program, Plan]:
         """Return the program of a call, and its fastest plan on any of some meshes.
 
-        A deep model is planned without its inner blocks if these are like the blocks beside them. If that plan is
-        slower than `before`, the model is planned with all blocks.
+        A deep model is planned without its inner blocks if the inner blocks are like the blocks beside them. If that
+        plan is slower than `before`, the model is planned with all blocks.
         """
         planner = self.begun()[0]
 
@@ -242,9 +243,9 @@ class Planner:
         return planned(self.trace(request))
 
     def _without_inner_blocks(self, request: Request, made: Callable[[Program], _Made]) -> _Made | None:
-        """Return `made(program)` for the program without inner blocks; None if the model needs all its blocks.
+        """Return `made(program)` for a program without inner blocks; None if the model needs all its blocks.
 
-        The `margins` are tried in order. A margin is removed if its units are not alike.
+        The numbers of `margins` are tried in order. A number is removed if `made` raises `NotAlikeError`.
         """
         for margin in tuple(self.margins):
             program = self.trace_with_gaps(request, margin)
@@ -258,14 +259,20 @@ class Planner:
         return None
 
     def begun(self) -> tuple[Planner, Ceiling]:
-        """Return the planner with a time limit for several searches, and the limit. A present limit is kept."""
+        """Return a planner whose searches share one time limit, and the limit.
+
+        It starts now if the planner has none.
+        """
         ceiling = self.ceiling or Ceiling.within(self.time_budget_s)
         return replace(self, ceiling=ceiling), ceiling
 
     def search(
         self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec], before: Plan | None = None
     ) -> Plan:
-        """Return the plan of a program on a mesh. `placed` has the specs that parameters already have, by name."""
+        """Return the plan of a program on a mesh.
+
+        `placed` has the specs of parameters and state that have one already, by name. The search begins with `before`.
+        """
         return self.search_and_lower(program, mesh, placed, before).plan
 
     def search_and_lower(
@@ -276,9 +283,9 @@ class Planner:
         before: Plan | None = None,
         planning: PlanningProblem | None = None,
     ) -> LoweredPlan:
-        """Return the plan of `search`, and its lowered program.
+        """Return the plan of `search`, and the lowered program of its prediction.
 
-        `planning` is the planning problem, if it is built already.
+        `planning` is the planning problem of the program on the mesh, if the caller has built it.
         """
         with self._searching() as control:
             options = replace(self._options(program, mesh, placed), before=before, control=control)
@@ -286,12 +293,15 @@ class Planner:
         return replace(found, plan=replace(found.plan, precision=self.precision))
 
     def problem(self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec]) -> PlanningProblem:
-        """Return the planning problem of a program on a mesh; `placed` as for `search`."""
+        """Return the planning problem of a program on a mesh. `placed` is the argument of `search`."""
         return planning_problem(program, mesh, self.cluster_for(mesh), self._options(program, mesh, placed))
 
     @contextmanager
     def _searching(self) -> Iterator[SearchControl]:
-        """Yield the control of a search, which shows its progress. Ctrl-C ends the search with the best plan so far."""
+        """Yield the control of a search.
+
+        It shows the progress, and lets Ctrl-C end the search with the best plan so far.
+        """
         control = SearchControl(ceiling=self.begun()[1])
         with search_bar(self.time_budget_s, self.progress) as show:
             if show is not None:
@@ -336,7 +346,7 @@ class Planner:
         )
 
     def limit_bytes(self, mesh: Mesh) -> float | None:
-        """Return the bytes that the values of a rank may take; None without a limit."""
+        """Return the most bytes that the tensors of a rank may take; None without a limit."""
         budget: float | None = self.memory_budget
         if budget is None:
             budget = room_bytes(self.cluster_for(mesh).device, sum(size > 1 for size in mesh.shape))
@@ -391,7 +401,7 @@ class Planner:
         return cluster if self.change.faster is None else self.change.faster(cluster) or cluster
 
     def prove(self, request: Request, plan: Plan) -> VerificationReport:
-        """Return the proof of the program that a call runs by a plan; `VerificationError` if there is no proof."""
+        """Return the proof of the program that a call runs by a plan; raise `VerificationError` if the proof fails."""
         program = self.trace(request)
         report = replace(self, verify=True).lower(program, self._plan_for(program, request, plan.mesh))[1]
         assert report is not None, "the planner verifies"
@@ -431,7 +441,7 @@ class Planner:
             return None
 
     def _free(self) -> Planner:
-        """Return the planner without plans, constraints, recipe and `reduce_dtype`, for calls that return gradients."""
+        """Return the planner without plans, constraints, recipe and `reduce_dtype`, which are for training steps."""
         return replace(self, fixed=None, made=None, before=None, constraints={}, recipe=None, reduce_dtype=None)
 
     def _expanded(self, plan: Plan, program: Program, request: Request) -> Plan | None:

@@ -20,7 +20,7 @@ def planner_for(
     reduce_dtype: torch.dtype | None = None,
     progress: bool | None = False,
 ) -> Planner:
-    """Return the planner of a call. `call.precision` must be the type of computation, see `precision_of`.
+    """Return the planner of a call. `call.precision` must be a result of `precision_of`.
 
     Args:
         update: the traced update of an optimizer.

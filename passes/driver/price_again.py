@@ -24,7 +24,10 @@ from passes.solver.search_control import Ceiling
 
 
 def price_found(search: RecipeSearch, found: FoundRecipe, kinds: Mapping[str, FoundRecipe]) -> Plan:
-    """Return the plan of a found recipe, with its price. `found` and `kinds` are from `RecipeSearch.run`."""
+    """Return the plan of the recipe `found`, with its price under the call's runtime.
+
+    `found` and `kinds` are the results of `search.run`. `kinds` gives the prices of known recipes, by name.
+    """
     assert found.recipe is not None, "a recipe was found"
     problem = search.problem
     call, runtime = search.call, search.call.runtime
@@ -61,7 +64,7 @@ class PriceAgain:
         return self.search.problem.cluster
 
     def problems(self) -> Sequence[PlanningProblem]:
-        """Return no planning problems, because the price of a recipe has no search over specs."""
+        """Return an empty tuple: recipes are priced without planning problems over specs."""
         return ()
 
     def missing(self, feature: str) -> str:
@@ -92,9 +95,10 @@ class PriceAgain:
 
 
 def error_of_no_recipe(search: RecipeSearch, found: FoundRecipe, only: Fields) -> AutoshardError:
-    """Return the error for a search that found no recipe with the allowed values `only` of fields.
+    """Return the error to raise after a search that found no recipe.
 
-    Its message says that time ran out, that no recipe has the values, or that no such recipe fits into memory.
+    `only` has the allowed values of fields. The message says that time ran out, that no recipe has these values, or
+    that no recipe with these values fits into memory.
     """
     names = ", ".join(only)
     if not found.is_complete:

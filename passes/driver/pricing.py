@@ -81,7 +81,11 @@ def price_execution(
     example_inputs: ExampleInputs,
     loss_fn: Callable[..., torch.Tensor] | None = None,
 ) -> Plan:
-    """Return the price of a training step under a recipe and its runtime, as a plan. Errors are those of `price`."""
+    """Return the price of a training step as a plan. `execution` has the recipe and the framework's runtime.
+
+    Raises:
+        NotAvailableError: the recipe cannot be priced.
+    """
     if execution.offload in ("optimizer", "parameters"):
         raise NotAvailableError(
             f"offload={execution.offload!r} cannot be priced yet: an update that runs on the host has no cost model. "
@@ -127,7 +131,10 @@ _NARROW = {"bf16": torch.bfloat16, "f16": torch.float16, "f8": torch.bfloat16}
 
 
 def narrow_dtype(model: nn.Module, precision: str | None) -> torch.dtype | None:
-    """Return the 16-bit type of a float32 model's products in a precision; None if they run in the model's own type."""
+    """Return the 16-bit dtype in which a float32 model runs its matrix products under `precision`.
+
+    None means that matrix products run in the model's own dtype.
+    """
     dtypes = {item.dtype for item in model.parameters() if item.is_floating_point()}
     return _NARROW.get(precision or "") if dtypes == {torch.float32} else None
 

@@ -54,7 +54,10 @@ def verify_compiled(compiled: ShardedModule | TrainStep) -> VerificationReport:
 
 
 def _prove_again(program: CompiledProgram, *, is_added_up: bool) -> VerificationReport:
-    """Return the proof of a program with its stages. `is_added_up`: gradients of micro-batches are summed."""
+    """Return the proof of a compiled program. For a pipeline, all stages and their order are proven.
+
+    `is_added_up` says whether the program sums gradients over micro-batches.
+    """
     reports = []
     for part in program.parts:
         verify_phases(part)

@@ -55,7 +55,7 @@ class RecipeSearch:
         """Return the fastest recipe that fits, and the fastest recipe of each known kind by the kind's name.
 
         Raises:
-            DoesNotFitError: no recipe fits. The error has the least memory of any recipe.
+            DoesNotFitError: no recipe fits. The message names the memory of the recipe that needs least.
             NotAvailableError: time ran out before a recipe was priced, or `compile` can run no recipe that fits.
         """
         ceiling = Ceiling.within(self.time_budget_s)
@@ -78,7 +78,7 @@ class RecipeSearch:
         raise _shortage(self.problem, Ceiling.within(self.time_budget_s))
 
     def _is_priced_elsewhere(self) -> bool:
-        """Whether some recipe fits in memory if recipes that `compile` cannot run are allowed."""
+        """Whether a recipe fits in memory once recipes are allowed that only other frameworks can run."""
         free = replace(self.problem, runs=False)
         least = free.smallest(ceiling=Ceiling.within(self.time_budget_s))
         return least.recipe is not None and least.objective <= free.memory_limit
@@ -117,7 +117,9 @@ def recipe_search(call: Call, global_batch: int) -> RecipeSearch:
 
 
 def own_runtime(cluster: Cluster, precision: str, *, has_masters: bool) -> Runtime:
-    """Return the runtime by which recipes for `compile` are compared. Final prices come from the lowered programs.
+    """Return the runtime whose costs serve to compare recipes for `compile`.
+
+    Final prices come from the lowered programs.
 
     `has_masters` says whether parameters are float32 master weights, and products run in 16 bits.
     """
@@ -140,7 +142,13 @@ def _given(recipe: Recipe) -> Only:
 def problem_of(
     counted: CountedModel, cluster: Cluster, base: Execution, memory_budget: int | None, pinned: Only
 ) -> RecipeProblem:
-    """Return the search problem of a model's recipes. `memory_budget` is bytes per device; default: its memory."""
+    """Return the search problem over recipes of a model.
+
+    Args:
+        base: an execution with the fields that all recipes share, such as the batch.
+        memory_budget: bytes on each device; None: the device's memory, less the memory that libraries take.
+        pinned: the allowed values of recipe fields.
+    """
     limit = room_bytes(cluster.device, _AXES if cluster.size > 1 else 0) if memory_budget is None else memory_budget
     return RecipeProblem(counted, cluster, base, limit, pinned=pinned)
 
@@ -148,7 +156,7 @@ def problem_of(
 def base_recipe(
     model: nn.Module, optimizer: str | torch.optim.Optimizer | None, precision: str | None, global_batch: int
 ) -> Execution:
-    """Return an execution with the fields that all searched recipes of a call share: batch, precision, optimizer."""
+    """Return an execution with the batch, precision and optimizer that all searched recipes of a call share."""
     return Execution(
         global_batch=global_batch, precision=products_precision(model, precision), optimizer=optimizer_name(optimizer)
     )
@@ -159,10 +167,12 @@ _OWN = {torch.bfloat16: ("bf16", "f8"), torch.float16: ("f16", "f8"), torch.floa
 
 
 def products_precision(model: nn.Module, asked: str | None) -> str:
-    """Return the precision of a model's products in recipes: `asked` by the user, or the model's own.
+    """Return the precision in which recipes run a model's matrix products, such as "bf16".
+
+    The result is the user's `asked` precision, or else the precision of the model's parameters.
 
     Raises:
-        NotAvailableError: products of a model of this dtype do not run in this precision.
+        NotAvailableError: `asked` is unknown, or a model with these parameters does not run in this precision.
     """
     narrow = narrow_dtype(model, asked)
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
@@ -194,7 +204,11 @@ def optimizer_name(given: str | torch.optim.Optimizer | None) -> str:
 
 
 def _shortage(problem: RecipeProblem, ceiling: Ceiling) -> DoesNotFitError:
-    """Return the error if no recipe fits, with the recipe of least memory and the largest parts of the memory."""
+    """Return the error to raise if no recipe fits in memory.
+
+    The message names the recipe that needs the least memory, and its three largest parts. If no recipe exists at all,
+    the message names the constraint to leave out.
+    """
     least = problem.smallest(ceiling=ceiling)
     kept = f" with constraints={dict(problem.pinned)!r}" if problem.pinned else ""
     if least.recipe is None:
@@ -219,7 +233,7 @@ def _shortage(problem: RecipeProblem, ceiling: Ceiling) -> DoesNotFitError:
 
 
 def _remedy(problem: RecipeProblem, ceiling: Ceiling) -> str:
-    """Return advice for the case that no recipe fits: fewer constraints if that helps, or else more memory."""
+    """Return advice if no recipe fits: drop the constraints if a recipe then fits, or else add memory."""
     free = replace(problem, pinned={}).smallest(ceiling=ceiling) if problem.pinned else None
     if free is None or free.recipe is None or free.objective > problem.memory_limit:
         return "Use more devices, or devices with more memory."

@@ -88,7 +88,10 @@ class StagePlanner:
     def _plan_for(
         self, plans: StagePlans, program: Program, request: Request, lowered: dict[int, PhasedProgram]
     ) -> Plan:
-        """Return the given plan of training steps, or a new plan, whose lowered stages are put into `lowered`."""
+        """Return the plan of a call: the user's plan for training steps, or else a new plan.
+
+        The lowered programs of a new plan's stages are put into `lowered`, by stage number.
+        """
         homes, fixed, made = self.homes, self.planner.fixed, self.planner.made
         if fixed is not None and request.update is not None:
             check_fits(fixed, program, self.pipeline)
@@ -110,7 +113,7 @@ class StagePlanner:
         return self.planner.record_initialisation(model, device, init_fn)
 
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a traced program still holds for other inputs and state, see `tracing.check_guards`."""
+        """Whether a program, traced for other inputs and state, is also right for `inputs` and `state`."""
         return self.planner.guards_hold(program, inputs, state)
 
     def _compile_whole(self, request: Request, engine: Engine) -> CompiledProgram:
@@ -131,7 +134,10 @@ class StagePlanner:
 
 
 def _whole(program: Program, staged: StagedProgram, own: Sequence[int]) -> PhasedProgram:
-    """Return one program that describes what a process with the stages `own` takes and returns. It never runs."""
+    """Return one program with the inputs and results of all stages in `own`, those of one process.
+
+    It tells the runtime which values the process takes and returns. Its graphs never run.
+    """
     found: dict[tuple[str, str], LocalSlot] = {}
     for stage in staged.stages:
         for slot in stage.phased.lowered.inputs:

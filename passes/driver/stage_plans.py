@@ -58,7 +58,10 @@ _TRIES = 8
 class StagePlans:
     """Plans the stages of training steps, and of calls without gradients.
 
-    `planner` plans and lowers single stages. `problems` is the cache of `StageSearch`.
+    Args:
+        planner: plans and lowers single stages, and programs of calls without stages.
+        pipeline: the mesh, schedule and number of stages.
+        problems: a cache of planning problems, whose keys are those of `StageSearch.problems`.
     """
 
     planner: Planner
@@ -80,8 +83,8 @@ class StagePlans:
             program: forward and backward, or a forward alone.
             request: the traced call; its update is planned with each stage.
             homes: name of a parameter that already has a stage → the stage's number.
-            before: a plan of this program in as many stages. The program is cut at the same places, and searches begin
-                with this plan.
+            before: a plan of this program in the same number of stages. The program is cut at the same places, and
+                searches begin with this plan.
             kept: lowered stages that stay as they are, by number, unless a rank lacks memory for them.
 
         Raises:
@@ -141,7 +144,10 @@ class StagePlans:
         return _staged(cut, plan.order, stages, program), reports
 
     def order(self, request: Request) -> PipelineOrder:
-        """Return the order of tasks (forward and backward of a stage and micro-batch) on each pipeline rank."""
+        """Return the tasks of each pipeline rank in order.
+
+        A task is the forward or backward of a stage and micro-batch.
+        """
         pipeline = self.pipeline
         if request.update is None:
             return order_forward(pipeline.schedule, pipeline.ranks, pipeline.virtual_stages)
@@ -152,7 +158,7 @@ class StagePlans:
         return StageSearch(self.planner, mesh, cut, order, in_flight, request, before, self.problems)
 
     def _in_flight(self, order: PipelineOrder) -> tuple[int, ...]:
-        """Return the most micro-batches in flight on each rank, counted once for each of the rank's stages."""
+        """Return for each pipeline rank the most micro-batches that it holds at once, summed over its stages."""
         pipeline = self.pipeline
         if not order.trains:
             return (1,) * pipeline.ranks
@@ -167,7 +173,12 @@ class StagePlans:
         cuts: tuple[str, ...] = (),
         homes: Mapping[str, int] | None = None,
     ) -> CutProgram:
-        """Return the programs of the stages with their updates, cut before the calls named `cuts` if there are any."""
+        """Cut a traced program into the programs of its stages, each with its part of the update.
+
+        Args:
+            cuts: names of calls, before each of which a stage begins; empty: the cuts are chosen by time.
+            homes: name of a parameter that already has a stage → the stage's number.
+        """
         mesh = self.pipeline.stage_mesh
         prices = NodePrices(self.planner.cluster_for(mesh), mesh)
         blocks = None if self.planner.recipe is None else self.planner.recipe.stage_layers
@@ -311,7 +322,7 @@ def _of_another_step(plan: Plan) -> PlanMismatchError:
 def check_stays(program: Program) -> None:
     """Raise `NotAvailableError` if a program changes buffers or attributes, or branches on a parameter's value.
 
-    Stages cannot share such values.
+    Stages on other ranks would not see the changed values.
     """
     buffers = [slot.name for slot in program.outputs_of(OutputKind.BUFFER_UPDATE)]
     if buffers:
@@ -346,7 +357,11 @@ def _staged(cut: CutProgram, order: PipelineOrder, stages: Sequence[StageProgram
 
 
 def _check_crossings(staged: StagedProgram) -> None:
-    """Check that maker and reader of values between stages agree in shape and dtype, and in the stages' order."""
+    """Raise `VerificationError` if a value that is sent between stages is inconsistent.
+
+    Maker and reader must agree in shape and dtype. Values of the forward go to later stages, gradients to earlier
+    stages.
+    """
     for crossing in staged.crossings:
         made = find_slot(staged.stages[crossing.maker].phased.lowered.outputs, crossing.name)
         taken = find_slot(staged.stages[crossing.reader].phased.lowered.inputs, crossing.name)

@@ -42,7 +42,7 @@ class StageSearch:
     Args:
         mesh: the mesh of each stage.
         in_flight: for each rank, the most micro-batches that it holds.
-        before: a plan of the call in as many stages, with which searches begin.
+        before: a plan of the call in the same number of stages, with which searches begin.
         problems: a cache of planning problems for one program and its cuts. A key is the key or the number of a stage,
             or (key of a stage, "short") for a program without inner blocks.
         found: results by key and memory limit: the number of the searched stage, and its plan and program.
@@ -94,7 +94,10 @@ class StageSearch:
         return self._planner_of_stage(number, None).problem(self.cut.stages[number], self.mesh, {})
 
     def _key(self, number: int) -> Hashable:
-        """Return the key that alike stages share; the stage's number if a question changes this stage alone."""
+        """Return the key that alike stages share.
+
+        If a question changes this stage alone, the key is the stage's number, so that no other stage shares its plan.
+        """
         stage, change = self.cut.stages[number], self.planner.change
         if change.specs and change.stage == number:
             return number
@@ -112,7 +115,10 @@ class StageSearch:
         return {**constraints_of(stage, self.planner.constraints), **whole}
 
     def _planner_of_stage(self, number: int, limit: float | None) -> Planner:
-        """Return the planner for one stage within a limit of its rank in bytes; None means the call's own limit."""
+        """Return the planner that searches stage `number`. Its limit is `limit` bytes on the stage's rank.
+
+        None means the limit of the call.
+        """
         change = self.planner.change
         if change.stage != number:
             change = replace(change, specs={})
@@ -128,13 +134,17 @@ class StageSearch:
         )
 
     def load(self, number: int) -> StageLoad:
-        """Return the load of a stage: the most stages and micro-batches in flight of any rank with an alike stage."""
+        """Return the load under which a stage is planned.
+
+        Alike stages share a plan. So the most stages, and the most micro-batches in flight, of any rank with an alike
+        stage count.
+        """
         ranks = {self.order.stage_ranks[other] for other in self.alike(number)}
         stages = max(self.order.stage_ranks.count(rank) for rank in ranks)
         return StageLoad(stages, max(self.in_flight[rank] for rank in ranks))
 
     def _search(self, number: int, limit: float | None) -> StageProgram:
-        """Return a stage within a limit in bytes.
+        """Return the plan and program of stage `number` within `limit` bytes on its rank.
 
         If no plan fits, the limit is raised to the bytes of the smallest known plan, and these bytes go to `least`.
         """

@@ -19,14 +19,14 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """A store of programs by call and margin of left-out blocks. Fields of equal calls are the same objects."""
+    """A store of traced programs. A program is found again for a call whose arguments are the same objects."""
 
     found: dict[Hashable, tuple[Request, Program | None]] = field(default_factory=dict, repr=False)
 
     def once(self, request: Request, margin: int | None, trace: Callable[[], Program | None]) -> Program | None:
-        """Return the program of a call, from an earlier trace or else from `trace`.
+        """Return the traced program of a call: the stored program, or else the result of `trace`, which is stored.
 
-        `margin` is that of `Planner.trace_with_gaps`; None for a program with all blocks.
+        `margin` is the number of units kept at each end of a run of equal blocks; None for a program with all blocks.
         """
         key = (margin, *(id(getattr(request, each.name)) for each in fields(request)))
         if key not in self.found:
@@ -37,7 +37,7 @@ class Traces:
 def trace_call(request: Request, loss_fn: LossFunction | None, precision: str | None) -> Program:
     """Return the traced program of a call; without `loss_fn`, the model returns its loss.
 
-    `precision` is the type of computation if the model's parameters are wider.
+    `precision` names the dtype of computation if the model's parameters have a wider dtype.
     """
     start = time.perf_counter()
     program = tracing.trace(

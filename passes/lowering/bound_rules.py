@@ -1,8 +1,8 @@
 """Look up the bound rule of each call of a program, and the strategy that a plan gives the call, with caches.
 
 A bound rule is the sharding rule of an operator with the sizes of one call. A search lowers one program by several
-plans, and the program repeats equal calls. So bound rules are cached with the program's graph, one for all equal calls.
-A rule is bound again if another rule is registered for its operator.
+plans, and the program repeats equal calls. So bound rules are cached with the program's graph, and equal calls share
+one bound rule. If a new rule is registered for an operator, the new rule is bound to its calls.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BoundRules:
         program: the prepared program.
         ranges: range of each value of the program (`find_ranges`).
         found: rule function and bound rule of each call that was looked up.
-        alike: bound rule by a key that equal calls share.
+        alike: bound rule by the operator and operands of a call, so that equal calls share one rule.
         strategies: strategy by bound rule, mesh, and specs in the plan.
     """
 
@@ -47,7 +47,7 @@ class BoundRules:
 
     @classmethod
     def of(cls, program: Program) -> BoundRules:
-        """Return the cache that is stored with the program's graph, or store a new one."""
+        """Return the cache that is stored with the program's graph. If there is none, a new cache is stored first."""
         kept = program.graph_module.meta.get(_KEPT)
         if kept is None or kept.program is not program:
             kept = program.graph_module.meta[_KEPT] = cls(program, find_ranges(program.graph_module))

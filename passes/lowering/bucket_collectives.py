@@ -106,10 +106,10 @@ class BucketCollectives:
 
 
 def _even_buckets(members: Sequence[_BucketMember], most_bytes: int, joins: bool) -> Iterator[_Bucket]:
-    """Yield about equal buckets of a repeated unit's collectives, as few as `most_bytes` allows.
+    """Cut the collectives of a repeated unit into about equal buckets, and yield the buckets.
 
-    Each member stands for `count` collectives of left-out units. `joins` tells whether buckets of the whole program may
-    have members of several units.
+    Their number is the total bytes divided by `most_bytes`, rounded up. `joins` says whether a bucket of the whole
+    program may also have collectives of the next units.
     """
     total = sum(member.size for member in members)
     ends = list(accumulate(member.size for member in members))
@@ -133,14 +133,24 @@ def _is_too_late(bucket: Sequence[_BucketMember], member: _BucketMember) -> bool
 
 
 def _next_starts_in_time(unit: Sequence[_BucketMember], members: Sequence[_BucketMember]) -> bool:
-    """Whether a collective of `members` follows the last of `unit`, and starts before the unit's first wait."""
+    """Whether buckets may join collectives of the repeated unit `unit` with collectives of the next unit.
+
+    This is so if the first collective in `members` after the unit starts before the unit's first wait.
+    """
     place = members.index(unit[-1]) + 1
     return place < len(members) and not _is_too_late(unit, members[place])
 
 
 @dataclass(frozen=True, slots=True)
 class _BucketMember:
-    """A collective that may go into a bucket; it stands for `count` of the whole program, itself included."""
+    """A collective that may go into a bucket.
+
+    Args:
+        start, wait: the nodes of the collective, and of the wait for it.
+        started_at, waited_at: the indices of both nodes in the graph.
+        ranks: number of ranks in the process group.
+        count: number of collectives in the whole program for which this collective stands, itself included.
+    """
 
     start: fx.Node
     wait: fx.Node
@@ -174,19 +184,22 @@ class _BucketMember:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Collectives that become one; `whole_bytes` are one rank's bytes of it with members of left-out blocks."""
+    """Collectives that one collective replaces.
+
+    `whole_bytes` is the bucket's size in the whole program, with left-out blocks: bytes of one rank's piece.
+    """
 
     members: tuple[_BucketMember, ...]
     whole_bytes: float
 
     @classmethod
     def of_all(cls, members: Sequence[_BucketMember]) -> _Bucket:
-        """In the whole program, the bucket also has the left-out collectives for which the members stand (`count`)."""
+        """Return the bucket of `members` and of all left-out collectives for which the members stand."""
         return cls(tuple(members), sum(member.count * member.size for member in members))
 
     @property
     def metadata_member(self) -> _BucketMember:
-        """The member whose metadata the bucket's nodes get; a member outside of repeated blocks if there is one."""
+        """The member whose metadata the new nodes get. If possible, the member lies outside of repeated blocks."""
         return min(self.members, key=lambda member: member.count)
 
     @property
@@ -214,7 +227,8 @@ def _members(graph: fx.Graph, mesh: Mesh, units: LocalUnits) -> Iterator[_Bucket
 def _may_be_packed(node: fx.Node) -> bool:
     """Whether a node is a collective whose operand can be joined with other operands.
 
-    The operand of a reduce-scatter must have one row for each rank. The operand of an all-gather needs a dim.
+    The operand of a reduce-scatter must have one row for each rank. The operand of an all-gather must have at least one
+    dim.
     """
     if node.target is ALL_REDUCE:
         return True
@@ -245,9 +259,9 @@ class _BucketRewrite:
     Args:
         made: the copy.
         copies: copy of each node of `graph`.
-        started: the collective of each bucket in the copy, by the start of the bucket's first member.
-        parts: the call that splits the result of each bucket among its members, by the same start.
-        ranks: sort key of each node, for the order of members in a bucket (`_ranks`).
+        started: the collective of each bucket in the copy. A key is the node in `graph` that starts the first member.
+        parts: the call in the copy that splits the result of each bucket among its members, by the same keys.
+        ranks: sort key of each node, by which the members of a bucket are ordered (`_ranks`).
     """
 
     graph: fx.Graph
@@ -279,7 +293,10 @@ class _BucketRewrite:
         self.started[bucket.members[0].start] = self._call(last.target, args, bucket.metadata_member.start, bucket)
 
     def wait(self, member: _BucketMember, bucket: _Bucket) -> None:
-        """Emit the result of a member, as a part of the bucket's result, in place of the member's wait."""
+        """Emit the result of a member, in place of the wait for it.
+
+        The result is the member's part of the bucket's result.
+        """
         if len(bucket.members) == 1:
             self.copy(member.wait)
             return
@@ -292,7 +309,10 @@ class _BucketRewrite:
         self.copies[member.wait] = result
 
     def _parts(self, bucket: _Bucket) -> fx.Node:
-        """Emit the wait for a bucket, and the split of its result: views, or copies out of an all-gather's rows."""
+        """Emit the wait for a bucket's collective, and the call that splits its result among the members.
+
+        Parts of an all-gather's result are copies. Parts of a reduction's result are views.
+        """
         first: Any = bucket.members[0].start
         like = bucket.metadata_member.wait
         received = self._call(WAIT, (self.started[first],), like, bucket)

@@ -40,13 +40,16 @@ class _UpdateBucket:
 class BucketUpdates:
     """Joins updates of parameters whose arguments are equal, except for the tensors that belong to each parameter.
 
-    `with_triton` uses a Triton kernel for the updates of Adam that it supports.
+    With `with_triton`, a Triton kernel makes the updates of Adam whose dtypes and shapes the kernel supports.
     """
 
     with_triton: bool = False
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Return a copy of a graph that writes in place, with joined updates; the graph itself if none are joined."""
+        """Return a copy of a graph that writes in place, with joined updates.
+
+        If no updates can be joined, the graph itself is returned.
+        """
         return _bucketed(graph_module, self.with_triton)
 
 
@@ -85,7 +88,10 @@ def _buckets(graph: fx.Graph, with_triton: bool) -> Iterator[_UpdateBucket]:
 
 
 def _target_of(node: fx.Node, with_triton: bool) -> tuple[Any, tuple[torch.dtype, ...]]:
-    """Return the operator for many updates like `node`, and the dtypes that joined updates must share (Triton only)."""
+    """Return the operator that replaces many updates like `node`, and the dtypes of its tensors.
+
+    Updates are joined only if both results are equal. For operators without Triton, the dtypes are the empty tuple.
+    """
     many = MANY[node.target]  # type: ignore[index]
     values = [_value(operand) for operand in node.args[: tensors_of(many)]]
     if with_triton and node.target is torch.ops.autoshard.adam_update_.default:
@@ -98,14 +104,20 @@ def _target_of(node: fx.Node, with_triton: bool) -> tuple[Any, tuple[torch.dtype
 
 
 def _value(operand: Any) -> Tensor | None:
-    """Return an operand's fake value, or that of the node that it copies; None if it is unknown."""
+    """Return the fake tensor of an operand; None if it is unknown.
+
+    An operand without a fake tensor is a copy of another node, whose fake tensor is returned.
+    """
     while "val" not in operand.meta and operand.all_input_nodes:
         operand = operand.all_input_nodes[0]
     return operand.meta.get("val")
 
 
 def _order(graph: fx.Graph, bucket_of: Mapping[fx.Node, _UpdateBucket]) -> list[fx.Node] | None:
-    """Return the nodes in an order with each bucket as one call, its first update, or None; ties keep the order."""
+    """Return the nodes in an order in which each bucket is one call; None if no such order exists.
+
+    The first update of a bucket stands for the call. Nodes that do not depend on each other keep their order.
+    """
     names = {node: bucket_of[node].nodes[0] if node in bucket_of else node for node in graph.nodes}
     places = {node: place for place, node in enumerate(graph.nodes)}
     waits: dict[fx.Node, set[fx.Node]] = {name: set() for name in names.values()}
@@ -132,8 +144,8 @@ def _order(graph: fx.Graph, bucket_of: Mapping[fx.Node, _UpdateBucket]) -> list[
 def _dependences(graph: fx.Graph) -> Iterator[tuple[fx.Node, set[fx.Node]]]:
     """Yield each node with the set of nodes that must stay before it.
 
-    These are its operands, earlier writers of memory that it reads or writes, and earlier readers of memory that it
-    writes. A view counts as a reader, because it may become a copy.
+    These are its operands, and earlier calls that write memory that the node reads or writes. Earlier readers of memory
+    that the node writes are in the set too. A view counts as a reader, because it may become a copy.
     """
     writer: dict[fx.Node, fx.Node] = {}
     readers: defaultdict[fx.Node, set[fx.Node]] = defaultdict(set)

@@ -57,7 +57,7 @@ class ChosenGroup:
         members: the calls, without views and constants, in order.
         results: members that calls outside of the group read, in order.
         group: the computation of the kernel, without names.
-        names: for each operand and then each step of `group`, the name of its node in the program.
+        names: names of the nodes in the program: first of the operands of `group`, then of its steps.
         saved_bytes: bytes of memory traffic that the kernel saves.
         later: launches and memory traffic of the further kernels that add up the chunks of split sums.
     """
@@ -73,11 +73,17 @@ class ChosenGroup:
 
     @property
     def traffic(self) -> Traffic:
-        """Launches and memory traffic of the kernel and of the sums that follow it, in one run."""
+        """Launches and bytes of one run of the group.
+
+        The kernels that add up the chunks of split sums are included.
+        """
         return Traffic(1, sum(_bytes_of(node) for node in (*self.operands, *self.results))) + self.later
 
     def compared(self, later: Traffic) -> ChosenGroup:
-        """Return the group with `later`, and with its savings against its members as single calls."""
+        """Return the group with the field `later`, and with the launches and bytes that its kernel saves.
+
+        The savings are the traffic of the members as single calls, less the traffic of the kernel.
+        """
         before = sum(map(traffic_of, self.members), Traffic())
         after = replace(self, later=later)
         return replace(
@@ -87,7 +93,10 @@ class ChosenGroup:
         )
 
     def named(self, alike: int = 1) -> NamedGroup:
-        """Return the group with names and a docstring for its source, which says that `alike` groups are equal."""
+        """Return the group with the names and the docstring of its generated source.
+
+        `alike` is the number of equal groups in the program, which the docstring states.
+        """
         nodes = textwrap.fill(", ".join(node.name for node in self.members) + ".", _WIDTH)
         source = next((node.meta["source"] for node in self.members if node.meta.get("source")), "an unknown line")
         others = f" The program has {alike} such groups." if alike > 1 else ""
@@ -99,10 +108,10 @@ class ChosenGroup:
 def choose_groups(graph: fx.Graph, device: Device | None) -> tuple[ChosenGroup, ...]:
     """Choose the groups of a graph for generated kernels, in the order of their first members.
 
-    Only groups that save a launch are returned. A graph that writes in place has no groups.
+    A group is returned only if it saves a launch. The result is empty for a graph that writes in place.
 
     Args:
-        device: the device, for times; None compares bytes.
+        device: the device, by whose times groups are compared. None: bytes of memory traffic are compared.
     """
     if any(_writes(node) for node in graph.nodes):
         return ()
@@ -123,7 +132,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _is_free(node: fx.Node) -> bool:
-    """Whether a node (a view, a `getitem`, a constant) may stand anywhere behind its operands in the new order."""
+    """Whether a node is a view, a `getitem` or a constant. It may stand anywhere behind its operands."""
     is_constant = kind_of(node.target) is IndexKind.CONSTANT and not node.all_input_nodes
     return node.op == "get_attr" or node.target is operator.getitem or is_view(node) or is_constant
 
@@ -144,7 +153,7 @@ def _is_member(node: fx.Node) -> bool:
 
 @dataclass(slots=True)
 class _UnitedGroups:
-    """The groups of a graph during the merging.
+    """The groups of a graph, which are merged step by step.
 
     Args:
         places: index of each node in the order in which every call comes as early as its operands allow.
@@ -209,7 +218,11 @@ class _UnitedGroups:
                     consider(number, other)
 
     def _neighbours(self, number: int) -> list[int]:
-        """Return the numbers of the groups that make or read an operand or a result of group `number`."""
+        """Return the numbers of the groups to try to merge with group `number`.
+
+        They make an operand of the group, or read its operands or results. If a value has many readers, only the
+        nearest readers count.
+        """
         chosen = self.groups[number]
         found: dict[int, None] = {}
         for value in (*chosen.operands, *chosen.results):
@@ -253,7 +266,12 @@ class _UnitedGroups:
 
 @dataclass(slots=True)
 class _GroupBuilder:
-    """Builds the group of the calls `within`: its operands by index, and its steps with views and constants."""
+    """Builds the group of the calls `within`.
+
+    Args:
+        operands: index of each operand of the group, by node.
+        steps: the calls, views and constants of the group, in order.
+    """
 
     within: set[fx.Node]
     operands: dict[fx.Node, int] = field(default_factory=dict)
@@ -299,7 +317,10 @@ def _step(node: fx.Node, numbers: Mapping[fx.Node, int]) -> GroupStep:
 
 
 def _places(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return each node's index in an order with calls for kernels as early as possible, and all others as before."""
+    """Return each node's index in a new order of the graph.
+
+    Calls that kernels can compute come as early as their operands allow. All other calls keep their order.
+    """
     levels: dict[fx.Node, int] = {}
     calls = 0
     for node in graph.nodes:

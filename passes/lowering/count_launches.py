@@ -96,10 +96,10 @@ def sends(node: fx.Node) -> bool:
 
 
 def second_step(target: Any, value: Any) -> Traffic:
-    """Return the launches and traffic of the kernels that add up weight gradients at the end of our norms' backwards.
+    """Return the launches and traffic of the kernels that add up weight gradients in the backward of one of our norms.
 
-    The main kernel stores partial sums of each weight's gradient as float32 rows. One further kernel for each weight
-    adds up these rows. Zero for all other operators.
+    The norm's main kernel stores partial sums of each weight's gradient as float32 rows. One further kernel for each
+    weight adds up these rows. The result is zero for operators other than these backwards.
     """
     if not str(target).startswith("autoshard.") or "norm_backward" not in str(target):
         return Traffic()

@@ -18,7 +18,10 @@ class CutBackward:
     """Splits the backward into a half for the inputs' gradients and a half for the weights' gradients."""
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program with both halves of its backward in the field `halves`; the field `backward` stays."""
+        """Return the program with its field `halves`: the graphs of both halves of the backward.
+
+        The field `backward` stays.
+        """
         sent = range(len(phased.backward_outputs))
         taken = len(phased.backward.graph.find_nodes(op="placeholder"))
         inputs, weights, _ = cut_graph(phased.backward, sent, hands_on=taken)

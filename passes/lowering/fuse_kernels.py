@@ -49,16 +49,19 @@ _ATTEMPTS = 8
 
 @dataclass(frozen=True, slots=True)
 class FuseKernels:
-    """Replaces groups of calls, by the first of `kernels` that fits, and then single calls, by Triton kernels."""
+    """Replaces groups of calls, and then single calls, by Triton kernels.
+
+    The `kernels` are tried in their order, and the first that fits is taken.
+    """
 
     kernels: Sequence[FusedKernel] = FUSED
 
     def __call__(self, lowered: LoweredProgram) -> LoweredProgram:
-        """Return a copy of the program with kernels; its `without_kernels` is `lowered`."""
+        """Return a copy of the program with kernels. Its field `without_kernels` is `lowered`, for verification."""
         return replace(lowered, graph_module=self.fuse(lowered.graph_module), without_kernels=lowered)
 
     def fuse(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Return a copy of a graph over local values in which kernels replace calls."""
+        """Return a copy of a graph on the tensors of one rank, in which kernels replace calls."""
         fusion = _FusedGraph(_copy(graph_module, {}))
         for kernel in self.kernels:
             for form in range(len(kernel.forms)):
@@ -71,7 +74,7 @@ class FuseKernels:
 
 
 def _copy(graph_module: fx.GraphModule, names: Mapping[fx.Node, str]) -> fx.GraphModule:
-    """Return a copy of a graph module in which nodes have the names of `names`, or their own."""
+    """Return a copy of a graph module with new names for the nodes in `names`. All other nodes keep their names."""
     graph = fx.Graph()
     environment: dict[fx.Node, fx.Node] = {}
     for node in graph_module.graph.nodes:
@@ -105,9 +108,10 @@ class _ReplacedCalls:
     Args:
         match: value numbers of the calls (`passes.lowering.match_form`).
         results: for each result of the kernel, the nodes that compute this value now.
-        going: the nodes that are removed, because no other node reads them once the kernel computes the results.
+        going: the nodes that are removed, because no remaining node reads them once the kernel computes the results.
         first_reader: the first node that reads a result.
-        spares: whether the kernel recomputes a value of another phase, which then need not be saved for this phase.
+        spares: whether the kernel recomputes a value of another phase, such as the forward. That value then need not be
+            saved.
     """
 
     match: Match
@@ -119,13 +123,13 @@ class _ReplacedCalls:
 
 @dataclass(slots=True)
 class _FusedGraph:
-    """A graph whose calls are being replaced by kernels.
+    """A graph in which kernels replace calls one after the other.
 
     Args:
         graph_module: the graph, which changes.
-        names: names that inserted nodes get in the end.
+        names: final names of the inserted nodes. They are the names of the replaced nodes.
         numbering: value number of every node that is or was in the graph. Equal values have equal numbers.
-        nodes: the nodes in the graph with each value number.
+        nodes: the present nodes with each value number.
         places: index of each node in the original graph; an inserted node has the index of the node it replaces.
     """
 
@@ -142,7 +146,10 @@ class _FusedGraph:
             self.nodes[number].append(node)
 
     def apply(self, kernel: FusedKernel, form: int) -> None:
-        """Replace every group of calls in form number `form` of `kernel`, as far as this is legal and pays."""
+        """Replace every group of calls that is in a form of `kernel`, if this is legal and saves launches.
+
+        `form` is the index of the form in `kernel.forms`.
+        """
         patterns: dict[tuple[object, ...], Pattern] = {}
         by_target: defaultdict[Any, list[fx.Node]] = defaultdict(list)
         for node in self.graph_module.graph.nodes:
@@ -173,7 +180,10 @@ class _FusedGraph:
         return node in self.nodes[self.numbering.numbers[node]]
 
     def _replace(self, kernel: FusedKernel, form: int, match: Match, anchor: fx.Node) -> bool:
-        """Replace a group by the kernel if this is legal and pays; `anchor` computes its first result now."""
+        """Replace a group of calls by the kernel, and return whether this was legal and saves launches.
+
+        `anchor` is the node that computes the group's first result so far.
+        """
         group = self._group(match, anchor)
         arguments = None if group is None else self._arguments(kernel, form, group, anchor)
         if group is None or arguments is None:
@@ -212,9 +222,9 @@ class _FusedGraph:
     ) -> tuple[Any, ...] | None:
         """Return the arguments of the kernel's call, or None if the call is impossible.
 
-        If several nodes have an operand's value, the last one before the first reader of a result is taken. The call is
-        impossible if there is no such node, or if the program has a number in place of a tensor. For example, the 1 of
-        `linear(x) + 1` is no bias.
+        If several nodes have an operand's value, the last of these nodes before the first reader of a result is taken.
+        The call is impossible if no node comes before that reader, or if the program has a number in place of a tensor.
+        For example, the 1 of `linear(x) + 1` is no bias.
         """
         values = dict(group.match.variables)
         for name, value in values.items():
@@ -233,7 +243,10 @@ class _FusedGraph:
         return tuple(arguments.values()) if all(values[name] == value for name, value in derived.items()) else None
 
     def _spares_dear_values(self, kernel: FusedKernel, group: _ReplacedCalls) -> bool:
-        """Whether `allowed_readers` lets the kernel compute inner values again that calls outside the group read."""
+        """Whether the kernel may compute inner values of the group that calls outside the group also read.
+
+        Such values are computed twice, so `kernel.allowed_readers` must have all these calls.
+        """
         if kernel.allowed_readers is None:
             return True
         inner = {node for number in group.match.inner for node in self.nodes[number]}
@@ -243,7 +256,11 @@ class _FusedGraph:
     def _insert(
         self, kernel: FusedKernel, arguments: tuple[Any, ...], group: _ReplacedCalls, anchor: fx.Node
     ) -> fx.Node:
-        """Insert the kernel's call right after its last operand, or at the first result if the kernel `keeps_place`."""
+        """Insert and return the kernel's call.
+
+        It stands right after its last operand. If the kernel has `keeps_place`, it stands right before `anchor`, which
+        computed the group's first result.
+        """
         graph = self.graph_module.graph
         last = max(item for item in arguments if isinstance(item, fx.Node))
         if kernel.keeps_place and last < anchor < group.first_reader:
@@ -256,7 +273,10 @@ class _FusedGraph:
         return call
 
     def _take_over(self, group: _ReplacedCalls, call: fx.Node, values: Sequence[Any]) -> None:
-        """Let the readers of the group's results read the results of `call`, and remove the nodes in `group.going`."""
+        """Let the readers of the group's results read the kernel's `call`, and remove the nodes in `group.going`.
+
+        `values` has the kernel's results as fake tensors.
+        """
         graph = self.graph_module.graph
         for index, (number, nodes) in enumerate(zip(group.match.results, group.results, strict=True)):
             if number is None or not nodes:
@@ -286,7 +306,10 @@ def _is_beside(node: fx.Node, other: fx.Node) -> bool:
 
 
 def _fits(value: Tensor | None, nodes: Collection[fx.Node]) -> bool:
-    """Whether a kernel's result has the shape and dtype of the replaced nodes. Its dtype may also be float32."""
+    """Whether a kernel's result `value` can replace `nodes`.
+
+    It has their shape, and their dtype or float32. A result that the kernel does not compute replaces no nodes.
+    """
     held = [_value_of(node) for node in nodes]
     if value is None:
         return not held

@@ -27,12 +27,19 @@ from passes.verification.expand_kernels import STANDS_FOR
 
 @dataclass(frozen=True, slots=True)
 class GenerateKernels:
-    """Replaces groups of calls by generated kernels, chosen by time on `device`, or by bytes without a device."""
+    """Replaces groups of calls by generated kernels.
+
+    The groups are chosen by their time on `device`, or by bytes of memory traffic if `device` is None.
+    """
 
     device: Device | None = None
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program with kernels in its phases, and write their file; `KernelError` if that fails."""
+        """Return the program with generated kernels in its phases, and write the file with the kernels.
+
+        Raises:
+            KernelError: the file cannot be written.
+        """
         title = f"Generated kernels of program {phased.lowered.traced.digest()} on {phased.lowered.mesh}."
         made: dict[str, Any] = generate_kernels(phased.phases, self.device, title)
         return replace(phased, **made)
@@ -90,7 +97,10 @@ class _KernelRewrite:
         return lazy_module(self.phase, self.graph)
 
     def _need(self, node: fx.Node) -> fx.Node | None:
-        """Return the copy's node for `node`, emitted if missing; None for a member that only its own group reads."""
+        """Emit the copy of `node`, unless it exists already, and return it.
+
+        None is returned for a member of a group that only members of the same group read.
+        """
         owner = self.owners.get(node)
         if owner is not None and not any(item in self.environment for item in owner.results):
             self._call(owner)

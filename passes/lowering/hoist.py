@@ -46,7 +46,7 @@ class Hoist:
 
     Args:
         micro_batches: number of micro-batches in a step. With one, nothing is hoisted.
-        seconds: time of a node, which decides the values to hoist first.
+        seconds: function from a node to its time in seconds. The times decide the values to hoist first.
         memory_bytes: limit of each rank's peak memory. None: hoisting may not raise the peak.
         load: stages and micro-batches that the rank holds in memory at once.
     """
@@ -57,7 +57,10 @@ class Hoist:
     load: StageLoad = ONE_STAGE
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program with hoisted values; unchanged without an update, or with one micro-batch."""
+        """Return the program with hoisted values.
+
+        A program without an update, or a step of one micro-batch, is returned unchanged.
+        """
         if self.micro_batches < 2 or phased.update is None:
             return phased
         shared = _Shared.of(phased)
@@ -88,7 +91,7 @@ class _Shared:
     Args:
         phased: the program before hoisting.
         inputs: index in `lowered.inputs` of each shared placeholder of the forward.
-        kept: saved node of the forward, by the backward's placeholder for it.
+        kept: for each placeholder of the backward, the node of the forward whose value is saved for it.
         numbering: value numbers of forward and backward. Nodes with equal values have equal numbers.
         nodes: graph module of each shared node of the forward and the backward, in order.
         hoistable: numbers of the shared values that have memory of their own, and that a node outside of `nodes` reads,
@@ -118,7 +121,10 @@ class _Shared:
         return shared
 
     def _walk(self, graph_module: fx.GraphModule, results: Sequence[fx.Node]) -> None:
-        """Number a phase's nodes, and record shared nodes and values to hoist; `results` count as readers."""
+        """Give the nodes of a phase value numbers, and record its shared values and the values that can be hoisted.
+
+        `results` are the phase's results. The output counts as a reader that is not shared.
+        """
         for node in graph_module.graph.nodes:
             if node in self.kept:
                 self.numbering.numbers[node] = self.number(self.kept[node])
@@ -144,7 +150,10 @@ class _Shared:
             self.hoistable.update(dict.fromkeys(map(self.number, self._owners(operand))))
 
     def _owners(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Yield the shared values with memory of their own in which `node` may lie; none for parameters."""
+        """Yield the shared values with memory of their own that `node` is, or is a view of.
+
+        Nothing is yielded for views of parameters, because parameters stay in memory anyway.
+        """
         node = self.kept.get(node, node)
         if node not in self.nodes:
             return
@@ -155,7 +164,7 @@ class _Shared:
             yield from self._owners(operand)
 
     def by_time_saved(self, seconds: Seconds) -> list[int]:
-        """Return the numbers of the values that can be hoisted, the value that saves the most time per byte first.
+        """Return the value numbers of the values that can be hoisted, in descending order of time saved per byte.
 
         The saved time of a value includes the calls that it is computed from. If several values need a call, its time
         is divided equally between them.
@@ -191,7 +200,10 @@ class _Shared:
         )
 
     def _hoisted(self, held: Sequence[fx.Node], first: Mapping[int, fx.Node]) -> tuple[fx.GraphModule, tuple[int, ...]]:
-        """Return the graph of hoisted values and its inputs' indices; `first` has nodes by number, operands first."""
+        """Return the graph that computes the values `held`, and the indices of its inputs in `lowered.inputs`.
+
+        `first` has the first node with each value number, in an order with operands first.
+        """
         needed, waiting = set[int](), [self.number(node) for node in held]
         while waiting:
             number = waiting.pop()
@@ -211,7 +223,7 @@ class _Shared:
         return lazy_module(constants, graph), tuple(inputs)
 
     def _forward(self, held: Sequence[fx.Node], saved: Sequence[fx.Node]) -> fx.GraphModule:
-        """Return the forward that takes the values `held` as further inputs, and saves the old values `saved`."""
+        """Return the forward that takes the values `held` as further inputs, and saves its nodes `saved`."""
         old, graph = self.phased.forward, fx.Graph()
         made = {node: placeholder_like(graph, node) for node in _placeholders(old)}
         given = {self.number(node): placeholder_like(graph, node) for node in held}
@@ -224,7 +236,10 @@ class _Shared:
         return lazy_module(old, graph)
 
     def _backward(self, held: Sequence[fx.Node]) -> tuple[fx.GraphModule, dict[str, fx.Node]]:
-        """Return the backward that takes the values `held`, and the old forward's node for each saved input by name."""
+        """Return the backward that takes the values `held`, and a dict of the saved values that it takes.
+
+        A key of the dict is the name of a placeholder of the backward. The value is the node of the old forward.
+        """
         old, graph = self.phased.backward, fx.Graph()
         by_number = {self.number(node): node for node in held}
         taken = self._calls_of(old, by_number)
@@ -248,7 +263,10 @@ class _Shared:
         return lazy_module(old, graph), saved
 
     def _calls_of(self, graph_module: fx.GraphModule, given: Mapping[int, fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Return the node of `given`, by value number, that stands for each shared call of a phase."""
+        """Return the node that replaces each shared call of a phase, by call.
+
+        `given` has the replacing nodes by value number.
+        """
         calls = (node for node, owner in self.nodes.items() if owner is graph_module and node.op == "call_function")
         return {node: given[self.number(node)] for node in calls if self.number(node) in given}
 
@@ -259,7 +277,10 @@ def _may_be_shared(node: fx.Node) -> bool:
 
 
 def _owns_memory(node: fx.Node) -> bool:
-    """Whether a call's result is a tensor in memory of its own: no view, and no collective that is not waited for."""
+    """Whether a call's result is a tensor in memory of its own.
+
+    Views do not own memory. A collective's result is a new tensor only after its wait.
+    """
     if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
         return False
     if node.target is getitem:

@@ -21,8 +21,8 @@ class InFlight:
     Args:
         starts_soon: run `StartSoon`, which moves collectives of activations up, past calls that compute.
         buckets: the pass that puts collectives into buckets, with the sizes of buckets. None: no buckets.
-        ahead: `by` of `StartAhead`, the number of gathers that run ahead.
-        most_held: `most_held` of `WaitInTurn`, the number of reduce-scatters under way.
+        ahead: `by` of `StartAhead`: the number of later gathers that have started when the device waits for a gather.
+        most_held: `most_held` of `WaitInTurn`: the largest number of reduce-scatters under way at once.
     """
 
     starts_soon: bool = True
@@ -75,6 +75,9 @@ DistributedDataParallel, which always stores all gradients, needs a further 6 %.
 
 
 def limits_on(cluster: Cluster | None) -> tuple[Sequence[InFlight], float]:
-    """Return a cluster's limits to try, in order, and the growth of the peak memory; None overlaps communication."""
+    """Return the limits to try on a cluster, in order, and the growth of the peak memory that overlap may cause.
+
+    The growth is a share of the peak memory without overlap. None stands for a cluster that overlaps communication.
+    """
     overlaps = cluster is None or overlap_of(cluster) is not None
     return (WITH_OVERLAP, SHARE_WITH_OVERLAP) if overlaps else (WITHOUT_OVERLAP, SHARE_WITHOUT_OVERLAP)

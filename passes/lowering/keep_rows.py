@@ -58,7 +58,10 @@ class KeepRows:
     load: StageLoad = ONE_STAGE
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program in which as many layers save their rows as memory allows; bisection finds the number."""
+        """Return the program in which as many layers save their received rows as memory allows.
+
+        The number of layers is found by bisection.
+        """
         layers = list(_layers(phased).items())
         limit = self._peak(phased) if layers and self.memory_bytes is None else self.memory_bytes
         fitting, count, least, most = phased, len(layers), 0, len(layers)
@@ -76,7 +79,10 @@ class KeepRows:
 
 
 def _layers(phased: PhasedProgram) -> dict[fx.Node, fx.Node]:
-    """Return the forward call with equal operands of each expert layer's backward call, the last layer first."""
+    """Return for the backward call of each expert layer its forward call, the last layer first.
+
+    Only calls with equal operands belong together. A layer without such a forward call is left out.
+    """
     calls = phased.forward.graph.find_nodes(op="call_function", target=kernels.exchanged_experts)
     if not calls:
         return {}
@@ -108,7 +114,10 @@ def _saved(phased: PhasedProgram) -> list[fx.Node]:
 
 @dataclass(slots=True)
 class _RowKeeper:
-    """Rewrites the program so that the `layers` (backward call to forward call) save their received rows."""
+    """Rewrites a program so that some expert layers save their received rows.
+
+    `layers` has these layers: the forward call by the backward call.
+    """
 
     phased: PhasedProgram
     layers: Mapping[fx.Node, fx.Node]
@@ -130,10 +139,10 @@ class _RowKeeper:
         )
 
     def _forward(self) -> tuple[fx.Graph, dict[fx.Node, fx.Node], dict[fx.Node, list[fx.Node]]]:
-        """Return the new forward's graph without output node, and two dicts by nodes of the old forward.
+        """Return the graph of the new forward, without output node, and two dicts by nodes of the old forward.
 
-        The first dict has the copy of each node. The second has, for each call that saves rows, the nodes of the saved
-        rows, first products and counts.
+        The first dict has the copy of each node. The second dict has, for each call that saves rows, the nodes of the
+        saved rows, first products and counts.
         """
         old, graph, chosen = self.phased.forward.graph, fx.Graph(), set(self.layers.values())
         copies, kept = dict[fx.Node, fx.Node](), dict[fx.Node, list[fx.Node]]()
@@ -145,7 +154,10 @@ class _RowKeeper:
         return graph, copies, kept
 
     def _needed(self) -> set[fx.Node]:
-        """Return the nodes of the old backward that are still needed once calls take saved rows in place of tokens."""
+        """Return the nodes of the old backward that the new backward needs.
+
+        Nodes that only compute the tokens of a layer in `layers` are not needed, because saved rows replace the tokens.
+        """
         needed, waiting = set[fx.Node](), [self.phased.backward.graph.output_node()]
         while waiting:
             node = waiting.pop()

@@ -41,8 +41,8 @@ class Lower:
     Args:
         step_cost: price of a reshard step. The steps of each reshard are the cheapest. None: the price is the bytes
             sent.
-        steps: a cache of the steps of each reshard, by reader, maker and specs. Lowering uses its entries and adds
-            missing ones. With one cache, a plan that is lowered at several sizes takes the same steps at each size.
+        steps: a cache of the steps of each reshard, by reader, maker and specs. Lowering uses its entries, and adds
+            missing entries. With one cache, a plan that is lowered at several sizes takes the same steps at each size.
     """
 
     plan: Plan
@@ -50,7 +50,11 @@ class Lower:
     steps: dict[object, tuple[ReshardStep, ...]] | None = None
 
     def __call__(self, program: Program) -> LoweredProgram:
-        """Return the lowered program; `PlanMismatchError` if the plan is of another program, or contradicts itself."""
+        """Return the lowered program.
+
+        Raises:
+            PlanMismatchError: the plan is for another program, or contradicts itself.
+        """
         check_digest(self.plan, program)
         _check_nodes(self.plan, program)
         _check_parameters(self.plan, program)
@@ -58,7 +62,7 @@ class Lower:
 
 
 def check_digest(plan: Plan, program: Program) -> None:
-    """Raise `PlanMismatchError` if a plan belongs to another program, by the program's digest."""
+    """Raise `PlanMismatchError` if a plan was made for a program with another digest than `program`."""
     digest = program.digest()
     if digest != plan.program_digest:
         raise PlanMismatchError(
@@ -81,7 +85,10 @@ def _check_nodes(plan: Plan, program: Program) -> None:
 
 
 def _check_parameters(plan: Plan, program: Program) -> None:
-    """The plan names a parameter's spec twice; lowering uses that of its node, so both must be equal."""
+    """Raise `PlanMismatchError` if a plan gives a parameter two different specs.
+
+    A plan has the spec of a parameter in `parameters` and in `nodes`. Lowering uses the second.
+    """
     for slot in program.inputs_of(InputKind.PARAMETER):
         named, node = plan.parameters.get(slot.name), plan.nodes.get(slot.node)
         if named is not None and node is not None and named.spec != node.outputs[0]:

@@ -16,7 +16,10 @@ _PREPARED = "autoshard: as traced, and prepared"
 
 
 def prepare(program: Program) -> Program:
-    """Return the program in canonical form with fan-outs, as it is planned, stored with the traced graph."""
+    """Return the program in canonical form, with fan-outs, as it is planned.
+
+    The result is cached with the traced graph.
+    """
     traced, prepared = program.graph_module.meta.get(_PREPARED, (None, None))
     if traced is not program:
         prepared = run_at(Moment.TRACED, program)
@@ -54,14 +57,20 @@ def lower_program(
 def lower_prepared(
     prepared: Program, plan: Plan, cluster: Cluster | None = None, options: LoweringOptions = USUAL
 ) -> PhasedProgram:
-    """Lower a program from `prepare_for`; the arguments and the result are those of `lower_program`."""
+    """Lower a program that `prepare_for` has returned.
+
+    The other arguments and the result are those of `lower_program`.
+    """
     options = replace(options, plan=plan, cluster=cluster, memory_bytes=_room_of(prepared, plan))
     phased = run_at(Moment.LOWERED, prepared if options.lowered is None else options.lowered, options)
     return overlapped(phased, options) if options.with_overlap else phased
 
 
 def _room_of(program: Program, plan: Plan) -> float | None:
-    """Return each rank's memory budget, less optimizer state that is no input of the program; None without a budget."""
+    """Return the bytes that a program's values may take on each rank; None without a memory budget.
+
+    They are the plan's memory budget, less optimizer state that is no input of the program.
+    """
     if plan.memory_budget is None or program.inputs_of(InputKind.STATE):
         return plan.memory_budget
     return plan.memory_budget - plan.predicted.memory_breakdown.get("optimizer state", 0)

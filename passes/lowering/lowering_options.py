@@ -40,7 +40,8 @@ class LoweringOptions:
         micro_batches: number of micro-batches in a training step. With several, values of parameters alone are computed
             once for all (`Hoist`).
         load: stages and micro-batches that the rank holds in memory at once.
-        on_pass: called after each pass. If it is set, the passes before planning run again too.
+        on_pass: called after each pass. If it is set, the passes before planning run again, so that it is called for
+            them too.
         lowered: the result of `Lower` for the plan if the caller has it already; `Lower` is then left out.
         cluster: the hardware. Passes compare times on it. None: they compare bytes.
         memory_bytes: limit of each rank's peak memory. None: no pass may raise the peak.
@@ -65,18 +66,21 @@ class LoweringOptions:
 
     @property
     def decided(self) -> Plan:
-        """The plan; only for passes that run after planning, where there always is a plan."""
+        """The field `plan`, which must not be None. Passes that run after planning read it."""
         assert self.plan is not None, "passes behind the traced program have a plan"
         return self.plan
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether expert layers may save received rows for the backward; programs for a compiler do not."""
+        """Whether expert layers may save received rows for the backward.
+
+        This is False for programs that a compiler such as Inductor fuses.
+        """
         return self.with_overlap and not self.saves_least
 
     @property
     def step_cost(self) -> StepCost | None:
-        """The seconds of a reshard step on the cluster; None without a cluster."""
+        """A function from a reshard step to its seconds on the cluster; None without a cluster."""
         return None if self.cluster is None else StepPrice(self.cluster, self.decided.mesh)
 
     @property

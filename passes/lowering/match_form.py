@@ -3,7 +3,8 @@
 A form is one way to write a kernel's computation as calls, with variables for the operands
 (`autoshard.kernels.kernel.Form`). It is traced into a small graph, the pattern, which is unified with calls of the
 program, from the first result up to the operands. Operators and literals must be equal. A variable matches any operand
-or literal, but the same one wherever it occurs. Additions and multiplications match in either order.
+or literal, but must match the same operand or literal wherever it occurs. Additions and multiplications match in either
+order.
 
 The program is seen as value numbers (`passes.preparation.number_values`). Nodes that compute equal values have one
 number. So a repeated view is no obstacle, and the backward may read a value that the forward computed.
@@ -78,17 +79,20 @@ def trace_form(form: Form, like: Tensor) -> Pattern:
 
 @cache
 def root_operator(form: Form, dtype: torch.dtype) -> Any:
-    """Return the operator that computes a form's first result if the result has `dtype`; the shape does not matter."""
+    """Return the operator of the call that computes a form's first result, such as `aten.mul.Tensor`.
+
+    The operator depends on the form and on the result's `dtype`, but not on its shape.
+    """
     return trace_form(form, torch.empty([2] * (form.dims or 1), dtype=dtype, device="meta")).root.target
 
 
 def find_matches(
     pattern: Pattern, numbering: Numbering, anchor: int, candidates: Callable[[Any], Iterable[int]]
 ) -> Iterator[Match]:
-    """Yield the matches in which the value with the number `anchor` is the pattern's first result.
+    """Yield the matches of a pattern in which the value with the number `anchor` is the pattern's first result.
 
-    `candidates` returns the value numbers of an operator's calls that may be a further result, the best first. It is
-    called for results that the first result is not computed from.
+    `candidates` serves further results that the first result is not computed from. It returns the value numbers of
+    calls of an operator, in the order in which they are tried.
     """
     for bindings in _unify(pattern, numbering, (OPERAND, pattern.root), (OPERAND, anchor), {}):
         for complete in _find_results(pattern, numbering, pattern.results[1:], bindings, candidates):
@@ -118,7 +122,11 @@ def _find_results(
 
 
 def _unify(pattern: Pattern, numbering: Numbering, wanted: Any, found: Any, bindings: Bindings) -> Iterator[Bindings]:
-    """Yield each extension of `bindings` under which a part of the pattern equals a part of the program."""
+    """Yield each way to extend `bindings` so that `wanted` equals `found`.
+
+    `wanted` is a part of the pattern, and `found` is a part of the program. Bindings give the program's value of each
+    variable and call of the pattern.
+    """
     if not isinstance(wanted, tuple) or not isinstance(found, tuple):
         if wanted == found:
             yield bindings

@@ -68,7 +68,10 @@ def _named(
 
 
 def _chosen(graph_module: fx.GraphModule, flags: Collection[bool]) -> list[fx.Node]:
-    """Return the placeholders of a graph whose flag is true; `flags` are those of the first placeholders."""
+    """Return the placeholders of a graph whose flag is true.
+
+    `flags` has one flag for each of the first placeholders.
+    """
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     return [node for node, flag in zip(placeholders, flags, strict=False) if flag]
 
@@ -93,7 +96,7 @@ def _only_returned(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _passes_on(user: fx.Node, found: Collection[fx.Node]) -> bool:
-    """Whether a call with one operand (it reshapes, scales, converts or sends) leads only to the output."""
+    """Whether a reader of a value has only one operand, and is in `found`: the calls that lead only to the output."""
     return user in found and len(user.all_input_nodes) == 1
 
 

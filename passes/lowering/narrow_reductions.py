@@ -33,12 +33,15 @@ _SHAPING = (_aten.clone.default, _aten._to_copy.default, _aten.contiguous.defaul
 
 @dataclass(frozen=True, slots=True)
 class NarrowReductions:
-    """Sends float32 gradients between ranks in `dtype`."""
+    """Sends float32 gradients between ranks in `dtype`, which has 16 bits."""
 
     dtype: torch.dtype = torch.bfloat16
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program whose phases send gradients in `dtype`. The uncut program stays, for verification."""
+        """Return the program with phases that send gradients in `dtype`.
+
+        The field `lowered` stays, for verification.
+        """
         update = phased.update
         if update is not None:
             carried = update.graph.find_nodes(op="placeholder")[: len(phased.carried)]
@@ -85,7 +88,7 @@ def _is_gradient(node: fx.Node) -> bool:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """Return the node from which a reduction's operand is made by views, copies, padding and conversions alone."""
+    """Return the node that a reduction's operand is made from by views, copies, padding and conversions alone."""
     (source,) = node.all_input_nodes
     while len(source.all_input_nodes) == 1 and (is_view(source) or source.target in _SHAPING):
         (source,) = source.all_input_nodes

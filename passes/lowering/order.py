@@ -37,7 +37,10 @@ MakePass = Callable[[LoweringOptions], Pass | None]
 
 
 class Moment(Enum):
-    """The step of planning and lowering at which a pass runs. A moment's value describes the input of its passes."""
+    """The steps of planning and lowering at which passes run.
+
+    The text of a moment describes the program that its passes take.
+    """
 
     TRACED = "the traced program, before it has a plan"
     PLANNED = "the program that was planned, with its plan"

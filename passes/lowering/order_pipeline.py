@@ -77,8 +77,8 @@ class _MessageInsertion:
     Args:
         shape: the ranks of the stages, without tasks.
         left: for each rank, the slots that it has not run yet.
-        slots: for each rank, its order so far, with sends and receives.
-        there: for each rank, the messages that it has made or received so far.
+        slots: for each rank, the slots that it has run so far, with sends and receives.
+        there: for each rank, the messages that the rank has made or received so far.
     """
 
     shape: PipelineOrder
@@ -94,7 +94,10 @@ class _MessageInsertion:
         return PipelineOrder(self.shape.stage_ranks, self.shape.micro_batches, ranks)
 
     def _put_next(self, rank: int) -> bool:
-        """Run a rank's next slot with transfers of its results; return False if it needs messages that are missing."""
+        """Run the next slot of a rank, with the transfers of its results, and return True.
+
+        If the rank lacks a message that the slot reads, nothing runs, and False is returned.
+        """
         slot = self.left[rank][0]
         if not all(needed is None or needed in self.there[rank] for needed in map(self._needed, slot)):
             return False
@@ -115,7 +118,10 @@ class _MessageInsertion:
         )
 
     def _send(self, rank: int, message: Message) -> None:
-        """Append a message's send to the order of `rank`, and its receive to the reader's, if another rank reads it."""
+        """Append the send of a message to the order of `rank`, and its receive to the order of the reader's rank.
+
+        Nothing is appended if the reader is on `rank` too.
+        """
         if not self.shape.crosses_ranks(message):
             return
         there = self.shape.stage_ranks[message.reader]

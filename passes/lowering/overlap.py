@@ -19,7 +19,10 @@ from passes.memory.lowered_memory import peak_bytes
 
 
 def overlapped(phased: PhasedProgram, options: LoweringOptions = USUAL) -> PhasedProgram:
-    """Return the program with overlapping collectives; a phase is unchanged if no limits fit in memory."""
+    """Return the program with overlapping collectives.
+
+    A phase is unchanged if the program fits in memory with none of the limits.
+    """
     limits, share = limits_on(options.cluster)
     peak = peak_bytes(phased, options.micro_batches, options.load)
     most = peak if options.memory_bytes is None else max(peak, min(options.memory_bytes, (1 + share) * peak))
@@ -44,7 +47,10 @@ def overlapped(phased: PhasedProgram, options: LoweringOptions = USUAL) -> Phase
 def _fitting(
     phased: PhasedProgram, other: PhasedProgram, names: Sequence[str], fits: Callable[[PhasedProgram], bool]
 ) -> list[str]:
-    """Return `names` if the program fits with all these phases of `other`, else those that fit alone."""
+    """Return the names of the phases of `phased` to replace by the phases of `other`, among `names`.
+
+    All of them are returned if the program then fits in memory. Otherwise each phase is tried alone.
+    """
     if fits(_with_phases(phased, other, names)):
         return list(names)
     return [name for name in names if fits(_with_phases(phased, other, [name]))]
@@ -58,7 +64,10 @@ def _with_phases(phased: PhasedProgram, other: PhasedProgram, names: Sequence[st
 def _run(
     passes: Sequence[Pass], phased: PhasedProgram, known: dict[tuple[Pass, ...], PhasedProgram]
 ) -> Iterator[tuple[Pass, PhasedProgram, PhasedProgram]]:
-    """Yield each pass in order with its input and result; `known` caches the result of each sequence of passes."""
+    """Run passes in order, and yield each pass with its input and its result.
+
+    `known` is a cache: the result of each sequence of passes that has run already.
+    """
     for place, rewrite in enumerate(passes, 1):
         done = tuple(passes[:place])
         if done not in known:

@@ -55,7 +55,10 @@ class PriceKernels:
 
 
 def marked_kernels(phased: PhasedProgram) -> Kernels:
-    """Return the kernels that `PriceKernels` marked, in the order of the phases, without `breakdown_without`."""
+    """Return the kernels that `PriceKernels` marked, in the order of the phases.
+
+    The field `breakdown_without`, the time without kernels, is left to the caller.
+    """
     units = LocalUnits.of(phased.lowered)
     nodes = [node for phase in phased.phases.values() for node in phase.graph.nodes]
     uses = tuple(node.meta[KERNEL] for node in nodes if KERNEL in node.meta)
@@ -67,7 +70,10 @@ def marked_kernels(phased: PhasedProgram) -> Kernels:
 
 
 def _counted(nodes: Iterable[fx.Node], units: LocalUnits) -> Traffic:
-    """Return the launches and memory traffic of some nodes in the whole program, including left-out blocks."""
+    """Return the launches and memory traffic of `nodes` in the whole model.
+
+    A node of a repeated unit counts once for each unit for which its unit stands (`units`).
+    """
     return sum((traffic_of(node) * units.count(node) for node in nodes if is_launch(node)), Traffic())
 
 
@@ -115,7 +121,7 @@ class _Pricing:
         return self._use(chosen.group.name, members, results, chosen.operands, traffic, self._time(traffic, products))
 
     def _written(self, node: fx.Node) -> KernelUse:
-        """Return the `KernelUse` of a hand-written kernel that stands in the graph for a group or a single operator."""
+        """Return the `KernelUse` of the hand-written kernel that the call `node` runs."""
         traffic = traffic_of(node)
         results = [user.name for user in node.users if user.target is operator.getitem] or [node.name]
         names = node.meta.get(STANDS_FOR)
@@ -157,7 +163,10 @@ class _Pricing:
         )
 
     def _weight(self, node: fx.Node) -> float:
-        """Return the seconds of launches and traffic of a local call, which weigh its share in its traced call."""
+        """Return the seconds of one local call, from its launches and memory traffic.
+
+        They weigh the call among all local calls of one traced call.
+        """
         return self._time(traffic_of(node), 0.0)
 
     def _time(self, traffic: Traffic, products_s: float) -> float:
@@ -165,12 +174,15 @@ class _Pricing:
         return traffic.launches * self.device.launch_latency_s + max(products_s, moved_s)
 
     def _alone(self, node: fx.Node) -> float:
-        """Return the seconds of a single call by the cost model of its operator."""
+        """Return the seconds of a call as a kernel of its own, by the cost model of its operator."""
         done = work(operator_name(node), *tensor_infos(node), tuple(fx.map_arg(node.args, lambda argument: None)))
         return work_time(done, self.device, operator_name(node))
 
     def _products_of(self, node: fx.Node) -> float:
-        """Return the seconds of arithmetic in a call's matrix products, without traffic and launches."""
+        """Return the seconds of arithmetic in a call's matrix products; 0 for other calls.
+
+        Memory traffic and launches are not included.
+        """
         if not is_launch(node):
             return 0.0
         done = work(operator_name(node), *tensor_infos(node), tuple(fx.map_arg(node.args, lambda argument: None)))
@@ -192,7 +204,7 @@ def _source(node: fx.Node) -> _Source:
 
 
 def _written_out(call: fx.Node) -> fx.Graph:
-    """Return a graph with the calls that a kernel's call stands for, with fake values."""
+    """Return a graph of the PyTorch calls that the kernel of `call` computes. Its nodes have fake values."""
     graph = fx.Graph()
     operands = {node: graph.placeholder(node.name) for node in call.all_input_nodes}
     for node, placeholder in operands.items():

@@ -18,7 +18,7 @@ _COPIES = (_aten.cat.default, _aten.clone.default, _aten.split_with_sizes_copy.d
 
 
 def rewrite_phases(phased: PhasedProgram, rewrite: Callable[[fx.GraphModule], fx.GraphModule]) -> PhasedProgram:
-    """Return the program with `rewrite` applied to every phase. The uncut lowered program stays, for verification."""
+    """Return the program with each phase replaced by `rewrite(phase)`. The field `lowered` stays, for verification."""
     rewritten: dict[str, Any] = {name: rewrite(phase) for name, phase in phased.phases.items()}
     return replace(phased, **rewritten)
 
@@ -29,10 +29,10 @@ def only_moves(node: fx.Node) -> bool:
 
 
 def only_returned(graph: fx.Graph) -> set[fx.Node]:
-    """Return the calls whose results are only returned by the graph.
+    """Return the calls of a graph whose results serve only to be returned.
 
-    All readers of such a call are the output or other returned calls. If a later collective sends the call's result on,
-    the call must itself be a collective, a wait, a view or a copy.
+    All readers of such a call are the output or calls of the same kind. If a later collective sends the call's result
+    on, the call must itself be a collective, a wait, a view or a copy.
     """
     found, sent_on = set[fx.Node](), set[fx.Node]()
     for node in reversed(graph.nodes):

@@ -68,7 +68,10 @@ def computed_again(nodes: Sequence[fx.Node], forward: Collection[fx.Node], wante
 
 
 def _relevant(nodes: Sequence[fx.Node], forward: Collection[fx.Node], wanted: Collection[fx.Node]) -> list[fx.Node]:
-    """Return the wanted forward values and all values from which cheap calls compute them, the last value first."""
+    """Return the forward values in `wanted`, and all values from which cheap calls compute them.
+
+    A cheap call is one that `_is_cheap` accepts. The last value of the program comes first.
+    """
     found: list[fx.Node] = []
     needed = {node for node in wanted if node in forward and _holds_tensors(node)}
     for node in reversed(nodes):
@@ -80,7 +83,7 @@ def _relevant(nodes: Sequence[fx.Node], forward: Collection[fx.Node], wanted: Co
 
 
 def _distances(relevant: Sequence[fx.Node], wanted: Collection[fx.Node]) -> dict[fx.Node, int]:
-    """Return the number of cheap calls on the shortest way from each value to a wanted value."""
+    """Return for each value the number of cheap calls on the shortest way from the value to a wanted value."""
     found: dict[fx.Node, int] = {}
     for node in relevant:
         behind = [found[user] + 1 for user in node.users if user in found and _is_cheap(user)]
@@ -89,7 +92,10 @@ def _distances(relevant: Sequence[fx.Node], wanted: Collection[fx.Node]) -> dict
 
 
 def _weight(node: fx.Node, distance: int) -> float | None:
-    """Return the weight w(v) of saving a value, read `distance` calls later; None if it cannot be saved."""
+    """Return the weight w(v) of saving a value v, as the module defines it; None if the value cannot be saved.
+
+    `distance` is the number of calls between v and its use in the backward.
+    """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or node.op == "get_attr":
         return None
@@ -115,7 +121,7 @@ def _is_cheap(node: fx.Node) -> bool:
 
 
 def _is_reduction(node: fx.Node) -> bool:
-    """Whether a call is a reduction, a norm or a softmax. A fused kernel can compute its operand on the fly."""
+    """Whether a call is a reduction, a norm or a softmax. A fused kernel can compute the call's operand on the fly."""
     return getattr(node.target, "_opname", None) in _REDUCTIONS
 
 

@@ -2,7 +2,8 @@
 
 A semantic operator is an operator of ours for a whole computation, such as attention. Before → after:
 `autoshard.attention(...)` → `autoshard.native_attention(...)`, and likewise for every operator of
-`autoshard.kernels.native`. Arguments and results stay. `verify_phases` treats both operators as equal.
+`autoshard.kernels.native`. Arguments and results stay. `passes.verification.verify_phases` treats both operators as
+equal.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class SplitPhases:
     saves_least: bool = False
 
     def __call__(self, lowered: LoweredProgram) -> PhasedProgram:
-        """Return the phases; their field `lowered` is the uncut program without kernels, for their verification."""
+        """Return the program cut into phases. Its field `lowered` is the uncut program, for verification."""
         nodes = list(lowered.graph_module.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
         results = nodes[-1].args[0]
@@ -114,12 +114,18 @@ def _read_by(members: Collection[fx.Node], results: Sequence[fx.Node]) -> set[fx
 
 
 def _saved(nodes: Sequence[fx.Node], forward: set[fx.Node], read: set[fx.Node]) -> list[fx.Node]:
-    """Return the read tensors of `forward`, in program order; integers, such as a rank's index, are computed again."""
+    """Return the forward's tensors that the nodes `read` include, in program order.
+
+    Integers, such as a rank's index, are not saved, because the backward computes them again.
+    """
     return [node for node in nodes if node in forward and node in read and _is_tensor(node)]
 
 
 def _is_carried(node: fx.Node) -> bool:
-    """Whether the update gets a value as a carried value: a computed tensor, or a tangent of the backward."""
+    """Whether a value that the update reads is carried to the update: a computed tensor, or a tangent of the backward.
+
+    Parameters and optimizer state are not carried, because they are inputs of the update.
+    """
     return _is_tensor(node) and (node.op != "placeholder" or node.meta.get("phase") == "backward")
 
 

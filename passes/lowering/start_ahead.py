@@ -73,14 +73,16 @@ def _moved(graph_module: fx.GraphModule, starts: Sequence[fx.Node], by: int | No
 
 @dataclass(slots=True)
 class _Order:
-    """Yields the nodes of a graph in a new order.
+    """Yields all nodes of a graph in a new order, in which the collectives `starts` come earlier.
+
+    All other nodes keep their order, except the nodes from which the collectives are computed.
 
     Args:
-        starts: the collectives that the pass moves, in the order in which their results are first read.
-        moving: `starts` and all nodes from which they are computed. A moving node is placed only when another node
-            needs it.
+        starts: the collectives that come earlier, sorted by the first reader of their results.
+        moving: `starts` and all calls from which they are computed. Each of these calls, except the starts, is yielded
+            right before its first reader.
         depths: for each node, the greatest number of `starts` on a path that leads to it, itself included.
-        placed: the nodes that are already in the new order.
+        placed: the nodes that have been yielded.
     """
 
     graph: fx.Graph
@@ -95,14 +97,21 @@ class _Order:
         self.starts = sorted(self.starts, key=_first_reads(self.graph, self.moving).__getitem__)
 
     def from_the_head(self) -> Iterator[fx.Node]:
-        """Yield the nodes with all `starts` first, and collectives of their results after them."""
+        """Yield all nodes, with all `starts` at the head of the graph.
+
+        A start that reads the result of another start comes after it.
+        """
         yield from self._placeholders()
         for start in sorted(self.starts, key=self.depths.__getitem__):
             yield from self._place(start, {})
         yield from self._rest({})
 
     def ahead(self, by: int) -> Iterator[fx.Node]:
-        """Yield each of `starts` right before the wait for that `by` places earlier in its process group and depth."""
+        """Yield all nodes, with each start moved right before the wait for an earlier start.
+
+        Starts with the same process group and depth are queued in order. The earlier start is `by` places before in the
+        queue.
+        """
         yield from self._placeholders()
         queues = defaultdict[object, list[fx.Node]](list)
         for start in self.starts:
@@ -124,7 +133,10 @@ class _Order:
                 yield from self._place(node, behind)
 
     def _place(self, node: fx.Node, behind: Mapping[fx.Node, Sequence[fx.Node]]) -> Iterator[fx.Node]:
-        """Yield a node after its operands, unless it is placed; before a wait, also the list of its collective."""
+        """Yield a node after its operands, unless the node is placed already.
+
+        Before the wait for a collective, the starts in `behind` for this collective are yielded.
+        """
         if node in self.placed:
             return
         for operand in node.all_input_nodes:
@@ -137,7 +149,10 @@ class _Order:
 
 
 def _first_reads(graph: fx.Graph, moving: Collection[fx.Node]) -> dict[fx.Node, int]:
-    """Return each node's index in the graph; for a node of `moving`, that of its first reader outside of `moving`."""
+    """Return each node's index in the graph.
+
+    For a node in `moving`, return the index of its first reader outside of `moving`.
+    """
     first: dict[fx.Node, int] = {}
     for place, node in reversed(list(enumerate(graph.nodes))):
         first[node] = min((first[user] for user in node.users), default=place) if node in moving else place

@@ -53,7 +53,11 @@ def _sends_values(node: fx.Node) -> bool:
 
 
 def _order(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yield collectives, with the nodes that they need, right after the last wait, and the other nodes after them."""
+    """Yield the nodes of a graph in the new order.
+
+    Each collective of an activation comes right after the last wait for such a collective, behind the nodes that it
+    needs. All other nodes since that wait follow.
+    """
     passed: list[fx.Node] = []
     reductions = 0
     for node in graph.nodes:
@@ -82,7 +86,10 @@ def _reduces_gradients(node: fx.Node) -> bool:
 
 
 def _needed(start: fx.Node, among: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return a superset of the nodes of `among`, in graph order, from which a collective's operand is computed."""
+    """Return the operands of the collective `start`, and the nodes in `among` from which they are computed.
+
+    `among` is in graph order.
+    """
     needed = set(start.all_input_nodes)
     for node in reversed(among):
         if node in needed:

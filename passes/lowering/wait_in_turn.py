@@ -28,7 +28,10 @@ from passes.preparation.rewriting import in_order
 
 @dataclass(frozen=True, slots=True)
 class WaitInTurn:
-    """Moves waits for buckets, and second reductions, up; at most `most_held` reduce-scatters are under way."""
+    """Moves second reductions, and waits for buckets, to earlier places.
+
+    With `most_held`, at most this many reduce-scatters are under way at once.
+    """
 
     most_held: int | None = None
 
@@ -43,7 +46,10 @@ class WaitInTurn:
 
 
 def _chained(graph: fx.Graph) -> list[fx.Node]:
-    """Return the collectives of other collectives' results, by waits, views and copies, that are only returned."""
+    """Return the collectives whose operand is the result of another collective, and whose own result is only returned.
+
+    Waits, views and copies may lie between the two collectives.
+    """
     found, returned = set[fx.Node](), only_returned(graph)
     for node in graph.nodes:
         behind = any(operand in found for operand in node.all_input_nodes)
@@ -54,11 +60,11 @@ def _chained(graph: fx.Graph) -> list[fx.Node]:
 
 @dataclass(slots=True)
 class _Turns:
-    """Yields the nodes of a graph in a new order.
+    """Yields all nodes of a graph in a new order, in which waits and the collectives `chained` come earlier.
 
     Args:
-        chained: the collectives of other collectives' results (`_chained`), which start early.
-        placed: the nodes that are already in the new order.
+        chained: the second reductions, whose operands are results of other collectives (`_chained`).
+        placed: the nodes that have been yielded.
         scattered: the reduce-scatters that have started, in order.
     """
 
@@ -69,7 +75,11 @@ class _Turns:
     scattered: list[fx.Node] = field(default_factory=list)
 
     def order(self) -> Iterator[fx.Node]:
-        """Yield waits that keep the limit before each reduce-scatter, and startable `chained` after each collective."""
+        """Yield all nodes in the new order.
+
+        Before each reduce-scatter come the waits that keep the limit `most_held`. After each collective come the
+        `chained` collectives that can now start.
+        """
         for node in self.graph.nodes:
             if node in self.placed:
                 continue
@@ -94,7 +104,8 @@ class _Turns:
     def _start_chained(self, group: str, last: fx.Node) -> Iterator[fx.Node]:
         """Yield the `chained` collectives that can start once collective `last` of process group `group` has started.
 
-        Each reads an earlier collective of this group through waits, views and copies alone, which come before it.
+        Such a collective reads the result of an earlier collective of `group` than `last`. Only waits, views and copies
+        lie between the two, and they are yielded first.
         """
         for start in self.chained:
             needed = [] if start in self.placed else self._needed(start)
@@ -104,7 +115,10 @@ class _Turns:
                 yield from self._start_chained(str(start.args[-1]), start)
 
     def _needed(self, start: fx.Node) -> list[fx.Node]:
-        """Return the unplaced waits, views and copies that a collective needs, operands first; [] if it needs more."""
+        """Return the waits, views and copies that must be placed before the collective `start`, operands first.
+
+        The result is empty if `start` also needs another call that is not placed.
+        """
         found: dict[fx.Node, None] = {}
 
         def reach(node: fx.Node) -> bool:

@@ -1,8 +1,8 @@
 """Moves the wait for a collective to the first reader of its result, so that the calls in between overlap with it.
 
 Before → after: `y = wait(all_reduce(x)); z = f(u); v = g(y)` → `c = all_reduce(x); z = f(u); y = wait(c); v = g(y)`.
-Views of the result move with the wait. Calls of one operand, and pointwise calls, move too if they depend only on such
-results and their values are only returned. So gradients are waited for at the end of the backward. Products stay: a
+Views of the result move with the wait. Calls of one operand, and pointwise calls, move too if all their operands have
+moved and their values are only returned. So gradients are waited for at the end of the backward. Products stay: a
 gradient of a weight is computed at once, and its gathered operands are freed.
 
 Collectives start at their old places, in the same order, with one exception. Gradients may be reduced over one mesh
@@ -46,7 +46,10 @@ def _rewritten(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _ordered(nodes: Sequence[fx.Node], waiting: dict[fx.Node, None]) -> Iterator[fx.Node]:
-    """Yield `nodes` with each node of `waiting` just before its first reader outside of `waiting`, which is emptied."""
+    """Yield `nodes` in the new order: each node of `waiting` comes just before its first reader outside of `waiting`.
+
+    `waiting` is emptied.
+    """
     for node in nodes:
         if node.op == "output":
             yield from list(waiting)
@@ -66,9 +69,10 @@ def _taken(reader: fx.Node, waiting: dict[fx.Node, None]) -> Iterator[fx.Node]:
 
 
 def _late(nodes: Sequence[fx.Node], returned: Collection[fx.Node], staying: Collection[fx.Node]) -> dict[fx.Node, None]:
-    """Return, as an ordered set, the waits and the nodes that move with them.
+    """Return, as an ordered set, the waits and all nodes that move behind them.
 
-    `returned` calls (`only_returned`) move with a wait, and so do views. The collectives in `staying` do not move.
+    A view of a moved result moves too, and so does a call in `returned` that ends a reduction. Collectives in `staying`
+    do not move.
     """
     late: dict[fx.Node, None] = {}
     for node in nodes:
@@ -83,14 +87,21 @@ def _late(nodes: Sequence[fx.Node], returned: Collection[fx.Node], staying: Coll
 
 
 def _ends_a_reduction(node: fx.Node, returned: Collection[fx.Node]) -> bool:
-    """Whether a call is only returned, and turns a reduced value into a result, as a cast or a sum does."""
+    """Whether a call makes a result of the graph from a reduced value, for example by a cast or a sum.
+
+    `returned` has the calls whose results are only returned.
+    """
     return node in returned and (
         len(node.all_input_nodes) == 1 or torch.Tag.pointwise in getattr(node.target, "tags", ())
     )
 
 
 def _places_in_chains(late: Collection[fx.Node]) -> Mapping[fx.Node, int]:
-    """Return the position of each collective of `late` in its chain, whose first collective (0) does not move."""
+    """Return the position of each collective of `late` in its chain of collectives.
+
+    In a chain, each collective reads the result of the collective before. The first collective of a chain does not
+    move, and is not in `late`. Its position is 0.
+    """
     places: dict[fx.Node, int] = {}
     for node in late:
         places[node] = is_collective(node) + max(

@@ -74,8 +74,10 @@ class OnLink:
 class RepeatedLifetimes:
     """Lifetimes of values in the repeated units that a program leaves out (`passes.strategies.repeated`).
 
-    A value or link of the program stands for its copies in all left-out units. Each integer is a number of copies. Keys
-    of `values` are (site, index of the result).
+    Args:
+        values: (name of a site, index of its result) → the lifetime and the number of the value's copies in all
+            left-out units.
+        on_links: memory of links, each with the number of its copies in all left-out units.
     """
 
     values: Mapping[tuple[str, int], tuple[Interval, int]] = field(default_factory=dict)
@@ -95,9 +97,8 @@ class Liveness:
         adding: name of a gradient's fan-out to the point at which the gradient is added to its sum over micro-batches.
         state_bytes_per_parameter_byte: bytes of optimizer state for each byte of a parameter.
         parameters: names of the placeholders that are parameters.
-        of_micro_batch: each placeholder that differs between micro-batches, and whether it is an activation from
-            another
-            stage, which the backward may read.
+        of_micro_batch: name of each placeholder that differs between micro-batches → whether it is an activation from
+            another stage, which the backward may read.
         repeated: lifetimes in the units that the program leaves out.
     """
 
@@ -116,13 +117,17 @@ class Liveness:
     load: StageLoad = ONE_STAGE
 
     def of(self, space: SearchSpace) -> Liveness:
-        """Return the lifetimes of another search space of this step, with this object's micro-batches and load."""
+        """Return the lifetimes of the values in another search space of the same step.
+
+        The number of micro-batches and the load are those of this object.
+        """
         return find_lifetimes(space, self.state_bytes_per_parameter_byte, self.micro_batches, self.load)
 
     def standing(self, interval: Interval, name: str = "") -> int:
-        """Return how many equal values a rank holds at all times beside this value, for other stages and micro-batches.
+        """Return the number of further equal values in memory, for other stages and micro-batches of the rank.
 
-        `name` is the site of the value, or "" for memory of a link.
+        They are counted at all program points, beside the value with the lifetime `interval`. `name` is the site of the
+        value, or "" for memory of a link.
         """
         if name in self.of_micro_batch:
             return self.load.in_flight - 1 if self.of_micro_batch[name] else 0
@@ -132,14 +137,17 @@ class Liveness:
         return self.load.in_flight - 1 if is_saved else 0
 
     def held_values(self) -> Iterator[tuple[str, int, Interval, int]]:
-        """Yield (site, index of the result, lifetime, number of equal values), those of left-out units last."""
+        """Yield (name of a site, index of its result, lifetime, number of copies) for each value.
+
+        The values of the program come first, each with number 1. Their copies in left-out units come last.
+        """
         for (name, result), interval in self.values.items():
             yield name, result, interval, 1
         for (name, result), (interval, number) in self.repeated.values.items():
             yield name, result, interval, number
 
     def held_on_links(self) -> Iterator[tuple[OnLink, int]]:
-        """Yield the memory of all links, each with its number of copies; links of left-out units come last."""
+        """Yield the memory of each link with its number of copies. Copies in left-out units come last."""
         yield from ((kept, 1) for kept in self.on_links)
         yield from self.repeated.on_links
 
@@ -182,7 +190,10 @@ def find_lifetimes(
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """The program points of all actions, as in `Liveness`; `end` is the last point, and inputs have calls at 0."""
+    """The program points of all actions; the fields are those of `Liveness`.
+
+    Placeholders count as calls at point 0. `end` is the last point.
+    """
 
     reshards: Mapping[int, int]
     calls: Mapping[str, int]
@@ -264,9 +275,10 @@ class _Lifetimes:
     def _place(self, name: str, result: int, owned: dict[str, int]) -> None:
         """Record the memory of one result of a site, and of the copies that its readers' reshards make.
 
-        The value is counted up to the point until which it lives under every plan. After this point it lives on only if
-        its last reader does not reshard it. So it is then counted on the link to this reader. If the reader is a view,
-        `owned` receives the point from which the view's own spec decides the bytes.
+        Call the last point at which the value lives under every plan `sure`. The site's own memory is counted up to
+        `sure`. After `sure` the value lives only if its last reader does not reshard it, so this memory is counted on
+        the link to that reader. If the reader is a view, the view's own spec decides the bytes after `sure`, and
+        `owned` receives `sure` + 1.
         """
         site, place = self.space.sites[name], (name, result)
         start = self.times.calls[name] if not site.is_alias else owned.get(name)
@@ -294,7 +306,10 @@ class _Lifetimes:
             owned[link.head] = sure + 1
 
     def _last_reader(self, place: tuple[str, int]) -> tuple[int | None, int]:
-        """Return the last reader's link, None if no reshard shortens the life, and the last point under every plan."""
+        """Return the link to a value's last reader, and the last point at which the value lives under every plan.
+
+        The link's index is None if no reshard can end the value's life earlier.
+        """
         readers, death = self.readers[place], self.deaths[place]
         if not readers or not self._is_plain(place[0]):
             return None, death
@@ -304,9 +319,10 @@ class _Lifetimes:
         return last, max([self.times.reshards[last], *others])
 
     def _reader(self, index: int, death: int, until: int | None) -> None:
-        """Record the copy that a reshard makes for one reader, up to `until`; None: up to the reader's last use.
+        """Record the copy that the reshard on link `index` makes for its reader.
 
-        `death` is the last use of the value that is resharded.
+        The copy lives up to the point `until`; None: up to the reader's last use. `death` is the last use of the
+        resharded value.
         """
         point = self.times.reshards[index]
         link = self.space.links[index]
@@ -321,7 +337,8 @@ class _Lifetimes:
     def _result(self, index: int, death: int) -> None:
         """Record the memory of a result that leaves the program, on the link `index`; `death` is its last other use.
 
-        It lives to the last point, but outputs of a training step and new values of buffers only to the forward's end.
+        The result lives to the last point. Outputs of a training step, and new values of buffers, live only to the end
+        of the forward.
         """
         head, point = self.space.sites[self.space.links[index].head], self.times.reshards[index]
         goes = self.is_step if head.node is None else head.name in self._buffers()
@@ -337,7 +354,7 @@ class _Lifetimes:
             self.on_links.append(OnLink(link, held, Interval(birth, death)))
 
     def _find_deaths(self) -> None:
-        """Fill `deaths` in reverse, because uses of a view are also uses of its base."""
+        """Fill `deaths`, from the last site to the first, because uses of a view are also uses of the viewed value."""
         self.deaths = {}
         for name, site in reversed(list(self.space.sites.items())):
             for result in range(len(site.results)):
@@ -346,7 +363,10 @@ class _Lifetimes:
                 self.deaths[name, result] = self.times.end if site.is_input else max(uses, default=born)
 
     def _use(self, index: int) -> int:
-        """Return the last point at which the reader of a link uses the value, if the link does not reshard it."""
+        """Return the last point at which the reader of link `index` uses the value, directly or through views.
+
+        The link is taken to have no reshard, which would end the use earlier.
+        """
         link = self.space.links[index]
         head = self.space.sites[link.head]
         if leaves_program(head, link):
@@ -364,7 +384,10 @@ class _Lifetimes:
         return node is not None and node.target in IN_PLACE and link.operand not in (-1, GRADIENT)
 
     def _is_plain(self, name: str) -> bool:
-        """Whether the memory behind a site's results is as large as the results, unlike behind a view of a part."""
+        """Whether the memory behind a site's results is as large as the results.
+
+        This is not so for a view of a part of a tensor, because the whole tensor stays in memory.
+        """
         if name not in self.viewed:
             return True
         link = self.space.links[self.viewed[name]]

@@ -41,7 +41,10 @@ class StepMemory:
 
 
 def peak_bytes(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad = ONE_STAGE) -> int:
-    """Return the bytes of each rank at the peak of one call, or of one training step (`step_memory`)."""
+    """Return the bytes in use on each rank at the peak of one call or training step.
+
+    The arguments are those of `step_memory`.
+    """
     return step_memory(phased, micro_batches, load).peak_bytes
 
 
@@ -98,7 +101,10 @@ _IN_PLACE = "autoshard: the update written over its operands"
 
 
 def update_in_place(update: fx.GraphModule, written: Mapping[int, int]) -> fx.Graph:
-    """Return an update's graph that writes each result over the input in `written`; it is cached in `update.meta`."""
+    """Return the graph of an update with each result written over the input that `written` gives.
+
+    `written` maps the index of a result to the index of an input. The graph is cached in `update.meta`.
+    """
     of_graph, of_written, made = update.meta.get(_IN_PLACE, (None, None, None))
     if made is None or of_graph is not update.graph or of_written != written:
         made = written_in_place(update.graph, written)
@@ -113,7 +119,7 @@ def _run_once(memory: Storages, phased: PhasedProgram, inputs: Sequence[Value]) 
 
 
 def _sums(memory: Storages, phased: PhasedProgram) -> list[Value]:
-    """Return a new storage for each gradient's sum over the earlier micro-batches."""
+    """Return one new storage for each carried gradient: its sum over the earlier micro-batches."""
     pairs = zip(carried_bytes(phased), carried_nodes(phased), strict=True)
     return [memory.new(size, GRADIENTS, node) for size, node in pairs]
 
@@ -125,12 +131,15 @@ def carried_bytes(phased: PhasedProgram) -> list[int]:
 
 
 def carried_nodes(phased: PhasedProgram) -> list[fx.Node]:
-    """Return the nodes of the gradients that the backward passes to the update, in order."""
+    """Return the backward's nodes of the gradients that the backward passes to the update, in order."""
     return _results(phased.backward)[len(phased.backward_outputs) :]
 
 
 def written_by_update(phased: PhasedProgram) -> dict[int, int]:
-    """Map the index of each result of the update that overwrites an input to the index of this input."""
+    """Return the input that each result of the update overwrites: index of the result → index of the input.
+
+    Results that overwrite no input, such as a gradient norm, are absent.
+    """
     first = len(phased.carried)
     slots = [phased.lowered.inputs[index].slot for index in phased.update_inputs]
     places = {(slot.kind, slot.name): first + index for index, slot in enumerate(slots)}

@@ -14,10 +14,10 @@ _MOST_KEPT = 32
 
 
 def row_at(usage: MemoryUsage, point: int, edge_between: Mapping[tuple[int, ...], int]) -> MemoryRow:
-    """Return the memory row of a program point, cached in `usage`.
+    """Return the bytes in use at a program point as a function of the choice, cached in `usage`.
 
-    `edge_between` maps the pair of variables that decides an item's size to an edge, from the first variable to the
-    second.
+    `edge_between` gives the index of the edge between two variables. The edge holds the items whose size both variables
+    decide.
     """
     if point not in usage.known_rows:
         if len(usage.known_rows) >= _MOST_KEPT:
@@ -35,7 +35,10 @@ def row_at(usage: MemoryUsage, point: int, edge_between: Mapping[tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Bytes(Mapping[int, Floats]):
-    """Items in memory by variable or edge; each sum of their bytes over items is computed when it is first read."""
+    """A mapping from a variable or edge to the bytes of its items in memory, for each of its options.
+
+    `held` has the items. Their bytes are added up when an entry is first read.
+    """
 
     held: Mapping[int, Sequence[UsedBytes]]
     _sums: dict[int, Floats] = field(default_factory=dict, repr=False)

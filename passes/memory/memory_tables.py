@@ -52,7 +52,10 @@ class MemoryTables:
         return self._tables[key]
 
     def on_link(self, kept: OnLink) -> Floats:
-        """Return bytes on a link, [tail's options, head's options]; for `EITHER` also [head's options]."""
+        """Return the bytes on each rank that a link uses, for each pair of options, [tail's options, head's options].
+
+        For `EITHER` the result may have the head's options alone, [head's options].
+        """
         link = self.space.links[kept.link]
         tail, head = self.space.sites[link.tail], self.space.sites[link.head]
         if is_on_host(tail):
@@ -85,7 +88,7 @@ class MemoryTables:
 
 
 def is_on_host(site: Site) -> bool:
-    """Whether a site moves a value to host memory, without a reshard."""
+    """Whether a site is a copy to the host, so that its result takes no device memory."""
     return site.node is not None and site.node.target is to_host
 
 

@@ -21,7 +21,7 @@ _Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class UsedBytes:
-    """An item in memory, `number` times.
+    """An item in memory: a tensor or workspace, which counts `number` times.
 
     Args:
         interval: the points at which the item is in memory.
@@ -95,7 +95,10 @@ class MemoryUsage:
 
     @classmethod
     def of(cls, points: int, items: Sequence[UsedBytes]) -> MemoryUsage:
-        """Return the usage of `items` at `points` points; items with the same table object share its entries."""
+        """Return the usage of `items` at the program points 0 to `points` - 1.
+
+        Items with the same table share its entries.
+        """
         tables = {id(item.table): item.table for item in items}
         ends = np.cumsum([table.size for table in tables.values()], dtype=np.int64)
         first = dict(zip(tables, [0, *ends.tolist()], strict=False))
@@ -127,7 +130,10 @@ class MemoryUsage:
         return [self.items[place] for place in places.tolist()]
 
     def least_peak(self, allowed: Mapping[int, _Mask]) -> float:
-        """Return a lower bound, in bytes, of every allowed choice's peak: the peak if each item had its least size."""
+        """Return a lower bound of the peak of every allowed choice, in bytes.
+
+        The bound is the peak if each item had its least size.
+        """
         known: dict[tuple[int, ...], float] = {}
         sizes = np.zeros(len(self.items))
         for place, item in enumerate(self.items):

@@ -35,7 +35,8 @@ from passes.memory.storages import ACTIVATIONS, GRADIENTS, INPUTS, PARAMETERS, S
 class RankMemory:
     """Bytes in use on a pipeline rank: the peak, and its parts by category.
 
-    `in_flight_bytes` is the most that micro-batches between their forward and their backward have saved at once.
+    `in_flight_bytes` is the largest sum of bytes that micro-batches between their forward and their backward have
+    saved.
     """
 
     peak_bytes: int
@@ -137,7 +138,7 @@ def _needs_of(stage: StageProgram, staged: StagedProgram) -> _Needs:
     sums = [memory.new(size) for size in carried]
 
     def more_with_sums(graph: fx.Graph, own: fx.Graph, inputs: Sequence[Value]) -> int:
-        """Return the peak while `graph` runs and adds the gradients of `own` to the sums, without the sums' bytes."""
+        """Return the peak bytes while `graph` runs and adds the gradients of `own` to sums, less the sums' bytes."""
         memory.run(adding(graph, owned_results(own)[-len(sums) :] if sums else ()), [*inputs, *sums], [*held, *once])
         return _restart(memory) - base - hoisted - sum(carried)
 
@@ -178,7 +179,7 @@ def _sent_names(phased: PhasedProgram, crossing: Collection[str]) -> list[str]:
 
 
 def _restart(memory: Storages) -> int:
-    """Return the peak so far, in bytes, and reset it to zero."""
+    """Return the peak bytes of `memory` so far, and reset the peak to zero."""
     peak, memory.peak = memory.peak, 0
     return peak
 
@@ -196,15 +197,17 @@ def _update_bytes(phased: PhasedProgram, carried: Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class _RankWalk:
-    """A walk along a rank's schedule. Keys (stage, is forward, micro-batch) name a task.
+    """A walk along a rank's schedule.
+
+    A task is named by (stage, whether it is a forward, micro-batch). Its place is its index in the order of its rank.
 
     Args:
         live: bytes in use by category.
         peak, parts: the peak so far, and `live` at the peak.
         in_flight, most_in_flight: bytes of saved values now, and the most so far.
-        waiting: bytes of received inputs that are not read yet, by the reader.
-        sent: receiving rank to a queue of sent messages: the reader's place in its rank's order, and the bytes.
-        places: task to its place in its rank's order.
+        waiting: name of a task → bytes of inputs that it has received and not read yet.
+        sent: receiving rank → a queue of the messages sent to it: the place of the reading task, and the bytes.
+        places: name of a task → its place.
         begun: stages whose first forward has run.
         summed: stages that have sums of gradients.
     """
@@ -242,7 +245,7 @@ class _RankWalk:
         return RankMemory(self.peak, self.parts, self.most_in_flight)
 
     def _reach(self, more: int) -> None:
-        """Update the peak with a moment at which `more` bytes are in use in addition to `live`."""
+        """Raise the peak if `live` and `more` bytes together exceed it."""
         total = sum(self.live.values()) + more
         if total > self.peak:
             self.peak = total
@@ -278,7 +281,11 @@ class _RankWalk:
                 self._add(number, needs, needs.second_half, needs.second_half_with_sums)
 
     def _add(self, number: int, needs: _Needs, first: int, later: int) -> None:
-        """Update the peak with a backward: `first` bytes beside `live` if it makes the sums, else `later` bytes."""
+        """Update the peak with a backward of stage `number`.
+
+        The first backward of a stage makes the sums of gradients, and needs `first` bytes beside `live`. Later
+        backwards add to the sums, and need `later` bytes.
+        """
         self._reach(later if number in self.summed else first)
         if number not in self.summed:
             self.summed.add(number)
@@ -301,9 +308,10 @@ class _RankWalk:
         self._reach(0)
 
     def _read(self, number: int, micro_batch: int, *, is_forward: bool) -> None:
-        """Release the received inputs of a task, which the task's own peak includes, and messages that are read by now.
+        """Release the memory of a task's received inputs, because the task's own peak includes them.
 
-        A message from another rank shows how far that rank is in its order, so all earlier messages to it are read.
+        A message shows how far its sender has come in its order. So messages that were sent to this sender, and that it
+        has read by then, are released too.
         """
         self.live[ACTIVATIONS] -= self.waiting.pop((number, is_forward, micro_batch), 0)
         for item in self.staged.crossings:
@@ -332,6 +340,9 @@ class _RankWalk:
 
 
 def crossing_bytes(staged: StagedProgram, name: str, maker: int, *, is_forward: bool) -> int:
-    """Return the bytes on each rank of a value that stage `maker` sends to another stage, in the maker's spec."""
+    """Return the bytes on each rank of the value `name` that stage `maker` sends to another stage.
+
+    The value has the spec with which `maker` makes it.
+    """
     slot = staged.sent_slot(name, maker, is_forward=is_forward)
     return local_bytes(slot, staged.stages[maker].phased.lowered.mesh)

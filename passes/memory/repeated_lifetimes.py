@@ -3,7 +3,8 @@
 The left-out units are missing between two units of the program; the unit behind this gap stands for them. Each unit has
 runs of consecutive calls: its forward, its backward, and parts of the update. In each run, the left-out units would lie
 just before the later of the two units beside the gap. So if a run makes a value, the value's copies count from the
-first point of the later unit. If the last reader of a value is in a run, the copies are freed just before that point.
+first point of the later unit in this run. If the last reader of a value is in a run, the copies are freed just before
+this point.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Key = tuple[str | int, Hashable]
 
 
 def with_repeated(liveness: Liveness, repeated: RepeatedUnits, space: SearchSpace) -> Liveness:
-    """Return a program's lifetimes with those of its left-out units in `Liveness.repeated`."""
+    """Return the lifetimes with the field `repeated`: lifetimes of the values in the units that `space` leaves out."""
     kept = numbered(liveness.on_links)
     intervals: dict[Key, Interval] = {**liveness.values, **{key: each.interval for key, each in kept.items()}}
     found = repeated_intervals(liveness, repeated, space, intervals)
@@ -33,9 +34,10 @@ def with_repeated(liveness: Liveness, repeated: RepeatedUnits, space: SearchSpac
 def repeated_intervals(
     liveness: Liveness, repeated: RepeatedUnits, space: SearchSpace, intervals: Mapping[Key, Interval]
 ) -> dict[Key, tuple[Interval, int]]:
-    """Return the lifetime and the number of each value's copies in left-out units, by the value they are copies of.
+    """Return the lifetime and the number of the copies that each value has in left-out units.
 
-    `intervals` has the lifetimes of the program's own values. Values without copies are absent.
+    Values without copies are absent. `intervals` has the lifetimes of the values of the program. A key names a value,
+    or the memory of a link (`numbered`).
     """
     gaps = _gaps(liveness, repeated, space)
     standing: dict[str | int, int] = {sites.names[AFTER_GAP]: sites.left_out for sites in repeated.sites}
@@ -51,7 +53,10 @@ def repeated_intervals(
 
 
 def numbered(on_links: Iterable[OnLink]) -> dict[Key, OnLink]:
-    """Return the memory of links by (link, (kind, number)); the number counts a link's entries of this kind from 0."""
+    """Return memory of links by a key (link, (kind, number)).
+
+    `number` counts the entries with the same link and kind, from 0.
+    """
     counts: dict[tuple[int, Held], int] = defaultdict(int)
     found: dict[Key, OnLink] = {}
     for kept in on_links:
@@ -61,10 +66,10 @@ def numbered(on_links: Iterable[OnLink]) -> dict[Key, OnLink]:
 
 
 def _gaps(liveness: Liveness, repeated: RepeatedUnits, space: SearchSpace) -> dict[int, int]:
-    """Map each point of a unit to the first point, in the same run, of the later of the two units beside the gap.
+    """Return for each point of a repeated unit the point at which left-out units of the same run would end.
 
-    Points of a unit are its calls, reshards into its calls or from them out of the program, and additions of its
-    gradients.
+    This is the first point, in the same run, of the later of the two units beside the gap. Points of a unit are its
+    calls, the reshards of its operands and results, and the additions of its gradients.
     """
     into: dict[str, list[int]] = defaultdict(list)
     for link, point in zip(space.links, map(liveness.reshards.__getitem__, range(len(space.links))), strict=True):

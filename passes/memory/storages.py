@@ -36,7 +36,8 @@ PARAMETERS, STATE, GRADIENTS, INPUTS, ACTIVATIONS = PARTS = (
 class Storage:
     """The memory of one tensor on a rank: `size` bytes, in the category `part` of `PARTS`.
 
-    `left_out` is the bytes of its copies in the left-out units of repeat number `repeat`; -1 without copies.
+    `left_out` is the bytes of the tensor's copies in the left-out units of a repeat. `repeat` is the number of this
+    repeat, or -1 without copies.
     """
 
     size: int
@@ -58,14 +59,20 @@ _ALL_THERE = LocalUnits((), {})
 
 @dataclass(slots=True)
 class Storages:
-    """The peak of a rank's bytes over all graphs walked so far, and the bytes of each category at that peak."""
+    """The peak of a rank's bytes over all graphs walked so far, and the bytes of each category at that peak.
+
+    `units` has the repeated units of the program, of which some are left out.
+    """
 
     units: LocalUnits = _ALL_THERE
     peak: int = 0
     parts: dict[str, int] = field(default_factory=dict)
 
     def new(self, size: int, part: str = ACTIVATIONS, node: fx.Node | None = None) -> Value:
-        """Return a value of one new storage of `size` bytes, made by `node`, with its copies in left-out units."""
+        """Return a value with one new storage of `size` bytes.
+
+        If `node`, which makes the value, stands for nodes of left-out units, the storage counts their copies too.
+        """
         spot = None if node is None else self.units.spot(node)
         if spot is None or spot.unit != AFTER_GAP:
             return (Storage(size if node is None else round(size_in_whole_program(node, size)), part),)
@@ -123,7 +130,10 @@ class Storages:
             self.peak, self.parts = sum(parts.values()), parts
 
     def _made(self, node: fx.Node, where: dict[fx.Node, Value]) -> Value:
-        """Return new storages for a node's results, or those of the operand that the node views."""
+        """Return the storages of a node's results.
+
+        A view has the storages of its operand. Other nodes make new storages.
+        """
         if node.target is to_host:
             return self.new(0)
         value = node.meta.get("val")
@@ -140,7 +150,10 @@ class Storages:
 
 @dataclass(slots=True)
 class _Lives:
-    """The first and last point (a node's index) at which each storage is in use; `given` exist before that."""
+    """The first and the last point at which each storage is in use. A point is the index of a node in the graph.
+
+    `given` has the storages that exist before the graph runs.
+    """
 
     units: LocalUnits
     nodes: Sequence[fx.Node]
@@ -164,8 +177,7 @@ class _Lives:
             self.ends[storage] = len(self.nodes) - 1
 
     def spans(self) -> Iterator[tuple[Storage, float, int, int]]:
-        """Yield (storage, bytes, first point, last point) for each storage, then for its copies in left-out units, if
-        used.
+        """Yield (storage, bytes, first point, last point) for each storage and for its copies in left-out units.
 
         Copies that left-out units make begin at the gap. Copies that left-out units read last end at the gap.
         """
@@ -183,9 +195,10 @@ class _Lives:
                 yield storage, storage.left_out, first, last
 
     def _gaps(self) -> Mapping[int, int]:
-        """Return, for each repeat, the point at which its left-out units run, between the two units beside the gap.
+        """Return the point at which the left-out units of each repeat run, by the index of the repeat.
 
-        Passes may have moved nodes of the two units past each other. So half of their nodes lie before this point.
+        The point lies between the nodes of the two units beside the gap. Passes may have moved nodes of the two units
+        past each other. So the point is chosen such that half of these nodes lie before it.
         """
         beside = defaultdict[int, list[int]](list)
         for point, node in enumerate(self.nodes if self.units.repeats else ()):
@@ -207,7 +220,7 @@ def _needed_by(node: fx.Node) -> list[fx.Node]:
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """Return the operands of a call, first the operand that the call writes and returns."""
+    """Return the operands of a call. If the call writes its result into an operand `out=`, this operand comes first."""
     given = node.kwargs.get("out")
     return [given, *node.all_input_nodes] if isinstance(given, fx.Node) else node.all_input_nodes
 

@@ -1,1 +1,1 @@
-"""Prove that padding of a program's inputs changes no element of its results outside their own padding."""
+"""Prove that padding of a program's inputs changes no element of its results outside the results' own padding."""

@@ -1,13 +1,15 @@
-"""Prove by a call's sharding rule that padding of its operands does not reach the clean part of its results.
+"""Prove by an operator's sharding rule that padding of its operands does not reach the clean part of its results.
 
-A factor is an index of the rule: `m k, k n -> m n` has three. The clean part is the elements outside padding
+A factor is an index of the rule: `m k, k n -> m n` has three. The clean part of a tensor is its elements outside
+padding. The exact program is the same program without padding. A region is the clean part, or one part of the padding
 (`padded_values`).
 
 1. Each padded part of a dim must belong to one factor of the rule, padded alike in all operands and results.
-2. Along a parallel factor, which all results have, each element is computed independently. So the clean part depends
-   only on clean parts, if the call runs on a piece of the factor without a rewrite.
-3. Along a reduced factor, padding must be neutral. An operand of a linear call is zero there, and the other operands
-   are finite. Or padding has the fill value that the rule gives for the reduction.
+2. A parallel factor is in all results, so each of its elements is computed by itself. The clean part then depends only
+   on clean parts, if the operator computes a piece of the factor without knowing the piece's offset.
+3. A reduced factor is missing in a result. Its padding must not change the reduced number. This holds for a linear
+   operator if one operand is zero there, and the other operands are finite. It also holds if the padding has the
+   fill value that the rule gives for the reduction.
 """
 
 from __future__ import annotations
@@ -44,11 +46,15 @@ _BY_ROWS = ROWWISE | frozenset(
         *(aten.cumsum.default, aten.cumprod.default),
     }
 )
-"""Operators that need a rewrite for pieces of reduced, scanned or normalised dims, but not of parallel dims."""
+"""Operators that compute any piece of a parallel dim by itself. Pieces of their reduced dims would need a rewrite."""
 
 
 def by_rule(call: PaddedCall) -> Results:
-    """Return the padded values of a call's results by its rule; `ReachedError` if padding may reach a clean part."""
+    """Return the padded value of each of a call's results, derived from the operator's sharding rule.
+
+    Raises:
+        ReachedError: padding may reach the clean part of a result, or the operator has no rule.
+    """
     if not call.is_padded:
         return _clean(call)
     return _Ruled.of(call).results()
@@ -67,7 +73,10 @@ def _clean(call: PaddedCall) -> Results:
 
 
 def _made(call: PaddedCall, result: int, operands: Sequence[PaddedContent], region: Region) -> PaddedContent:
-    """Return the content of a region of result number `result`; later results may have any number of their type."""
+    """Bound the numbers in a region of result number `result`, given the contents of the operands there.
+
+    Results after the first are only known to have numbers of their dtype.
+    """
     found = call.content(operands, region)
     if not result:
         return found
@@ -79,7 +88,10 @@ def _made(call: PaddedCall, result: int, operands: Sequence[PaddedContent], regi
 
 @dataclass(frozen=True, slots=True)
 class _Ruled:
-    """A call with its sharding rule, bound to the padded sizes; `parts` has each factor's parts."""
+    """A call and its operator's sharding rule, with the sizes of the padded program.
+
+    `parts` maps a factor to its parts, major to minor, each with a padded and an exact size.
+    """
 
     call: PaddedCall
     bound: BoundRule
@@ -137,7 +149,7 @@ class _Ruled:
         return self._is_zero(labels) or self._is_filled(labels)
 
     def _is_zero(self, labels: frozenset[Label]) -> bool:
-        """Whether the padding of the reduced parts `labels` contributes only zeros to the clean part of the results."""
+        """Whether the padding of the reduced parts `labels` adds only zeros to the clean part of the first result."""
         if any(self.bound.reduce.get(factor) is not Reduction.SUM for factor, _ in labels):
             return False
         found = self._operands(0, CLEAN, labels)
@@ -160,9 +172,10 @@ class _Ruled:
         return True
 
     def _operands(self, result: int, region: Region, labels: frozenset[Label]) -> list[PaddedContent]:
-        """Return the content of each operand where it contributes to `region` of result number `result`.
+        """Return the content of each operand in the elements that `region` of result number `result` reads.
 
-        Reduced parts in `labels` are taken in their padding, other reduced parts outside of their padding.
+        A reduction reads several regions of an operand. `labels` selects one: the elements in the padding of the
+        reduced parts `labels`, and in no padding of other reduced parts.
         """
         wanted = {self._label(self.bound.outputs[result], place) for place in region} | labels
         return [
@@ -179,7 +192,10 @@ class _Ruled:
         raise AssertionError(place)
 
     def _dims(self, result: int, index: int) -> list[Dim]:
-        """Return the dims of a result with number `result` among the tensor results, `index` among all results."""
+        """Return the dims of a result, each as its parts.
+
+        `result` numbers only the results that are tensors, and `index` numbers all results.
+        """
         shapes = zip(self.call.shapes(0)[index], self.call.shapes(1)[index], strict=True)
         return [self._dim(factors, sizes) for factors, sizes in zip(self.bound.outputs[result], shapes, strict=True)]
 
@@ -214,13 +230,16 @@ class _Ruled:
         return content
 
     def _is_clean(self, result: int, region: Region, operand: int) -> bool:
-        """Whether a region of result number `result` depends only on the clean part of operand number `operand`."""
+        """Whether `region` of result number `result` reads only clean elements of operand number `operand`."""
         wanted = {self._label(self.bound.outputs[result], place) for place in region}
         value, dims = self.call.operands[operand], self.bound.inputs[operand]
         return not any(self._label(dims, place) in wanted for place in value.places)
 
     def _added_mask(self, found: Sequence[Sequence[PaddedContent]]) -> PaddedContent | None:
-        """Return the content of a mask that the call adds to a product of finite numbers; None without such a mask."""
+        """Return the content of a mask that the call adds to finite products, as `baddbmm` does; None without a mask.
+
+        `found` has the contents of all operands, once for each set of padded reduced parts.
+        """
         if len(self.bound.added) != 1 or self.call.node.kwargs:
             return None
         (added,) = self.bound.added
@@ -229,9 +248,10 @@ class _Ruled:
         return found[0][added] if is_mask else None
 
     def _has_zero_addends(self, result: int, region: Region, subsets: Sequence[frozenset[Label]]) -> bool:
-        """Whether a region of a result is zero, because operands in which the call is linear are zero there.
+        """Whether `region` of a result is zero, because operands in which the call is linear are zero in all addends.
 
-        Each set of reduced parts in `subsets` stands for the addends in the padding of exactly these parts.
+        A member of `subsets` is a set of reduced parts. It stands for the addends that lie in the padding of exactly
+        these parts.
         """
         groups = [group for group in self.bound.linear if group]
         return any(
@@ -260,11 +280,15 @@ _COMBINED: Mapping[Reduction | None, Callable[[Iterable[PaddedContent]], PaddedC
     Reduction.MIN: _least_of,
     Reduction.MAX: _greatest_of,
 }
-"""The content of the minimum or maximum of numbers from several regions, given the contents of the regions."""
+"""Reduction → function from the contents of several regions to the content of their numbers' minimum or maximum."""
 
 
 def _assign(parts: dict[str, Dim], factors: tuple[str, ...], dim: Dim, sizes: Mapping[str, int]) -> None:
-    """Record an operand's dim under its factor; `ReachedError` if a padded dim is merged with another dim."""
+    """Record in `parts` the parts of an operand's dim under the dim's factor.
+
+    Raises:
+        ReachedError: the dim has padding, and the rule merges several factors in it.
+    """
     is_padded = any(map(is_padded_part, dim))
     if len(factors) != 1:
         if is_padded:

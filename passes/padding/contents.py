@@ -1,8 +1,8 @@
-"""Bound the numbers that a region of a padded tensor may contain, and the numbers that a call makes of them.
+"""Bound the numbers that may be in a region of a padded tensor, and the numbers that operators compute from them.
 
-A region is the clean part of a padded tensor (the elements outside padding), or one part of its padding. Its content
-is an interval of numbers, and whether all numbers are finite. Parameters and inputs are assumed to be finite. Results
-of operators that make no infinity from finite numbers are finite too: overflow is ignored.
+A region is the clean part of a padded tensor (the elements outside padding), or one part of its padding. The content
+of a region is an interval that contains its numbers, and whether all its numbers are finite. Parameters and inputs are
+assumed to be finite. Overflow is ignored: results are finite if the operator makes no infinity from finite numbers.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _EXACT = 2.0**53
 """Whole numbers below this number are exact in float64."""
 
 _MASKED = -5e3
-"""Scores below this have no weight in a softmax. Masks that are added hold -1e4 or less, other scores are far above."""
+"""Scores up to this number have no weight in a softmax. Masks add -1e4 or less, and other scores are far above."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedContent:
-    """The numbers that a region may contain.
+    """The numbers that may be in a region of a padded tensor.
 
     Args:
-        low, high: the smallest and the largest number.
-        is_finite: whether all numbers are finite; then none is NaN.
-        is_clean: whether all numbers of the region also occur in the clean part, as in a row that is repeated.
+        low, high: bounds of all numbers, both included.
+        is_finite: whether all numbers are finite; then no number is NaN.
+        is_clean: whether each number of the region also occurs in the clean part, as in a row that is repeated.
         is_like_clean: whether the region contains infinities only if the clean part contains infinities. An example
             is scores plus a mask without padding.
 
@@ -52,12 +52,12 @@ class PaddedContent:
 
     @property
     def has_no_infinity_of_its_own(self) -> bool:
-        """Whether all elements of the region are finite, unless the clean part contains infinities."""
+        """Whether the region contains infinities only if the clean part contains infinities."""
         return self.is_finite or self.is_clean or self.is_like_clean
 
     @property
     def is_constant(self) -> bool:
-        """Whether all elements of the region are one known number."""
+        """Whether all elements of the region equal one number, which is known."""
         return self.low == self.high
 
     @property
@@ -66,7 +66,7 @@ class PaddedContent:
         return self.low == self.high == 0
 
     def is_only(self, number: float) -> bool:
-        """Whether all elements of the region are `number`."""
+        """Whether all elements of the region equal `number`."""
         return self.low == self.high == number
 
     def lies_in(self, low: float, high: float) -> bool:
@@ -86,14 +86,14 @@ def constant(number: Any) -> PaddedContent:
 
 
 def content_of_type(dtype: torch.dtype) -> PaddedContent:
-    """Return the content of a region that may have any finite numbers of a type."""
+    """Return the content of a region about which only its dtype is known: any finite numbers of the dtype."""
     if dtype.is_floating_point or dtype.is_complex:
         return _FINITE
     return _from_range(range_of_type(dtype), is_finite=True)
 
 
 def either(contents: Iterable[PaddedContent]) -> PaddedContent:
-    """Return the union of contents: each element of the region has one of them."""
+    """Return the content of a region whose elements come from several regions, given the contents of those regions."""
     known = list(contents)
     return PaddedContent(
         min(item.low for item in known),
@@ -105,17 +105,20 @@ def either(contents: Iterable[PaddedContent]) -> PaddedContent:
 
 
 def is_masked(content: PaddedContent) -> bool:
-    """Whether scores with this content (e.g. -inf or -1e9) have no weight in a softmax."""
+    """Whether all numbers of a content, such as -inf or -1e9, have no weight in a softmax."""
     return content.high <= _MASKED
 
 
 def masked_sum(mask: PaddedContent) -> PaddedContent:
-    """Return the content of a sum of ordinary scores and a mask for which `is_masked` holds."""
+    """Return the content of attention scores plus a mask whose content is `mask`; the mask hides these scores."""
     return PaddedContent(-math.inf, 0.9 * mask.high, mask.is_finite)
 
 
 def content_of_call(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent:
-    """Return the content of a region of a call's first result, given its tensor operands' contents there, in order."""
+    """Return the content of a region of a call's first result.
+
+    `operands` has the content of each tensor operand in the elements from which the region is computed.
+    """
     dtype = _dtype_of(node)
     if dtype is None or dtype.is_complex:
         return (
@@ -143,7 +146,10 @@ def _from_range(found: Range, *, is_finite: bool) -> PaddedContent:
 
 
 def _compute(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
-    """Run a pointwise operator on the one number that each operand contains; None if an operand is no constant."""
+    """Return the content of a pointwise call whose operands are constant in a region, by running its operator.
+
+    Return None if the call is not pointwise, or an operand is not constant.
+    """
     if not _is_pointwise(node) or not operands:
         return None
     if not all(item.is_constant and (abs(item.low) < _EXACT or not item.is_finite) for item in operands):
@@ -164,7 +170,7 @@ _Function = Callable[[fx.Node, Sequence[PaddedContent]], PaddedContent | None]
 
 
 def _arguments(node: fx.Node, operands: Sequence[PaddedContent]) -> list[PaddedContent]:
-    """Return the contents of all positional arguments; a plain number is a constant."""
+    """Return the contents of all positional arguments; a Python number among them counts as a constant."""
     given = iter(operands)
     return [next(given) if isinstance(item, fx.Node) else replace(constant(item), is_clean=True) for item in node.args]
 
@@ -212,7 +218,10 @@ def _or(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | Non
 
 
 def _other_than(neutral: float, node: fx.Node, given: Sequence[PaddedContent]) -> PaddedContent | None:
-    """Return the content of the other operand of a logical operator, if one operand is `neutral`; else None."""
+    """Return the content of `x` in a call such as `x & True` (`neutral` is 1) or `x | False` (`neutral` is 0).
+
+    Return None for other calls.
+    """
     if not _are_boolean(node) or len(given) != 2 or not any(item.is_only(neutral) for item in given):
         return None
     return given[1] if given[0].is_only(neutral) else given[0]
@@ -223,7 +232,7 @@ def _are_boolean(node: fx.Node) -> bool:
 
 
 def _sum(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
-    """Return the content of a mask plus ordinary scores, which the mask alone decides; None for other sums."""
+    """Return the content of scores plus a mask of large negative numbers (`is_masked`); None for other sums."""
     dtype = _dtype_of(node)
     if len(node.args) > 2 or node.kwargs or dtype is None or not dtype.is_floating_point:
         return None
@@ -235,9 +244,14 @@ def _sum(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | No
 
 
 def _comparison(holds: Callable[[float, float], bool], *, at_ends: str) -> _Function:
-    """Return a function whose content is 1 if the comparison holds for all elements, 0 if for none, else None.
+    """Return a function that gives the content of a comparison's result in a region.
 
-    `at_ends` is "less" if the comparison holds for smaller first operands, else "more".
+    The content is 1 if the comparison holds for all elements, and 0 if it holds for none. Else the function returns
+    None.
+
+    Args:
+        holds: the comparison of two numbers.
+        at_ends: "less" for `<` and `<=`, "more" for `>` and `>=`.
     """
 
     def function(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
@@ -272,7 +286,7 @@ def _of_booleans(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedCont
 
 
 def _convert(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
-    """Return the content after a conversion to another type; None if numbers may change in an unknown way."""
+    """Return the content of a region after conversion to another dtype; None if the converted numbers are not known."""
     (x,), dtype = operands, _dtype_of(node)
     assert dtype is not None
     if x.is_constant:
@@ -309,7 +323,7 @@ _FUNCTIONS: Mapping[Any, _Function] = {
     aten._to_copy: _convert,
     aten.nan_to_num: _made_finite,
 }
-"""The function of an operator that bounds its result. If the function returns None, `_bound` is used."""
+"""Operator → function that bounds the numbers of its result. If the function returns None, `_bound` is used."""
 
 
 def _combine(node: fx.Node, operands: Sequence[PaddedContent], dtype: torch.dtype) -> PaddedContent | None:
@@ -380,18 +394,24 @@ _RISKS: Mapping[Any, Callable[[fx.Node, Sequence[PaddedContent]], bool]] = {
     **dict.fromkeys((aten.polygamma, aten.special_xlog1py, aten.special_zeta), _never),
     **dict.fromkeys((aten.addcdiv, aten.linalg_inv_ex, aten.linalg_solve_triangular, aten.linalg_cholesky_ex), _never),
 }
-"""Whether a call has finite results and gradients for given finite operands; only operators with risks are listed."""
+"""Operator → whether a call has finite results and gradients, given the contents of its finite operands.
+
+Operators whose results and gradients are always finite are not listed.
+"""
 
 _SOFTMAX = frozenset((aten._softmax, aten._log_softmax, aten.softmax, aten.log_softmax, aten.logsumexp))
 
 
 def is_softmax(node: fx.Node) -> bool:
-    """Whether a call is a softmax. Its gradients are NaN in rows whose scores are all -inf."""
+    """Whether a node calls a softmax, log-softmax or logsumexp. Gradients are NaN in rows whose scores are all -inf."""
     return _packet(node) in _SOFTMAX
 
 
 def stays_finite(node: fx.Node, operands: Sequence[PaddedContent]) -> bool:
-    """Whether results and gradients of a call on finite operands are finite, or operands repeat clean numbers."""
+    """Whether a call makes no infinity or NaN in a region of results or gradients that the clean part has not.
+
+    `operands` has the contents of the operands in the region. Numbers that also occur in the clean part are no risk.
+    """
     holds = _RISKS.get(_packet(node))
     return holds is None or all(item.is_clean for item in operands) or holds(node, operands)
 

@@ -1,7 +1,7 @@
 """Follow padding through calls that look up elements by index, return an index, or scan a dim.
 
-Indices are assumed to be valid without padding. Indices into a padded dim must count from the start, because -1 is
-another element with padding than without.
+Without padding, all indices are assumed to be valid. Indices into a padded dim must not be negative, because index -1
+selects another element with padding than without.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 @padded_call(aten.embedding.default)
 def _embedding(call: PaddedCall) -> Results:
-    """Indices in padding must be rows of the table too."""
+    """Look up rows of a table; `ReachedError` if an index in padding lies beyond the table, which would crash."""
     table, indices = call.operands[0], call.operands[1]
     rows = table.shape(0)[0]
     for region, content in indices.contents.items():
@@ -34,12 +34,15 @@ def _embedding(call: PaddedCall) -> Results:
 
 
 _UNBOUNDED = 2.0**62
-"""Indices whose upper bound is at least this large have no known bound."""
+"""An upper bound of indices that is at least this large counts as unknown."""
 
 
 @padded_call(aten.index.Tensor, aten._unsafe_index.Tensor)
 def _index(call: PaddedCall) -> Results:
-    """The result has the dims of the broadcast index tensors, and the dims that are not indexed."""
+    """Return the padded value of `x[index, ...]`.
+
+    The result has the dims of the broadcast index tensors, and the dims of `x` that are not indexed.
+    """
     x = call.operands[0]
     nodes: Sequence[Any] = call.argument(1, "indices")
     if not call.is_padded:
@@ -69,9 +72,9 @@ def _index(call: PaddedCall) -> Results:
 
 
 def _at(index: PaddedValue, region: Region, first: int, rank: int) -> tuple[PaddedContent, bool]:
-    """Return the content of an index tensor for a region of the result, and whether the region is clean.
+    """Return the content of an index tensor in a region of the result, and whether the region is the clean part.
 
-    `first` is the first of the result's `rank` dims that come from the index tensors.
+    The result's `rank` dims from number `first` on come from the index tensors.
     """
     shift = first + rank - len(index.dims)
     of_index = {(dim - shift, part) for dim, part in region}
@@ -79,10 +82,10 @@ def _at(index: PaddedValue, region: Region, first: int, rank: int) -> tuple[Padd
 
 
 def _looked_up(x: PaddedValue, kept: Region, indices: dict[int, tuple[PaddedContent, bool]]) -> PaddedContent:
-    """Return the content of the elements of `x` at some indices.
+    """Return the content of the elements of `x` that are looked up at some indices.
 
-    `kept` is the region of the dims that are not indexed. `indices` maps each indexed dim to the content of its index,
-    and whether the region of the result is clean.
+    `kept` is the region of `x` in the dims that are not indexed. `indices` maps each indexed dim to the content of its
+    index, and whether the elements go to the clean part of the result.
     """
     regions = [kept]
     for dim, (index, is_clean) in indices.items():
@@ -168,7 +171,11 @@ def _extreme(call: PaddedCall) -> Results:
 
 
 def _extremes(call: PaddedCall) -> Results:
-    """Padding over the dim may not be more extreme than any clean element."""
+    """Return the padded values of a call of max, min, argmax or argmin along a dim.
+
+    Raises:
+        ReachedError: an element in padding could be chosen.
+    """
     (x,) = call.operands
     dim = call.argument(1, "dim")
     if dim is None and x.is_padded:
@@ -203,7 +210,10 @@ def _extremes(call: PaddedCall) -> Results:
     aten.cumsum.default, aten.cumprod.default, aten.cummax.default, aten.cummin.default, aten.logcumsumexp.default
 )
 def _scan(call: PaddedCall) -> Results:
-    """Each element depends only on earlier elements, and padding comes last."""
+    """Return the padded values of a scan such as `cumsum`.
+
+    Padding changes no clean element: each element depends only on earlier elements, and padding comes last.
+    """
     (x,) = call.operands
     dim = call.argument(1, "dim") % max(len(x.dims), 1)
     if not x.is_padded or not x.is_dim_padded(dim):
@@ -229,4 +239,4 @@ def _scan(call: PaddedCall) -> Results:
 
 
 _EXTREME_SCANS = (aten.cummax.default, aten.cummin.default)
-"""Operators whose first result has, at each place, the largest or smallest element so far."""
+"""Scans whose first result has, at each index of the dim, the largest or smallest element up to this index."""

@@ -1,6 +1,7 @@
 """Follow padding through calls that create tensors or move elements: views, slices, concatenations, triangles.
 
-The function of an operator returns the padded values of a call's results. The function computes no tensor.
+Each operator has a function that returns the padded values of a call's results: where padding is, and which numbers it
+may contain. The functions compute no tensor.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _FILLED = tuple(target for target in CREATIONS if target not in (aten.arange.def
 
 
 def _filled(call: PaddedCall) -> Results:
-    """All elements of a new tensor equal one number, or they are unset."""
+    """Return the padded value of a new tensor whose elements all equal one number, or are not initialised."""
     made = UNKNOWN if call.target in _EMPTY else content_of_call(call.node, [x.content(CLEAN) for x in call.operands])
     return (PaddedValue.of(call.plain_dims(), lambda _: made),)
 
@@ -47,7 +48,7 @@ for _target in _FILLED:
 @padded_call(aten.arange.start, sizes=(1,))
 @padded_call(aten.arange.start_step, sizes=(1,))
 def _arange(call: PaddedCall) -> Results:
-    """The range of the exact program is a prefix of the padded range."""
+    """Return the padded value of an `arange`. Its clean part is the range of the exact program."""
     args = call.node.args
     start, step = (0, 1) if len(args) == 1 else (args[0], args[2] if len(args) > 2 else 1)
     assert isinstance(start, int | float)
@@ -69,7 +70,11 @@ def _arange(call: PaddedCall) -> Results:
 @padded_call(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.view_copy.default, sizes=(1,))
 @padded_call(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.flatten.using_ints)
 def _view(call: PaddedCall) -> Results:
-    """A view merges and splits dims; a padded part of a dim must stay whole."""
+    """Return the padded value of a view that merges or splits dims.
+
+    Raises:
+        ReachedError: the view splits a padded part of a dim.
+    """
     (x,) = call.operands
     waiting = _waiting_parts(x)
     dims: list[Dim] = []
@@ -86,7 +91,10 @@ def _view(call: PaddedCall) -> Results:
 
 
 def _waiting_parts(x: PaddedValue) -> list[tuple[Place, Part]]:
-    """Return the places and sizes of all parts in order; neighbouring parts without padding are merged."""
+    """Return the place and sizes of each part of the dims of `x`, in order.
+
+    Neighbouring parts without padding are merged.
+    """
     found: list[tuple[Place, Part]] = []
     for place, part in (((dim, index), part) for dim, parts in enumerate(x.dims) for index, part in enumerate(parts)):
         if found and not is_padded_part(part) and not is_padded_part(found[-1][1]):
@@ -98,10 +106,14 @@ def _waiting_parts(x: PaddedValue) -> list[tuple[Place, Part]]:
 
 
 def _take(waiting: list[tuple[Place, Part]], size: Part, dim: int, origins: dict[Place, Place]) -> Dim:
-    """Remove the parts of new dim number `dim` from the front of `waiting`, and return them.
+    """Remove parts from the front of `waiting` that make up dim number `dim` of a view, and return them.
 
-    Parts without padding may be split. `size` is the new dim's padded and exact size. `origins` receives the old place
-    of each padded part, by its new place.
+    Args:
+        waiting: place and sizes of the old parts that no dim of the view has taken yet. Parts without padding may be
+            split.
+        size: size of the view's dim in the padded program, and in the exact program.
+        dim: number of the view's dim.
+        origins: receives new place → old place for each padded part.
     """
     parts: list[Part] = []
     left = size
@@ -125,7 +137,7 @@ def _take(waiting: list[tuple[Place, Part]], size: Part, dim: int, origins: dict
 
 @padded_call(aten.expand.default, aten.expand_copy.default, aten.repeat.default, sizes=(1,))
 def _expand(call: PaddedCall) -> Results:
-    """No padded dim may be expanded or repeated."""
+    """Return the padded value of an expanded or repeated tensor; `ReachedError` if a padded dim is repeated."""
     (x,) = call.operands
     dims: list[Dim] = [(size,) for size in zip(call.shapes(0)[0], call.shapes(1)[0], strict=True)]
     new = len(dims) - len(x.dims)
@@ -196,7 +208,10 @@ def _select(call: PaddedCall) -> Results:
 
 
 def _check_place(call: PaddedCall, x: PaddedValue, dim: int, position: int) -> None:
-    """Raise `ReachedError` unless the index at `position` into a padded dim counts from its start in both programs."""
+    """Raise `ReachedError` if argument `position`, an index into padded dim `dim`, selects different elements.
+
+    The compared elements are those of the padded program and of the exact program. Index -1 is an example.
+    """
     size, exact = x.plain_part(dim)
     places = [
         place + length if place < 0 else place
@@ -228,7 +243,11 @@ def _select_scatter(call: PaddedCall) -> Results:
 
 @padded_call(aten.slice_scatter.default, sizes=(3, 4))
 def _slice_scatter(call: PaddedCall) -> Results:
-    """A slice that is written into a padded dim must reach the dim's end."""
+    """Return the padded value of `x` with `source` written into a slice of it.
+
+    Raises:
+        ReachedError: the slice lies along a padded dim, and does not reach the end of the dim.
+    """
     x, source = call.operands
     dim = call.argument(2, "dim", 0) % len(x.dims)
     others = [(one, other) for place, (one, other) in enumerate(zip(x.dims, source.dims, strict=True)) if place != dim]
@@ -261,7 +280,12 @@ def _operand_and_dim(call: PaddedCall) -> tuple[PaddedValue, int]:
 
 @padded_call(aten.cat.default)
 def _cat(call: PaddedCall) -> Results:
-    """Along the dim, all elements after the first padding must equal the number in this padding."""
+    """Return the padded value of a concatenation.
+
+    Raises:
+        ReachedError: a tensor follows padding along the dim, and not all its elements equal the number in that
+            padding.
+    """
     ranks = [len(value.dims) for value in call.operands]
     dim = call.argument(1, "dim", 0) % max(ranks)
     pieces = [value for value in call.operands if value.shape(0) != (0,) or max(ranks) == 1]
@@ -278,7 +302,7 @@ def _cat(call: PaddedCall) -> Results:
     behind = pieces[first + 1 :]
 
     def padding(region: Region) -> PaddedContent:
-        """Return the content of the first padded tensor's padding and of all tensors behind it, together."""
+        """Return the content of the first padded tensor's padding together with all tensors behind it."""
         found = [pieces[first].content(region)]
         for value in behind:
             found.append(value.content(region - {place}))
@@ -296,7 +320,12 @@ def _cat(call: PaddedCall) -> Results:
 
 @padded_call(aten.constant_pad_nd.default)
 def _pad(call: PaddedCall) -> Results:
-    """Behind a dim with padding, the call must pad with the number in that padding."""
+    """Return the padded value of `constant_pad_nd`.
+
+    Raises:
+        ReachedError: the call adds elements behind a dim's padding, and their number differs from the padding's
+            number.
+    """
     (x,) = call.operands
     amounts: Sequence[int] = call.argument(1, "pad")
     number = constant(call.argument(2, "value", 0))
@@ -329,9 +358,9 @@ def _grown(x: PaddedValue, dim: int, before: int, behind: int, number: PaddedCon
 
 
 def _triangle(call: PaddedCall, *, is_lower: bool) -> Results:
-    """Elements outside of the triangle become zero.
+    """Return the padded value of `tril` or `triu`, which set elements outside of a triangle to zero.
 
-    A lower triangle has the elements with column - row <= `diagonal`, an upper triangle those with column - row >=
+    The lower triangle has the elements with column - row <= `diagonal`, the upper triangle those with column - row >=
     `diagonal`.
     """
     (x,) = call.operands

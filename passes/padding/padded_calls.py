@@ -1,8 +1,8 @@
 """A call with padding beside the same call without padding, and a table of functions by operator.
 
-A function of the table returns the padded values of a call's results. The function checks that clean parts of results
-depend only on clean parts of operands, with equal numbers in both programs. Otherwise it raises `ReachedError`.
-Operators outside the table follow their sharding rules (`by_rule`).
+A function of the table takes a call and returns the padded values of its results. It raises `ReachedError` unless
+clean parts of results (elements outside padding) equal the results without padding. Operators outside the table follow
+their sharding rules (`by_rule`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ CallFunction = Callable[["PaddedCall"], Results]
 
 @dataclass(frozen=True, slots=True)
 class PaddedCall:
-    """A call in the program with padding (the padded program), and the same call in the exact program, without padding.
+    """A call in the padded program, and the same call in the exact program, which has no padding.
 
     Args:
+        node, exact: the call's node in the padded program and in the exact program.
         operands: the padded values of the call's tensor operands, in order.
-        values: the padded value of each node before the call.
+        values: the padded value of each earlier node of the padded program.
         has_gradient: whether gradients of parameters, or of inputs, flow through the call.
     """
 
@@ -51,11 +52,11 @@ class PaddedCall:
         return any(value.is_padded for value in self.operands) or self.shapes(0) != self.shapes(1)
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """Return an argument of the padded call, a node or a constant, by its position or its name."""
+        """Return the padded call's argument at `position` or with `name`: a node or a constant."""
         return self.node.args[position] if len(self.node.args) > position else self.node.kwargs.get(name, default)
 
     def both(self, position: int, name: str, default: Any = None) -> tuple[Any, Any]:
-        """Return a constant argument of the padded call and of the exact call, by its position or its name."""
+        """Return a constant argument, by position or name, in the padded call and in the exact call."""
         (padded, exact) = (
             node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
             for node in (self.node, self.exact)
@@ -63,20 +64,24 @@ class PaddedCall:
         return padded, exact
 
     def operand(self, position: int, name: str = "") -> PaddedValue:
-        """Return the padded value of a tensor argument, by its position or its name."""
+        """Return the padded value of the tensor argument at `position` or with `name`."""
         return self.values[self.argument(position, name)]
 
     def shapes(self, index: int) -> list[tuple[int, ...]]:
-        """Return the shapes of the results, in the padded program for index 0, in the exact program for index 1."""
+        """Return the shape of each result, in the padded program for `index` 0, in the exact program for `index` 1."""
         values = tensor_values((self.node, self.exact)[index])
         return [() if value is None else tuple(value.shape) for value in values]
 
     def plain_dims(self) -> tuple[Dim, ...]:
-        """Return the dims of the first result, each with one part: its padded and its exact size."""
+        """Return the dims of the first result, each as a single part with its padded and its exact size."""
         return tuple(((padded, exact),) for padded, exact in zip(self.shapes(0)[0], self.shapes(1)[0], strict=True))
 
     def check_weights(self, contents: Iterable[PaddedContent]) -> None:
-        """Raise `ReachedError` if a softmax may have NaN weights in padding, because these give NaN gradients."""
+        """Raise `ReachedError` if gradients flow through a softmax that may have NaN weights in padding.
+
+        A row whose scores are all -inf has NaN weights, and these give NaN gradients. `contents` bounds the scores or
+        weights in padding. Infinities that the clean part has too are allowed.
+        """
         if (
             self.has_gradient
             and is_softmax(self.node)
@@ -85,12 +90,13 @@ class PaddedCall:
             raise ReachedError(_NO_GRADIENT)
 
     def content(self, operands: Sequence[PaddedContent], region: Region) -> PaddedContent:
-        """Return the content of a region of the first result, given the contents of the operands there.
+        """Return the content of `region` of the first result: bounds of the numbers there.
+
+        `operands` has the contents of the elements from which the region is computed.
 
         Raises:
-            ReachedError: gradients may be infinite or NaN in padding. Zero times infinity is NaN, so a later zero would
-                not
-                keep such a gradient from parameters.
+            ReachedError: gradients in padding may be infinite or NaN. A later product with zero would not keep such a
+                gradient from parameters, because zero times infinity is NaN.
         """
         if region and self.has_gradient and not stays_finite(self.node, operands):
             raise ReachedError(_NO_GRADIENT)
@@ -99,7 +105,7 @@ class PaddedCall:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """`sizes`: positions or names of arguments that may differ between padded and exact call."""
+    """A function of the table, and the arguments (positions or names) that may differ between padded and exact call."""
 
     function: CallFunction
     sizes: frozenset[int | str]
@@ -109,9 +115,9 @@ _entries: dict[Any, _Entry] = {}
 
 
 def padded_call(*operators: Any, sizes: Collection[int] = ()) -> Callable[[CallFunction], CallFunction]:
-    """Return a decorator that registers a function for operators.
+    """Return a decorator that enters a function into the table for each of `operators`.
 
-    `sizes` has positions of arguments that are sizes or indices, which may differ between padded and exact call.
+    `sizes` has the positions of arguments, such as sizes and indices, that may differ between padded and exact call.
     """
 
     def register(function: CallFunction) -> CallFunction:
@@ -124,10 +130,12 @@ def padded_call(*operators: Any, sizes: Collection[int] = ()) -> Callable[[CallF
 
 
 def results_of(call: PaddedCall, by_rule: CallFunction) -> Results:
-    """Return the padded values of a call's results, by the table or else by `by_rule`.
+    """Return the padded values of a call's results, from the operator's function in the table.
+
+    Operators outside the table are given to `by_rule`.
 
     Raises:
-        ReachedError: padding may reach the clean part of a result.
+        ReachedError: padding may reach the clean part of a result (its elements outside padding).
     """
     entry = _entries.get(call.target)
     _check_arguments(call, frozenset() if entry is None else entry.sizes)
@@ -137,7 +145,7 @@ def results_of(call: PaddedCall, by_rule: CallFunction) -> Results:
 
 
 def _check_arguments(call: PaddedCall, sizes: Collection[int | str]) -> None:
-    """Both calls must have equal constant arguments, except those in `sizes`, which the operator's function checks."""
+    """Raise `ReachedError` if a constant argument outside `sizes` differs between the padded and the exact call."""
     pairs = [*enumerate(zip(call.node.args, call.exact.args, strict=True))]
     named = [(name, (value, call.exact.kwargs[name])) for name, value in call.node.kwargs.items()]
     for place, (padded, exact) in [*pairs, *named]:

@@ -35,19 +35,22 @@ _MOST = 4
 
 
 class ReachedError(Exception):
-    """Padding may reach the clean part of a call's result. The text continues a sentence that begins with the call."""
+    """Padding may reach the clean part of a call's result, which are its elements outside padding.
+
+    The text continues a sentence that begins with the call's operator.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedValue:
-    """A tensor of the padded program: the parts of each dim, and the numbers that each region may contain."""
+    """A tensor of the padded program: the parts of each dim, and bounds of the numbers in each region."""
 
     dims: tuple[Dim, ...]
     contents: Mapping[Region, PaddedContent]
 
     @classmethod
     def of(cls, dims: Sequence[Dim], content: Callable[[Region], PaddedContent]) -> PaddedValue:
-        """Return the value with these dims, in which `content` gives the content of each region."""
+        """Return a padded value with these dims; `content` is called for the content of each region."""
         dims = tuple(dims)
         contents = {region: content(region) for region in regions_of(padded_places(dims))}
         contents[CLEAN] = replace(contents[CLEAN], is_clean=True)
@@ -64,11 +67,11 @@ class PaddedValue:
         return bool(self.places)
 
     def part(self, place: Place) -> Part:
-        """Return the padded and the exact size of the part at a place."""
+        """Return the padded and the exact size of the part of a dim at `place`."""
         return self.dims[place[0]][place[1]]
 
     def content(self, region: Iterable[Place]) -> PaddedContent:
-        """Return the numbers that a region of this tensor may contain."""
+        """Return bounds of the numbers in a region of this tensor."""
         return self.contents[frozenset(region)]
 
     def is_dim_padded(self, dim: int) -> bool:
@@ -76,7 +79,7 @@ class PaddedValue:
         return any(map(is_padded_part, self.dims[dim]))
 
     def plain_part(self, dim: int) -> Part:
-        """Return the padded and the exact size of a dim that is a single part, or whose parts are all without padding.
+        """Return the padded and the exact size of dim number `dim`.
 
         Raises:
             ReachedError: the dim is a product of several parts, and a part is padded.
@@ -88,11 +91,14 @@ class PaddedValue:
         return (size := math.prod(exact for _, exact in self.dims[dim]), size)
 
     def shape(self, index: int) -> tuple[int, ...]:
-        """Return the tensor's shape, in the padded program for index 0, in the exact program for index 1."""
+        """Return the tensor's shape, in the padded program for `index` 0, or in the exact program for `index` 1."""
         return tuple(math.prod(part[index] for part in dim) for dim in self.dims)
 
     def replaced(self, dim: int, part: Part, content: Callable[[Region], PaddedContent]) -> PaddedValue:
-        """Return a value in which a dim consists of the single part `part`, and regions have the given contents."""
+        """Return this value with dim number `dim` replaced by the single part `part`.
+
+        `content` is called for the content of each region.
+        """
         return PaddedValue.of((*self.dims[:dim], (part,), *self.dims[dim + 1 :]), content)
 
 
@@ -102,14 +108,18 @@ def is_padded_part(part: Part) -> bool:
 
 
 def padded_places(dims: Sequence[Dim]) -> tuple[Place, ...]:
-    """Return the places of the padded parts of dims, in order."""
+    """Return the places of all padded parts of `dims`, in order."""
     return tuple(
         (dim, index) for dim, parts in enumerate(dims) for index, part in enumerate(parts) if is_padded_part(part)
     )
 
 
 def regions_of(places: Sequence[Place]) -> Iterator[Region]:
-    """Yield all regions of a tensor with padding at `places`, the clean part first; `ReachedError` above `_MOST`."""
+    """Yield all regions of a tensor whose padded parts are at `places`, beginning with the clean part.
+
+    Raises:
+        ReachedError: there are more than `_MOST` padded parts.
+    """
     if len(places) > _MOST:
         raise ReachedError(f"has more than {_MOST} padded dims")
     for count in range(len(places) + 1):
@@ -117,5 +127,5 @@ def regions_of(places: Sequence[Place]) -> Iterator[Region]:
 
 
 def joined(value: PaddedValue, region: Region, place: Place) -> PaddedContent:
-    """Return the union of two contents: that of a region, and that of the region outside the padding at `place`."""
+    """Return the content of two regions together: `region`, and `region` without the padding at `place`."""
     return either((value.content(region), value.content(region - {place})))

@@ -1,10 +1,11 @@
 """Prove that padding of a program's inputs reaches no result.
 
-The program of a padded call is walked beside the program of the same call without padding (the exact program), node by
-node. For each pair of nodes, the proof shows that the clean part of the padded value is the exact value. The clean part
-must depend only on the clean parts of operands, by the same operator with the same numbers. The numbers in padding are
-bounded too, because masks, ignored targets and zeros depend on them. Then results have equal clean parts, for any
-parameters and inputs. Their gradients are equal too, as derivatives of equal functions.
+The padded program is the program of a call with padded inputs. The exact program is that of the same call without
+padding. Both are walked node by node. For each pair of nodes, the proof shows that the clean part of the padded value
+(its elements outside padding) is the exact value. The clean part must depend only on the clean parts of operands, by
+the same operator with the same numbers. The numbers in padding are bounded too, because masks, ignored targets and
+zeros depend on them. Then results have equal clean parts, for any parameters and inputs. Their gradients are equal
+too, as derivatives of equal functions.
 
 1. Two exact programs are traced, of the two shortest lengths that are padded to the same length. If a number depends
    on the length in another way than as a size (a divisor, a window, a branch), it differs between the programs.
@@ -53,13 +54,17 @@ def prove_padding(
     length: int,
     fills: Mapping[str, float],
 ) -> PaddingProof:
-    """Try to prove that padding reaches no result of a call; return each result's padded dims, or why this fails.
+    """Try to prove that padding reaches no result of a call.
 
     Args:
         trace: traces the program of a call.
         padded: the call with padded inputs, of length `length`.
-        exact: length to the call with inputs of this length, without padding.
-        fills: name of an input in programs ("input:0") to the number in its padding.
+        exact: maps each of several lengths to the call with inputs of this length, without padding.
+        length: the size of the padded dim.
+        fills: maps the name of an input ("input:0") to the number in its padding.
+
+    Returns:
+        The padded dims of each result, or the reason why there is no proof.
     """
     reason, trained = "", _trained(padded)
     for as_compiled in (False, True):
@@ -88,7 +93,7 @@ def prove_padding(
 
 
 def _trained(request: Request) -> set[str]:
-    """Return the names of the parameters and inputs that need gradients."""
+    """Return the names of the parameters and inputs of a call that need gradients."""
     if not request.grad:
         return set()
     leaves = pytree.tree_leaves((request.args, dict(request.kwargs)))
@@ -107,7 +112,17 @@ class _Pair:
         self._padded, self._exact, self._fills, self._trained = padded, exact, fills, trained
 
     def cuts(self, length: int, exact: int) -> Mapping[int, SizeDifferences]:
-        """Return each output's padded dims by the output's number; `ReachedError` if padding may reach a result."""
+        """Prove that no result of a pair of programs depends on padding.
+
+        Args:
+            length, exact: the size of the inputs with padding, and without.
+
+        Returns:
+            Number of an output to its padded dims. A dim maps to its size without padding minus `exact`.
+
+        Raises:
+            ReachedError: padding may reach a result.
+        """
         self._check_alike()
         inputs = self._inputs()
         values = _PaddedWalk(self._padded.graph_module, self._exact.graph_module, self._with_gradients()).run(inputs)
@@ -147,7 +162,7 @@ class _Pair:
         return {slot.node for slot in self._padded.inputs if slot.name in self._trained}
 
     def _check_guards(self, inputs: Mapping[str, PaddedValue]) -> None:
-        """Check that the values that the model's Python read while it was traced do not depend on padding."""
+        """Raise `ReachedError` if the model's Python read a value while it was traced that depends on padding."""
         one, other = self._padded, self._exact
         if [guard.value for guard in one.guards] != [guard.value for guard in other.guards]:
             raise ReachedError("the model reads a value that padding changes")
@@ -191,14 +206,21 @@ def _size_differences(value: PaddedValue, name: str, length: int, exact: int) ->
 
 @dataclass(slots=True)
 class _PaddedWalk:
-    """`differentiable`: names of the placeholders that need gradients, and of all values computed from them."""
+    """A walk of the padded and the exact program, node by node.
+
+    `differentiable` has the names of nodes through which gradients flow: first the placeholders that need gradients.
+    """
 
     padded: fx.GraphModule
     exact: fx.GraphModule
     differentiable: set[str] = field(default_factory=set)
 
     def run(self, inputs: Mapping[str, PaddedValue]) -> Values:
-        """Return the padded values of all nodes; a `ReachedError` names the node whose clean part padding may reach."""
+        """Return the padded values of all nodes, given the padded values of placeholders by name.
+
+        Raises:
+            ReachedError: padding may reach the clean part of a node's value. The text names the node.
+        """
         values: Values = {}
         twins: dict[fx.Node, fx.Node] = {}
         graphs = (self.padded.graph, self.exact.graph)

@@ -28,7 +28,12 @@ _LOGARITHMS = (aten._log_softmax.default, aten.log_softmax.int)
     aten._softmax.default, aten._log_softmax.default, aten.softmax.int, aten.log_softmax.int, aten._safe_softmax.default
 )
 def _softmax(call: PaddedCall) -> Results:
-    """Scores in padding must have no weight: each is -inf, or includes a mask's large negative number."""
+    """Return the padded value of a softmax.
+
+    Raises:
+        ReachedError: a score in padding may have weight: it is not -inf, and no mask adds a large negative number to
+            it.
+    """
     (x,) = call.operands
     dim = call.argument(1, "dim") % max(len(x.dims), 1)
     if not x.is_padded or not x.is_dim_padded(dim):
@@ -85,7 +90,11 @@ def _log_sum_exp(call: PaddedCall) -> Results:
 
 @padded_call(ours.attention.default, sizes=(10,))
 def _attention(call: PaddedCall) -> Results:
-    """A mask must hide the keys in padding, or attention is causal and these keys come later."""
+    """Return the padded values of attention.
+
+    Raises:
+        ReachedError: queries may attend to keys in padding: no mask hides these keys, nor is attention causal.
+    """
     q, k, v = (call.operand(index) for index in range(3))
     mask = None if call.argument(3, "mask") is None else call.operand(3)
     is_causal, offset = call.argument(6, "is_causal"), call.argument(9, "offset")
@@ -109,7 +118,7 @@ def _attention(call: PaddedCall) -> Results:
 
 
 def _check_mask(call: PaddedCall, mask: PaddedValue | None) -> None:
-    """Raise `ReachedError` unless there is a mask that hides all keys in padding."""
+    """Raise `ReachedError` if no mask hides all keys in padding."""
     place = None if mask is None else (len(mask.dims) - 1, 0)
     if mask is None or place not in mask.places:
         raise ReachedError("attends to padding: neither a mask nor causality leaves it out")
@@ -125,7 +134,7 @@ def _check_mask(call: PaddedCall, mask: PaddedValue | None) -> None:
 
 @padded_call(ours.dropout.default, sizes=(4, 5))
 def _dropout(call: PaddedCall) -> Results:
-    """Dropout drops or scales each element by itself, so zeros in padding stay zero."""
+    """Return the padded values of dropout: zeros in padding stay zero, other numbers are scaled or dropped."""
     x = call.operands[0]
 
     def content(region: Region) -> PaddedContent:
@@ -145,7 +154,7 @@ def _random(call: PaddedCall) -> Results:
 
 @padded_call(ours.cross_entropy.default)
 def _cross_entropy(call: PaddedCall) -> Results:
-    """A row whose target is `ignore_index` has loss zero for any logits."""
+    """Return the padded values of cross-entropy; rows whose target is `ignore_index` have loss zero for any logits."""
     logits, target = call.operands
     if logits.is_dim_padded(1):
         raise ReachedError("needs all of the padded dim")
@@ -168,7 +177,11 @@ def _rows_of_loss(logits: PaddedValue, target: PaddedValue, ignored: int) -> Res
 
 @padded_call(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def _nll_loss(call: PaddedCall) -> Results:
-    """Targets in padding must be `ignore_index`, so that the total weight, by which a mean divides, leaves them out."""
+    """Return the padded values of a negative log likelihood loss and of its total weight, by which a mean divides.
+
+    Raises:
+        ReachedError: a target in padding is not `ignore_index`, so the total weight would count it.
+    """
     x, target = call.operands[0], call.operands[1]
     reduction, ignored = call.argument(3, "reduction"), call.argument(4, "ignore_index")
     rows = [place for place in range(len(x.dims)) if place != (1 if len(x.dims) > 1 else 0)]

@@ -41,10 +41,10 @@ def solve_baselines(
     A recipe is absent if the user's constraints leave it no plan, or if the search is stopped before its turn.
 
     Args:
-        allowed: masks of the options that the user's constraints allow, as in `Search`.
+        allowed: index of a variable → a boolean mask of the options that the user's constraints allow.
         before: a plan of the program, on this mesh or another mesh.
-        elsewhere: plans on other meshes of as many devices. A recipe that uses every axis alike is left out if it fits
-            on one of these meshes with at most as many axes. Its plan here would hardly differ.
+        elsewhere: plans on other meshes of as many devices. A recipe with one role for all axes is left out if it fits
+            on another mesh with at most as many axes. Its plan on this mesh would hardly differ.
     """
     axes = len(planning.space.mesh.shape)
     others = [plan.baselines for plan in elsewhere if len(plan.mesh.shape) <= axes]
@@ -81,13 +81,13 @@ def _price(planning: PlanningProblem, search: Search, allowed: Mapping[int, np.n
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BaselineSteps(Mapping[str, float | None]):
-    """Each known recipe's predicted step in seconds, predicted when it is first read; None if the recipe does not fit.
+    """The predicted step of each known recipe in seconds, by the recipe's name; None if the recipe does not fit.
 
-    The pickle of the mapping is a dict of the known steps.
+    A step is predicted when it is first read. A pickle has only the steps that are predicted already.
 
     Args:
         known: the steps that are predicted already.
-        predict: by recipe, the functions that predict the other steps.
+        predict: name of a recipe → the function that predicts its step.
     """
 
     names: Sequence[str]
@@ -113,7 +113,7 @@ class BaselineSteps(Mapping[str, float | None]):
 
 
 def may_fit(baselines: Mapping[str, float | None], name: str) -> bool:
-    """Whether recipe `name` is among the baselines and is not known to need too much memory; nothing is predicted."""
+    """Whether `baselines` has recipe `name`, and does not say that it needs too much memory. Nothing is predicted."""
     known = baselines.known if isinstance(baselines, BaselineSteps) else baselines
     return name in baselines and known.get(name, 0.0) is not None
 
@@ -159,7 +159,7 @@ def known_recipes(mesh: Mesh) -> dict[str, Roles]:
 
 
 def options_as_in(before: Plan, planning: PlanningProblem) -> dict[int, np.ndarray]:
-    """Return masks of the options that lay out each node as another plan does, by variable.
+    """Return masks of the options that lay out each node as the plan `before` does, by variable.
 
     Options whose results have the plan's specs are kept, if there are any. Then options whose operands have the plan's
     specs are kept, if there are any. So a node always keeps an option.

@@ -57,7 +57,7 @@ class BucketPrice:
 
 
 def piece_bytes(step: ReshardStep) -> int:
-    """Return the bytes of one rank's piece of the value that a reshard step gathers or scatters."""
+    """Return the bytes of one rank's piece in the collective of a reshard step, an all-gather or a reduction."""
     return step.bytes_before if step.kind is ReshardKind.ALL_GATHER else step.bytes_before // step.axis_size
 
 
@@ -68,14 +68,15 @@ def solve_in_buckets(
     allowed: Mapping[int, np.ndarray],
     start: Sequence[Solution] = (),
 ) -> Solution | None:
-    """Return the best choice at bucket prices, with its cost at single prices; None if none fits or the search stopped.
+    """Return the best choice at bucket prices, with its cost in seconds at single prices.
 
-    Progress is not shown, because costs at bucket prices cannot be compared with those of the first search.
+    None means that no choice fits, or that the search was stopped. Progress is not shown, because costs at bucket
+    prices cannot be compared with those of the first search.
 
     Args:
         planning: the planning problem at single prices.
         priced: the result of `in_buckets` for the problem.
-        allowed: masks of the allowed options, as in `Search`.
+        allowed: index of a variable → a boolean mask of its allowed options.
         start: solutions that fit. The result is no worse at bucket prices.
     """
     if search.control.is_stopped:
@@ -96,7 +97,7 @@ update. At single prices with nothing hidden, all take 0.49 to 0.87 times (2026-
 
 
 def hidden_part(planning: PlanningProblem, choice: Sequence[int]) -> float:
-    """Return the fraction of the seconds of parameters' and gradients' collectives that a step likely hides.
+    """Return the fraction of the time of parameters' and gradients' collectives that computation likely hides, 0 to 1.
 
     These collectives hide beside the other work of the step, up to `_MOST_HIDDEN`. On CPUs the fraction is 0: on one
     machine communication takes cores from computation, and over a network of CPUs hiding was not measured.
@@ -220,7 +221,7 @@ def _computed_from(parameters: Collection[str], space: SearchSpace) -> set[str]:
 
 
 def _only_updating(space: SearchSpace) -> set[str]:
-    """Return the names of the update's calls, and of the calls whose results lead only to the update or gradients."""
+    """Return the names of the update's calls, and of all calls that serve only the update or the program's results."""
     readers: dict[str, list[Link]] = {}
     for link in space.links:
         readers.setdefault(link.tail, []).append(link)

@@ -53,7 +53,7 @@ class PlanningProblem:
         space: the sites and links.
         classes: number of the variable of each site, by the site's name.
         members: names of the sites of each variable.
-        edge_between: index in `assignment.edges` of an edge from one variable to another, by the pair of variables.
+        edge_between: (tail variable, head variable) → index of their edge in `assignment.edges`.
         assignment: the assignment problem, without memory rows.
         memory: tables of the bytes of values on each rank, for each option.
         repeated: the repeated units of blocks, some of which the program leaves out.
@@ -77,7 +77,10 @@ class PlanningProblem:
         return self.space.sites[name].strategies[choice[self.classes[name]]]
 
     def counts(self) -> Mapping[str, int]:
-        """Return how many sites of the whole model a site stands for, by name; absent sites stand for themselves."""
+        """Return the number of sites of the whole model that a site stands for, by the site's name.
+
+        The default is 1.
+        """
         return self.repeated.site_counts()
 
     def site_runs(self) -> Mapping[str, int]:
@@ -93,7 +96,10 @@ class PlanningProblem:
         return self._memory_usage()(choice)
 
     def least_bytes(self, allowed: Mapping[int, np.ndarray]) -> float:
-        """Return a lower bound, in bytes, of each rank's peak under allowed options; absent variables are free."""
+        """Return a lower bound of each rank's peak under the allowed options, in bytes.
+
+        `allowed` has masks by variable. All options of absent variables are allowed.
+        """
         return self._memory_usage().least_peak(allowed)
 
     def _memory_usage(self) -> MemoryUsage:
@@ -102,7 +108,10 @@ class PlanningProblem:
         return self._usage[0]
 
     def _items(self) -> Iterator[tuple[str, UsedBytes]]:
-        """Yield each item in memory with the site of its value; "" for copies on links and workspaces of calls."""
+        """Yield each item in memory with the name of the site whose value it is.
+
+        The name is "" for a copy on a link, and for the workspace of a call.
+        """
         for name, result, interval, number in self.liveness.held_values():
             table = self.memory.of_value(name, result, self._copies(name))
             yield name, UsedBytes(interval, table, (self.classes[name],), number)
@@ -115,17 +124,23 @@ class PlanningProblem:
                 yield "", UsedBytes(Interval(now, now), workspace, (self.classes[name],))
 
     def _copies(self, name: str) -> float:
-        """Return 1, or more for a parameter, whose bytes include its optimizer state."""
+        """Return the factor from a value's bytes to its bytes in memory, with optimizer state.
+
+        It is 1 but for parameters.
+        """
         return 1 + self.liveness.state_bytes_per_parameter_byte if name in self.liveness.parameters else 1.0
 
     def _variables(self, kept: OnLink, table: Floats) -> tuple[int, ...]:
-        """Return the variables of a link's tail and head, or of the head alone if `table` has one dim."""
+        """Return the variables that decide the bytes of `kept`: of the link's tail and head, or of the head alone.
+
+        The head decides alone if `table` has one dim.
+        """
         link = self.space.links[kept.link]
         head = self.classes[link.head]
         return (head,) if table.ndim == 1 else (self.classes[link.tail], head)
 
     def memory_row(self, point: int) -> MemoryRow:
-        """Return the bytes in use on each rank at one program point, as a function of the choice."""
+        """Return the bytes in use on each rank at program point `point`, as a function of the choice."""
         return row_at(self._memory_usage(), point, self.edge_between)
 
 
@@ -186,7 +201,10 @@ def _call_times(group: Sequence[str], sites: Mapping[str, Site], runs: Mapping[s
 
 
 def _by_call(group: Sequence[str], sites: Mapping[str, Site]) -> Iterable[list[str]]:
-    """Return a variable's sites in lists of equal calls; copies to and from the host may differ in size."""
+    """Return the sites of a variable in lists of equal calls.
+
+    Sites of one variable are equal calls, except copies to and from the host, whose sizes may differ.
+    """
     found: dict[Any, list[str]] = {}
     for name in group:
         site = sites[name]
@@ -198,7 +216,10 @@ def _by_call(group: Sequence[str], sites: Mapping[str, Site]) -> Iterable[list[s
 def _alike_links(
     space: SearchSpace, classes: Mapping[str, int], runs: Sequence[int]
 ) -> dict[_EdgeKey, tuple[Link, int]]:
-    """Return a link of each edge (tail's variable, result, head's variable, operand), and all its links' runs."""
+    """Return one link for each edge, and the number of runs of all links of this edge in a step.
+
+    A key has the variable of the tail, the index of the result, the variable of the head, and the index of the operand.
+    """
     found: dict[_EdgeKey, tuple[Link, int]] = {}
     for index, link in enumerate(space.links):
         key = (classes[link.tail], link.result, classes[link.head], link.operand)
@@ -208,14 +229,17 @@ def _alike_links(
 
 
 def _places_of(tail: Site, head: Site, link: Link) -> _Places:
-    """Return a key with all facts on which the costs of a link depend; links with equal keys share one table."""
+    """Return a key of a link. Links with equal keys have equal costs, so they share one table."""
     value = tail.results[link.result]
     strategies = id(tail.strategies), link.result, id(head.strategies), link.operand
     return value, *strategies, leaves_program(head, link), link.keeps_sums
 
 
 def _link_table(space: SearchSpace, prices: Prices, link: Link) -> Floats:
-    """Return the seconds of the reshard on a link, [tail's options, head's options]; infinity forbids a pair."""
+    """Return the seconds of the reshard on a link, [tail's options, head's options].
+
+    A pair of options that the link forbids has an infinite time.
+    """
     tail, head = space.sites[link.tail], space.sites[link.head]
     sources, targets = specs_of(tail, link.result), needs_of(head, link)
     times = prices.reshard_table(tail.results[link.result], sources, targets)

@@ -21,7 +21,7 @@ from passes.strategies.enumerate_strategies import SearchSpace, Site
 
 
 def allowed_options(planning: PlanningProblem, constraints: Mapping[str, PartitionSpec]) -> dict[int, np.ndarray]:
-    """Return a mask of the allowed options of each constrained variable.
+    """Return a boolean mask of the allowed options for each constrained variable, by the variable's index.
 
     Raises:
         InvalidSpecError: a pattern matches no value, a value cannot have the spec, or two constraints contradict each
@@ -68,10 +68,10 @@ def constraints_on(
 
 
 def whole_outputs(program: Program, constraints: Collection[str], *, gather: bool) -> list[str]:
-    """Return the names of the outputs that every rank gets whole, except outputs with a constraint.
+    """Return the names of the outputs that every rank gets whole. Outputs with a constraint are left out.
 
-    With `gather`, these are all outputs. Otherwise these are the outputs that the call stores in attributes of modules
-    ("router.aux_loss").
+    With `gather`, all other outputs are whole. Otherwise only outputs that the call stores in attributes of modules,
+    such as "router.aux_loss", are whole.
     """
     kept = {f"output:{index}" for index in program.kept}
     names = [slot.name for slot in program.outputs_of(OutputKind.OUTPUT) if gather or slot.name in kept]
@@ -79,14 +79,17 @@ def whole_outputs(program: Program, constraints: Collection[str], *, gather: boo
 
 
 def split_outputs(program: Program, constraints: Collection[str], *, gather: bool) -> frozenset[str]:
-    """Return the names of the outputs that may stay split: those with a dim that are not in `whole_outputs`."""
+    """Return the names of the outputs that need not be whole on every rank.
+
+    They are the outputs with at least one dim that are not in `whole_outputs`.
+    """
     nodes = program.nodes_by_name()
     names = {slot.name for slot in program.outputs_of(OutputKind.OUTPUT) if nodes[slot.node].meta["val"].dim()}
     return frozenset(names.difference(whole_outputs(program, constraints, gather=gather)))
 
 
 def constrainable(space: SearchSpace) -> dict[str, str]:
-    """Return the site of each value that a constraint may name, by the value's name.
+    """Return the name of the site of each value that a constraint may name, by the value's name.
 
     A tied parameter has all its names. If equal blocks are planned once, the values of the other blocks have the sites
     of the planned block.
@@ -102,7 +105,11 @@ def constrainable(space: SearchSpace) -> dict[str, str]:
 
 
 def _mask(planning: PlanningProblem, name: str, site_name: str, spec: PartitionSpec) -> np.ndarray:
-    """Return a mask of the options under which a site's value has the spec; `InvalidSpecError` if none has."""
+    """Return a boolean mask of the options under which the value `name` of site `site_name` has the spec.
+
+    Raises:
+        InvalidSpecError: no option has the spec.
+    """
     site = planning.space.sites[site_name]
     try:
         spec.check(planning.space.mesh, _ndim(site))
@@ -120,7 +127,10 @@ def _mask(planning: PlanningProblem, name: str, site_name: str, spec: PartitionS
 
 
 def own_specs(site: Site) -> list[PartitionSpec]:
-    """Return the spec of a site's first result under each of its strategies; of an output, its operand's spec."""
+    """Return the spec of a site's first result under each of its strategies.
+
+    For an output of the program, return the spec of its operand instead.
+    """
     return [strategy.outputs[0] if strategy.outputs else strategy.inputs[0] for strategy in site.strategies]
 
 

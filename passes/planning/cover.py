@@ -12,7 +12,10 @@ from passes.strategies.operator_names import operator_name
 
 
 def cover(planning: PlanningProblem, choice: Sequence[int]) -> tuple[OperatorCoverage, ...]:
-    """Return a summary of the calls of each operator and source line under a choice, the most expensive first."""
+    """Return a summary of a plan's calls for each operator and source line, the summary with the most seconds first.
+
+    Calls that the plan splits and calls that run whole on every rank have separate summaries.
+    """
     reshards = _reshard_times(planning, choice)
     runs = planning.site_runs()
     found: dict[tuple[str, str, bool, bool], list[tuple[int, float, float]]] = {}
@@ -31,7 +34,7 @@ def cover(planning: PlanningProblem, choice: Sequence[int]) -> tuple[OperatorCov
 
 
 def _reshard_times(planning: PlanningProblem, choice: Sequence[int]) -> dict[str, float]:
-    """Return the seconds in a step of the reshards of each site's operands."""
+    """Return the seconds per step of the reshards of a site's operands, by the site's name."""
     space, times = planning.space, dict[str, float]()
     runs = planning.link_runs()
     for index, link in enumerate(space.links):

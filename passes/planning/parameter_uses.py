@@ -1,4 +1,4 @@
-"""Find the calls of a program that read a parameter, make its gradient, or update it."""
+"""Find the calls of a program that read a parameter, make the parameter's gradient, or update the parameter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from passes.strategies.enumerate_strategies import Link, Site, operands_of, reso
 
 
 def gradient_of(parameter: fx.Node) -> tuple[fx.Node, int] | None:
-    """Return the call that makes the gradient for a parameter's update, and the result's index; None without update."""
+    """Return the call that makes the gradient of a parameter, and the index of the gradient among the call's results.
+
+    None is returned if the program does not update the parameter.
+    """
     update = update_of(parameter)
     return None if update is None else resolve(operands_of(update)[1])
 
@@ -24,9 +27,9 @@ def update_of(parameter: fx.Node) -> fx.Node | None:
 
 
 def uses_of(planning: PlanningProblem, name: str) -> Iterator[Link]:
-    """Return the links into the forward's calls that use a value, directly or through views, fan-outs and casts.
+    """Return the links into the calls of the forward that use a value, directly or through views, fan-outs and casts.
 
-    `name` is the site of the value. Views, fan-outs and casts themselves do not count as uses.
+    `name` is the site of the value. Links into views, fan-outs and casts are not returned.
     """
     sites = planning.space.sites
     return (link for link in forward_links(planning, name) if not passes_on(sites[link.head], link))
@@ -53,7 +56,7 @@ def forward_links(planning: PlanningProblem, name: str) -> Iterator[Link]:
 
 
 def passes_on(head: Site, link: Link) -> bool:
-    """Whether the head of a link is a fan-out, a view or a cast, so that its result is the value on the link itself.
+    """Whether the head of a link is a fan-out, a view or a cast, so that its result has the elements of its operand.
 
     An `expand`, which repeats the value for each sample, does not count.
     """

@@ -1,4 +1,4 @@
-"""Find the meshes that a recipe fits, and refuse recipes that fit no mesh."""
+"""Find the meshes that a recipe fits, and raise `RecipeError` for a recipe that fits no mesh."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ FIELDS: Mapping[str, Sequence[str]] = {
 
 
 def restricts(recipe: Recipe, axis: str) -> bool:
-    """Whether a recipe gives one of the fields that decide the use of an axis."""
+    """Whether a recipe sets a field that decides the use of a mesh axis, such as `tensor` for the axis "model"."""
     return any(getattr(recipe, name) is not None for name in FIELDS.get(axis, ()))
 
 
 def names_axes_of(recipe: Recipe | None, meshes: Iterable[Mesh]) -> bool:
-    """Whether a recipe decides the use of some axis of some of `meshes`; False without a recipe."""
+    """Whether a recipe sets a field that decides the use of an axis of one of `meshes`. Without a recipe: False."""
     return recipe is not None and any(restricts(recipe, axis) for mesh in meshes for axis in mesh.axis_names)
 
 
@@ -86,7 +86,11 @@ def _meshes_of_sizes(recipe: Recipe, devices: int, tensors: Sequence[int], conte
 
 
 def _mesh(recipe: Recipe, data: int, context: int, tensor: int) -> Mesh:
-    """Return a mesh without axes of one rank; raise `RecipeError` if the size of ZeRO groups does not divide `data`."""
+    """Return the mesh with these sizes, without axes of one rank.
+
+    Raises:
+        RecipeError: the size of ZeRO groups does not divide `data`.
+    """
     group = data if recipe.zero_group is None else recipe.zero_group
     if data % group:
         raise RecipeError(f"zero_group={group} must divide data={data}.")
@@ -111,7 +115,10 @@ def _refuse_without_program(recipe: Recipe) -> None:
 
 
 def _check_stages(recipe: Recipe, ranks: int, way_out: str) -> None:
-    """Raise `RecipeError` if a recipe's fields do not fit a pipeline of `ranks` ranks; `way_out` ends the message."""
+    """Raise `RecipeError` if a recipe's fields do not fit a pipeline of `ranks` ranks.
+
+    `way_out` is the last sentence of the message, which says how to avoid the error.
+    """
     try:
         replace(recipe, pipeline=ranks)
     except RecipeError as error:
@@ -119,10 +126,13 @@ def _check_stages(recipe: Recipe, ranks: int, way_out: str) -> None:
 
 
 def check_mesh(recipe: Recipe, mesh: Mesh) -> None:
-    """Check that a recipe fits a mesh. The search decides the use of axes whose names are not in `AXES`.
+    """Check that a recipe fits a mesh.
+
+    The mesh may have axes whose names are not in `AXES`. The search decides their use.
 
     Raises:
-        RecipeError: the mesh has other sizes than the recipe, or the recipe leaves no use for an axis of another name.
+        RecipeError: an axis has another size than the recipe says, or the recipe leaves no use for an axis of another
+            name.
         NotAvailableError: the recipe has a field for which no program exists yet.
     """
     _refuse_without_program(recipe)

@@ -58,7 +58,7 @@ class Role:
         uses: matrices where the forward uses them.
         state: optimizer state.
         gradients: gradients of matrices as soon as they are made.
-        inputs: inputs of the program, along dim `dim`. If False, they are not split along any dim.
+        inputs: inputs of the program, along dim `dim`. If False, inputs are not split along any dim.
         results: values that the forward computes from inputs.
         between: results of forward calls that read vectors but no matrix, such as norms, along the sequence. The
             sequence is their last dim but one.
@@ -137,8 +137,8 @@ def restricted(planning: PlanningProblem, recipe: Recipe) -> Masks:
     """Return masks of the options that a recipe allows, by variable. Variables without a restriction are absent.
 
     Raises:
-        RecipeError: the mesh does not fit the recipe, or the program has no value that the recipe can split over some
-            axis. A pipeline stage may lack values of a kind.
+        RecipeError: the mesh does not fit the recipe, or no value of some kind can be split over an axis as the recipe
+            says. In a pipeline stage, values of a kind may be missing without an error.
         NotAvailableError: the recipe has a field for which no program exists yet.
     """
     roles = roles_of(recipe, planning.space.mesh)
@@ -159,7 +159,7 @@ def restricted(planning: PlanningProblem, recipe: Recipe) -> Masks:
 
 
 def is_stage(program: Program) -> bool:
-    """Whether a program is that of one pipeline stage, which has values that cross stages."""
+    """Whether a program is one stage of a pipeline. Such a program takes or returns values of other stages."""
     return any(crosses_stages(slot.name) for slot in (*program.inputs, *program.outputs))
 
 
@@ -168,7 +168,8 @@ def restrict_all(
 ) -> Masks | None:
     """Return masks of the options under which each axis of `roles` has its role, by variable.
 
-    The result is None if some axis can split no value as its role demands. The other arguments are those of `restrict`.
+    The result is None if the role of some axis demands splits that no value of the program allows, as for `restrict`.
+    `within` and `of_stage` are also the arguments of `restrict`.
     """
     masks: Masks | None = dict(within or {})
     for axis, role in roles.items():
@@ -249,7 +250,10 @@ def _gradients(planning: PlanningProblem, axis: str, without: Collection[str]) -
 
 
 def _inputs(planning: PlanningProblem, axis: str, dim: int | None) -> _Splits:
-    """Yield for each input whether its strategies split it along `dim`; along any dim if `dim` is None."""
+    """Yield the site of each input, with a flag for each strategy: whether it splits the input over `axis` along `dim`.
+
+    If `dim` is None, a split along any dim counts.
+    """
     for slot in _batch_inputs(planning):
         specs = [strategy.outputs[0] for strategy in planning.space.sites[slot.node].strategies]
         if dim is None:
@@ -259,10 +263,11 @@ def _inputs(planning: PlanningProblem, axis: str, dim: int | None) -> _Splits:
 
 
 def _experts(planning: PlanningProblem, axis: str, experts: Experts | None, names: Collection[str]) -> _Splits:
-    """Yield for each call that uses matrices of experts whether its strategies split the matrices as `experts` says.
+    """Yield sites that use matrices of experts, with a flag for each strategy.
 
-    For WHOLE, the flags say whether a strategy splits the matrices in any way. For SHARED_OUT, the parameters are
-    yielded too, because experts that are shared out among ranks are shared out at rest.
+    The flag says whether the strategy splits the matrices over `axis` as `experts` says. For WHOLE, it says whether the
+    strategy splits them in any way. For SHARED_OUT, the parameters are yielded too, because experts that are shared out
+    among ranks are shared out at rest.
     """
     for slot in planning.space.program.inputs_of(InputKind.PARAMETER):
         if experts is None or slot.name not in names:
@@ -294,14 +299,18 @@ def _is_of_experts(planning: PlanningProblem, link: Link) -> bool:
 
 
 def _batch_inputs(planning: PlanningProblem) -> list[InputSlot]:
-    """Return the program's inputs, with values of earlier pipeline stages that are computed from inputs."""
+    """Return the program's inputs that depend on the batch.
+
+    Values of other pipeline stages that are computed from parameters alone are left out.
+    """
     return [slot for slot in planning.space.program.inputs_of(InputKind.INPUT) if not is_of_weights(slot.name)]
 
 
 def _results(planning: PlanningProblem, axis: str, dim: int) -> _Splits:
-    """Yield for each result of the forward that depends on inputs whether strategies split or sum it over the axis.
+    """Yield each call of the forward that depends on inputs, with a flag for each strategy.
 
-    An axis that splits sequences (`dim` 1) must not split a result with three or more dims along the batch.
+    The flag says whether the call's result is split over `axis`, or partial. An axis that splits sequences (`dim` 1)
+    must not split a result with three or more dims along the batch.
     """
     for name in _from_inputs(planning):
         specs = [strategy.outputs[0] for strategy in planning.space.sites[name].strategies]
@@ -323,7 +332,10 @@ def _from_inputs(planning: PlanningProblem) -> list[str]:
 
 
 def _between(planning: PlanningProblem, axis: str) -> _Splits:
-    """Yield for each forward call on a vector and no matrix whether strategies split the sequence (last dim but 1)."""
+    """Yield each call of the forward on a vector and no matrix, with a flag for each strategy.
+
+    The flag says whether the strategy splits the result along the sequence, the last dim but one, over `axis`.
+    """
     vectors = [slot for slot in planning.space.program.inputs_of(InputKind.PARAMETER) if _ndim(planning, slot) == 1]
     with_matrices = set(users(planning))
     for head in dict.fromkeys(link.head for slot in vectors for link in uses_of(planning, slot.node)):
@@ -334,16 +346,17 @@ def _between(planning: PlanningProblem, axis: str) -> _Splits:
 
 
 def users(planning: PlanningProblem) -> list[str]:
-    """Return the names of the calls of the forward that use matrices, and have results."""
+    """Return the names of the calls of the forward that use a matrix and have results."""
     links = (link for slot in matrices(planning) for link in uses_of(planning, slot.node))
     heads = dict.fromkeys(link.head for link in links)
     return [head for head in heads if planning.space.sites[head].results]
 
 
 def _keep(planning: PlanningProblem, masks: Masks, site: str, options: Sequence[bool], split: bool) -> bool:
-    """Restrict a site to the strategies whose flag in `options` (the value is split) equals `split`.
+    """Restrict a site to the strategies whose flag in `options` equals `split`, and return True.
 
-    Return False, and leave `masks` unchanged, if no allowed strategy is left.
+    A flag says that the strategy splits the value. If no allowed strategy is left, `masks` stays unchanged, and False
+    is returned.
     """
     mask = np.array(options) == split
     variable = planning.classes[site]

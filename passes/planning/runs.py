@@ -26,7 +26,10 @@ def link_runs(space: SearchSpace, repeated: RepeatedUnits, micro_batches: int) -
 
 
 def _phase_of(space: SearchSpace, link: Link) -> str:
-    """Return the phase of a link's reshard: that of its head, or of its tail if the value leaves the program."""
+    """Return the phase in which the reshard on a link runs: the phase of the link's head.
+
+    If the value leaves the program, the phase of the tail is returned.
+    """
     head = space.sites[link.head]
     return space.sites[link.tail].phase if leaves_program(head, link) else head.phase
 

@@ -1,8 +1,8 @@
 """Search the cheapest choice of strategies that fits in memory.
 
 A small problem is first solved exactly, without its memory limit. If the found choice does not fit, or if the problem
-is large, a search by Lagrangian duality follows (`passes.solver.dual_search`). It also proves how far its cost is from
-the optimum at most.
+is large, a search by Lagrangian duality follows (`passes.solver.dual_search`). It also proves a lower bound of the
+optimal cost.
 
 A stopped search (`SearchControl`) returns the cheapest choice so far, with the bound that is proven by then. If no
 choice fits yet, it looks for a choice that needs little memory.
@@ -69,14 +69,14 @@ class Search:
     """The search for the cheapest choice under a memory limit.
 
     Args:
-        memory_limit_bytes: limit of each rank's peak memory; None: no limit.
+        memory_limit_bytes: limit of each rank's peak memory, in bytes; None: no limit.
         tolerance: relative gap between cost and proven bound at which the search of a large problem ends.
         max_rounds: greatest number of rounds of message passing (`DualSearch`).
         is_thorough: continue the search of a large problem after a choice fits (`DualSearch.raises_multipliers`).
-        fineness: a thorough search continues while the relative gap exceeds this fraction of `tolerance`, at most 1.
-            If memory is scarce, the search then also combines the choices that it has seen.
+        fineness: a thorough search continues while the relative gap exceeds this fraction of `tolerance`, at most 1. If
+            memory is scarce, the search then also combines the choices that it has seen.
         says_smallest: name a sufficient memory limit in the error, even if it is proven that no choice fits.
-        control: is told the progress, and may stop the search.
+        control: receives the progress, and may stop the search.
     """
 
     memory_limit_bytes: float | None = None
@@ -93,10 +93,10 @@ class Search:
         allowed: Mapping[int, np.ndarray] | None = None,
         start: Sequence[Solution] = (),
     ) -> Solution:
-        """Return the cheapest choice found that fits, with its cost and a lower bound of all costs.
+        """Return the cheapest choice found that fits in memory, with its cost and a lower bound of all costs.
 
         Args:
-            allowed: mask of the allowed options, by variable. All options of other variables are allowed.
+            allowed: variable → a boolean mask of its allowed options. All options of other variables are allowed.
             start: solutions that fit and are allowed. The result is no worse.
 
         Raises:
@@ -131,7 +131,10 @@ class Search:
         return solution
 
     def _at_once(self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:
-        """Return the optimum without the memory limit if it is found soon and fits; otherwise search by duality."""
+        """Return the optimum without a memory limit, if it is found soon and fits in memory.
+
+        Otherwise return the result of the search by duality.
+        """
         with suppress(TimeoutError):
             solution = solve_milp(problem, control=self.control, effort=_EXACTLY)
             if solution is None:
@@ -163,7 +166,10 @@ _PASSES = 16
 
 
 def first_bound(planning: Searchable, allowed: Mapping[int, np.ndarray]) -> float:
-    """Return a lower bound, in seconds, of every choice of allowed options at any memory, proven by message passing."""
+    """Return a lower bound, in seconds, of the cost of every choice of allowed options, proven by message passing.
+
+    The memory limit does not count.
+    """
     return Messages(restrict(planning.assignment, allowed)).iterate(_PASSES)[0]
 
 
@@ -172,7 +178,10 @@ def _pairs(problem: Assignment) -> int:
 
 
 def restrict(problem: Assignment, allowed: Mapping[int, np.ndarray]) -> Assignment:
-    """Return the problem with infinite costs for options outside the masks; other variables stay as they are."""
+    """Return the problem with infinite costs for the options that `allowed` excludes.
+
+    `allowed` has boolean masks by variable. Absent variables keep their costs.
+    """
     costs = list(problem.costs)
     for variable, mask in allowed.items():
         costs[variable] = np.where(mask, costs[variable], np.inf)
@@ -190,7 +199,10 @@ def _largest(planning: Searchable) -> str:
 
 
 def _title(site: Site, slots: Mapping[str, str]) -> str:
-    """Return a tensor's name for the user: a parameter's or input's name, or the line of the model that makes it."""
+    """Return the words for a site's value in messages.
+
+    They are the name of a parameter or input. For a call's result, they are the operator and the source line.
+    """
     if site.node is None or site.name in slots:
         return slots.get(site.name, site.name)
     source = site.node.meta.get("source")

@@ -41,7 +41,7 @@ Groups = tuple[Group, ...]
 def space_in_time(
     enumerate_strategies: EnumerateStrategies, program: Program, levels: Sequence[Groups], time_budget_s: float
 ) -> SearchSpace:
-    """Return the search space of a program in which as few axes are tied as the time allows.
+    """Return the search space of a program, with as few tied axes as the time allows. Tied axes make the same choice.
 
     Args:
         enumerate_strategies: the pass that builds the search space of single axes.
@@ -75,8 +75,8 @@ def tied_levels(
 ) -> list[Groups]:
     """Return the possible ways to group the axes of a mesh, from single axes to the fewest groups.
 
-    Each grouping joins two neighbouring groups of the grouping before it: the outermost two that may be joined. A mesh
-    of one or two axes has only single axes.
+    Each grouping joins two neighbouring groups of the grouping before: the two outermost groups that may be joined. On
+    a mesh of one or two axes, the only grouping is single axes.
 
     Args:
         constraints: specs of the user. Axes that a spec uses differently are not joined.
@@ -96,7 +96,7 @@ def tied_levels(
 
 
 def estimated_s(space: SearchSpace, power: float) -> float:
-    """Return the estimated seconds of planning, if there were `power` times as many groups of axes as in `space`."""
+    """Return the estimated seconds of planning if the mesh had `power` times as many groups of axes as in `space`."""
     counts = {name: len(site.strategies) ** power for name, site in space.sites.items()}
     pairs = sum(counts[link.tail] * counts[link.head] for link in space.links)
     return _STRATEGY_S * sum(counts.values()) + _PAIR_S * pairs
@@ -109,7 +109,7 @@ def _specs_of(plan: Plan) -> Iterator[PartitionSpec]:
 
 
 def _are_alike(group: Group, specs: Sequence[PartitionSpec]) -> bool:
-    """Whether each spec uses all axes of a group in the same way, and in the order of the group."""
+    """Whether each spec uses all axes of a group in the same way, and lists them in the order of the group."""
     for spec in specs:
         uses = {(spec.dim_of(axis), spec.reduction_over(axis)) for axis in group}
         if len(uses) > 1:

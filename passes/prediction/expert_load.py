@@ -10,9 +10,10 @@ from passes.planning.build_assignment import PlanningProblem
 
 
 def expert_load(planning: PlanningProblem, choice: Sequence[int]) -> float | None:
-    """Return the rows of the busiest expert-parallel rank divided by the mean; None if no experts are split over ranks.
+    """Return the rows of the busiest expert-parallel rank, divided by the mean over ranks, in the most uneven layer.
 
-    `cost_models.experts.busiest_rows` assumes how tokens choose experts. The most uneven layer counts.
+    `cost_models.experts.busiest_rows` assumes how tokens choose experts. The result is None if the plan splits no
+    experts over ranks.
     """
     mesh, found = planning.space.mesh, []
     for name, site in planning.space.sites.items():

@@ -29,7 +29,10 @@ _ORDER = (_ZERO_3, _ZERO_2, _ZERO_1, _SPLIT, _COPIED)
 
 
 def plan_of_parameter(planning: PlanningProblem, choice: Sequence[int], slot: InputSlot) -> ParameterPlan:
-    """Return a parameter's spec, bytes on a rank, layout in words, and specs of its gradient and state."""
+    """Return a plan's entry for one parameter.
+
+    It has the parameter's spec, shape, bytes on a rank, layout in words, and the specs of its gradient and state.
+    """
     space = planning.space
     spec = planning.strategy(slot.node, choice).outputs[0]
     value = space.sites[slot.node].results[0]
@@ -65,7 +68,7 @@ def plan_of_parameter(planning: PlanningProblem, choice: Sequence[int], slot: In
 
 
 def _gathered(planning: PlanningProblem, choice: Sequence[int], parameter: str) -> set[str]:
-    """Return the mesh axes over which the forward gathers a parameter before its calls use the parameter."""
+    """Return the mesh axes over which the forward gathers a parameter before calls use the parameter."""
     found: set[str] = set()
     for link in forward_links(planning, parameter):
         before = planning.strategy(link.tail, choice).outputs[link.result]

@@ -72,7 +72,10 @@ def predict(
 
 
 def _breakdown(planning: PlanningProblem, times: StreamTimes) -> dict[str, float]:
-    """Return seconds by part: computation by phase, copies of reshards, exposed communication by axis, the host."""
+    """Return the predicted step in seconds by part.
+
+    The parts are computation of each phase, copies of reshards, exposed communication over each axis, and the host.
+    """
     phases = {name: seconds for name, seconds in times.compute_s.items() if name != COPIES}
     parts = {phase if phase in (PHASE, LABEL) else f"{phase} compute": seconds for phase, seconds in phases.items()}
     parts[COPIES] = times.compute_s.get(COPIES, 0.0)
@@ -83,13 +86,13 @@ def _breakdown(planning: PlanningProblem, times: StreamTimes) -> dict[str, float
 
 
 def trace_of(line: Timeline) -> Trace:
-    """Convert a simulated timeline to the plan's own form, one span for each simulated operation."""
+    """Convert a simulated timeline to the form that a plan stores, with one span for each simulated operation."""
     spans = ((span.process, span.stream, span.name, span.start_s, span.end_s) for span in line.spans)
     return Trace.of(line.processes, spans)
 
 
 def _tokens(planning: PlanningProblem) -> int:
-    """Return the elements of a micro-batch's first integer input; 0 without integer inputs."""
+    """Return the number of elements of the first integer input of one micro-batch; 0 without such an input."""
     for slot in planning.space.program.inputs_of(InputKind.INPUT):
         (value,) = planning.space.sites[slot.node].results
         if not value.dtype.is_floating_point and value.shape:

@@ -49,8 +49,9 @@ class PipelinePrediction:
 
     Args:
         whole: prediction of the whole step.
-        stages: each stage's prediction, in which the step time is the stage's busy time, and the memory is its rank's.
-        memory: memory of each rank.
+        stages: each stage's prediction. Its step time is the time in which the stage is busy, and its memory is that of
+            its rank.
+        memory: peak memory of each pipeline rank.
     """
 
     whole: Prediction
@@ -62,8 +63,11 @@ class PipelinePrediction:
 class _Walked:
     """The simulated times of one stage's phases.
 
-    `runs` has the runs in a step of each phase, one if absent. `sent_bytes` has the bytes that a rank sends in a step,
-    by mesh axis. `launches` counts kernel launches in a step.
+    Args:
+        phases: name of a phase → its simulated times in one run.
+        runs: name of a phase → its runs in a step; 1 if absent.
+        sent_bytes: mesh axis → the bytes that a rank sends over this axis in a step.
+        launches: number of kernel launches in a step.
     """
 
     phases: Mapping[str, StreamTimes]
@@ -132,7 +136,10 @@ def predict_pipeline(staged: StagedProgram, mesh: Mesh, cluster: Cluster, *, cli
 
 
 def order_rows(order: PipelineOrder) -> list[Rows]:
-    """Return each rank's tasks, without transfers, as `cost_models.order_times` rows: (stage, kind, micro-batch, 0)."""
+    """Return the tasks of each rank as rows of `cost_models.order_times`: (stage, kind, micro-batch, 0).
+
+    Sends and receives are left out.
+    """
     return [
         np.array(
             [
@@ -165,7 +172,10 @@ def _walk(stage: StageProgram, cluster: Cluster, order: PipelineOrder, number: i
 
 
 def _with_adding(backward: Segment, seconds: float) -> Segment:
-    """Add the mean time to add gradients per micro-batch to a backward; the first micro-batch adds nothing."""
+    """Return a backward that also adds its gradients to sums over micro-batches, in `seconds`.
+
+    The first micro-batch adds nothing, so `seconds` is the mean over all micro-batches.
+    """
     return replace(backward, ops=(*backward.ops, Op("add gradients", ACCUMULATION, seconds))) if seconds else backward
 
 
@@ -179,9 +189,10 @@ def _busy_s(walked: _Walked) -> float:
 
 
 def _transfers(staged: StagedProgram, mesh: Mesh, cluster: Cluster) -> dict[Transfer, float]:
-    """Return the seconds that each exchanged value takes between two ranks.
+    """Return the seconds that each value takes between two stages.
 
-    If the two ranks of any of the parallel pipelines are in different nodes, the value crosses the network.
+    A value crosses the network if, in one of the parallel pipelines, the ranks of the two stages are in different
+    nodes.
     """
     found: dict[Transfer, float] = {}
     is_near = cache(lambda *places: _share_a_node(mesh, places, cluster))
@@ -195,7 +206,10 @@ def _transfers(staged: StagedProgram, mesh: Mesh, cluster: Cluster) -> dict[Tran
 
 
 def _share_a_node(mesh: Mesh, places: tuple[int, int], cluster: Cluster) -> bool:
-    """Whether the ranks at two pipeline positions are in the same node, in each of the parallel pipelines."""
+    """Whether two pipeline ranks are in the same node, in each of the parallel pipelines.
+
+    `places` has the two indices along the axis "pipeline".
+    """
     axes = mesh.axis_names
     stride = math.prod(mesh.shape[axes.index(PIPELINE_AXIS) + 1 :])
     span = stride * mesh.axis_size(PIPELINE_AXIS)
@@ -207,7 +221,10 @@ def _share_a_node(mesh: Mesh, places: tuple[int, int], cluster: Cluster) -> bool
 
 
 def _parts(walked: Sequence[_Walked]) -> dict[str, float]:
-    """Return the stages' busy seconds by part, summed over stages."""
+    """Return the busy seconds of a step by part, summed over stages.
+
+    The parts are those of `predict._breakdown`.
+    """
     found = defaultdict[str, float](float)
     for stage in walked:
         for name, times in stage.phases.items():
@@ -222,7 +239,7 @@ def _parts(walked: Sequence[_Walked]) -> dict[str, float]:
 
 
 def _breakdown(walked: Sequence[_Walked], ranks: Sequence[RankTimes]) -> dict[str, float]:
-    """Return seconds by part, averaged over pipeline ranks; the parts sum to the step time."""
+    """Return the seconds of a step by part, averaged over pipeline ranks. The parts add up to the step time."""
     parts = {name: seconds / len(ranks) for name, seconds in _parts(walked).items()}
     parts[f"communication over {PIPELINE_AXIS}"] = sum(rank.exposed_send_s for rank in ranks) / len(ranks)
     parts[BUBBLE] = sum(rank.bubble_s for rank in ranks) / len(ranks)
@@ -237,7 +254,7 @@ def _by_rank(staged: StagedProgram, values: Sequence[int]) -> list[int]:
 
 
 def _sent_bytes(staged: StagedProgram, walked: Sequence[_Walked]) -> dict[str, float]:
-    """Return, for each mesh axis, the bytes that the busiest sender over this axis sends in a step."""
+    """Return for each mesh axis the bytes that a rank sends over it in a step, of the rank that sends most."""
     order = staged.order
     found = defaultdict[str, list[float]](lambda: [0.0] * (max(order.stage_ranks) + 1))
     for rank, item in zip(order.stage_ranks, walked, strict=True):
@@ -252,7 +269,10 @@ def _sent_bytes(staged: StagedProgram, walked: Sequence[_Walked]) -> dict[str, f
 
 
 def _tokens_per_s(staged: StagedProgram, total_s: float) -> float | None:
-    """Return the elements of a step's first integer input divided by the step time; None without an integer input."""
+    """Return the tokens of a step per second of step time; None without an integer input.
+
+    Tokens are the elements of the first integer input in all micro-batches.
+    """
     crossing = {item.name for item in staged.crossings}
     slots = (slot for stage in staged.stages for slot in stage.phased.lowered.inputs)
     for slot in slots:
@@ -263,9 +283,10 @@ def _tokens_per_s(staged: StagedProgram, total_s: float) -> float | None:
 
 
 def _share(shares: Sequence[float | None], staged: StagedProgram, total_s: float, ranks: int) -> float | None:
-    """Return the utilisation (MFU or HFU) of all ranks in a step of `total_s` seconds; None if no stage has any.
+    """Return the utilisation (MFU or HFU) of all ranks in a step of `total_s` seconds.
 
-    `shares` has each stage's utilisation in its own plan's step; None for a stage without matrix products.
+    `shares` has the utilisation of each stage during the step of its own plan; None for a stage without matrix
+    products. The result is None if all stages have None.
     """
     if total_s <= 0 or all(share is None for share in shares):
         return None

@@ -3,8 +3,8 @@
 A lowered program may contain only four of many equal units of blocks. One of these, unit b, stands for the left-out
 units too (`passes.strategies.repeated`). An event is a call, the start of a collective, or a wait. Calls of the four
 units run one unit after the other. These calls are *anchors*, and cut a phase into regions. Each region ends with the
-last anchor of its unit. Passes have moved other events: a gather of unit b may start in the region of the unit before
-b. In the whole program, the gather of the second copy of b then starts in the region of the first copy. So
+last anchor of its unit. Passes may have moved all other events: a gather of unit b may start in the region of the unit
+before b. In the whole program, the gather of the second copy of b then starts in the region of the first copy. So
 
 1. Each event of b has a shift: the number of regions from b's own region to the event.
 2. Copy i of the event has the same shift from the region of copy i of b, behind the same share of anchors there.
@@ -38,7 +38,10 @@ class Event(Protocol):
 
     @property
     def is_anchor(self) -> bool:
-        """Whether the event is a call that passes do not move out of its unit's region."""
+        """Whether the event is a call of the traced program, and no reshard and no recomputation.
+
+        Passes never move such a call into the region of another unit.
+        """
         ...
 
 
@@ -69,9 +72,10 @@ Outside of b's own region, the number of the copy is 0.
 
 @dataclass(slots=True)
 class _Unfolding(Generic[_Event]):
-    """Repeats the events of unit b of one repeat; b stands for `copies` units, itself included.
+    """Repeats the events of unit b of one repeat. Unit b stands for `copies` units, itself included.
 
-    `units` has the unit of each region, and `anchors` the indices in `events` of each region's anchors.
+    Regions are numbered in order. `units` has the unit of each region. `anchors` has, for each region, the indices of
+    its anchors in `events`.
     """
 
     repeat: int
@@ -106,14 +110,20 @@ class _Unfolding(Generic[_Event]):
         return [item for *_, item in keyed]
 
     def _once(self, region: int, passed: int, unit: int | None) -> _Key:
-        """Return the sort key of an event that is not of b; `passed` counts the region's anchors before the event."""
+        """Return the sort key of an event that does not belong to unit b.
+
+        The event is in region `region`, behind `passed` of the region's anchors.
+        """
         if region >= len(self.units) or self.units[region] != AFTER_GAP:
             return region, 0, passed
         is_behind = region + 1 < len(self.units) and unit is not None and self._is_behind(region, unit)
         return region, self.copies if is_behind else 1, passed
 
     def _is_behind(self, region: int, unit: int) -> bool:
-        """Whether `unit` runs after b in this phase, where `region` is b's: a backward runs units in reverse."""
+        """Whether a phase runs `unit` after unit b, whose region is `region`.
+
+        A forward runs units in their order, and a backward in reverse.
+        """
         return (unit > AFTER_GAP) == (self.units[region + 1] > AFTER_GAP)
 
     def _copies(self, region: int, passed: int) -> Iterator[_Key]:

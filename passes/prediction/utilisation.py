@@ -18,10 +18,13 @@ from passes.strategies.operator_names import dtype_name, operator_name
 
 @dataclass(frozen=True, slots=True)
 class _Contraction:
-    """Equal calls of a matrix product or of attention; `site` is the name of one call.
+    """Equal calls of a matrix product or of attention.
 
-    `calls` counts calls in the whole model, recomputed calls included. `arguments` has None for tensors. `peak_s` is
-    the seconds of all calls together on one device at its peak, without recomputed calls.
+    Args:
+        site: name of one of the calls.
+        calls: number of calls in the whole model, recomputed calls included.
+        arguments: arguments of a call, with None for tensors.
+        peak_s: seconds of all calls together on one device at its peak rate of FLOPs, without recomputed calls.
     """
 
     site: str
@@ -45,14 +48,20 @@ class Utilisation:
     local_s: float
 
     def shares(self, step_time_s: float) -> tuple[float | None, float | None]:
-        """Return MFU and HFU (model and hardware FLOPs utilisation) of a step of this time; None without products."""
+        """Return MFU and HFU (model and hardware FLOPs utilisation) of a step of `step_time_s` seconds.
+
+        Both are None for a step without matrix products and attention.
+        """
         if self.model_s <= 0 or step_time_s <= 0:
             return None, None
         return self.model_s / step_time_s, self.local_s / step_time_s
 
 
 def utilisation(planning: PlanningProblem, choice: Sequence[int]) -> Utilisation:
-    """Return the seconds of a step's FLOPs at the device's peak for each dtype, under the strategies of `choice`."""
+    """Return the seconds of a step's FLOPs at the device's peak rates, under the strategies of `choice`.
+
+    A device has one peak rate for each dtype.
+    """
     if "contractions" not in planning.derived:
         planning.derived["contractions"] = _find_contractions(planning)
     contractions: Sequence[_Contraction] = planning.derived["contractions"]
@@ -82,7 +91,7 @@ def _find_contractions(planning: PlanningProblem) -> tuple[_Contraction, ...]:
 
 
 def _local_s(planning: PlanningProblem, choice: Sequence[int], item: _Contraction) -> float:
-    """Return the seconds at peak of one rank's FLOPs in all calls of `item`."""
+    """Return the seconds of one rank's FLOPs in all calls of `item`, at the device's peak rate."""
     mesh, strategy = planning.space.mesh, planning.strategy(item.site, choice)
     results = planning.space.sites[item.site].results
     inputs = [s.local_shape(v.shape, mesh) for v, s in zip(item.operands, strategy.inputs, strict=True)]

@@ -84,7 +84,10 @@ def _sent_by_axis(phased: PhasedProgram, mesh: Mesh, units: LocalUnits, micro_ba
 
 
 def adding_up(adding_s: float, micro_batches: int) -> list[Segment]:
-    """Return the segment that adds later micro-batches' gradients to the first's, each in `adding_s`; [] if none."""
+    """Return the segment that adds the gradients of all micro-batches but the first to sums, in a list.
+
+    Each micro-batch takes `adding_s` seconds. With one micro-batch, or without gradients, the list is empty.
+    """
     more = micro_batches - 1
     if not more or not adding_s:
         return []
@@ -105,10 +108,14 @@ def stream_of(axes: tuple[str, ...], cluster: Cluster, mesh_axes: Mapping[str, i
 
 
 class _Walked(NamedTuple):
-    """An event of a node: `seconds` of computation, the start of a collective or exchange, or a wait.
+    """One event of a node: a computation, the start of a collective or exchange of rows, or a wait.
 
-    `awaited` is the collective that a wait waits for. An anchor stays in its unit's region
-    (`passes.prediction.unfold_units`).
+    Args:
+        spot: the unit of repeated blocks that the node belongs to; None outside of all units.
+        seconds: time of a computation.
+        begins: whether the event is the start of a collective or exchange.
+        awaited: the collective or exchange that a wait waits for.
+        is_anchor: whether passes leave the event in its unit (`passes.prediction.unfold_units`).
     """
 
     node: fx.Node
@@ -121,7 +128,10 @@ class _Walked(NamedTuple):
 
 @dataclass(slots=True)
 class _PhaseWalk:
-    """One phase under construction; `begun` has the index in `ops` of each copy's start, by collective."""
+    """One phase whose segment is being built.
+
+    `begun` has for each collective the copies that have started: number of the copy → index of its start in `ops`.
+    """
 
     name: str
     prices: NodePrices
@@ -156,9 +166,9 @@ class _PhaseWalk:
             yield _Walked(node, spot, awaited=_collective_behind(node))
 
     def _whole_s(self, node: fx.Node, seconds: float) -> float:
-        """Return the seconds that a call takes in the whole program; `seconds` is its time in this program.
+        """Return the seconds that a call takes in the whole model. Its time in this program is `seconds`.
 
-        In the whole program, the bucket that the call packs or unpacks also has values of the left-out units.
+        If the call packs or unpacks a bucket, the bucket of the whole model also has values of the left-out units.
         """
         latency_s = min(seconds, self.prices.cluster.device.launch_latency_s)
         return latency_s + size_in_whole_program(node, seconds - latency_s)
@@ -170,7 +180,10 @@ class _PhaseWalk:
             self.ops.append(Op(node.name, _label(node), 0.0, needs=(begun.get(copy, last),), launches=0))
 
     def _is_waited_for(self, behind: fx.Node, copy: int) -> bool:
-        """Whether the whole program waits for copy `copy` of a collective; a bucket of several units has one wait."""
+        """Whether the whole model waits for copy number `copy` of the collective `behind`.
+
+        If a bucket has the collectives of several units, there is one wait for all of them.
+        """
         share = 1 / size_in_whole_program(behind, 1.0)
         is_last = copy == self.units.count(behind)
         return copy == 0 or is_last or int(copy * share) > int((copy - 1) * share)
@@ -191,7 +204,7 @@ def _is_call(node: fx.Node) -> bool:
 
 
 def _label(node: fx.Node) -> str:
-    """Return the part of the breakdown that gets a node's time: copies of reshards, offload, or the node's phase."""
+    """Return the part of the step to which a node's time belongs: copies of reshards, offload, or the node's phase."""
     if IS_RESHARD in node.meta and KERNEL not in node.meta:
         return COPIES
     return LABEL if node.target in TRANSFERS else node.meta.get("phase", COMPUTE)

@@ -39,9 +39,9 @@ class StageAssignment:
     """The stage of each node of a program.
 
     Args:
-        stage: node to its stage; includes parameters, but no nodes that belong to no stage.
+        stage: node to the number of its stage. Parameters are included. Nodes that belong to no stage are absent.
         derived: parameters, and the calls computed from parameters alone.
-        cuts: names of the first calls of all stages, without that of the first stage.
+        cuts: name of the first call of each stage but the first.
     """
 
     stages: int
@@ -119,7 +119,7 @@ class _Assigning:
         return StageAssignment(self.stages, self.stage, frozenset(self.derived), tuple(self.cuts))
 
     def _know(self, node: fx.Node) -> None:
-        """Record in `there` that the stage of a forward node has the values of the node and of its operands."""
+        """Record in `there` that the stage of a forward node has the node's value and the values of its operands."""
         self.there[self.stage[node]].update((node, *node.all_input_nodes))
 
     def _cut(self, forward: Sequence[fx.Node]) -> None:
@@ -153,10 +153,10 @@ class _Assigning:
         return [places[name] for name in self.cuts]
 
     def _windows(self, forward: Sequence[fx.Node]) -> list[tuple[int, int]]:
-        """Return the first and the last index in `forward` at which each cut may lie, given the parameters' stages.
+        """Return for each cut the first and the last index in `forward` at which it may lie.
 
-        A cut lies behind the first reader of each parameter of an earlier stage. It lies before all readers of
-        parameters of later stages.
+        The stages in `homes` limit the cuts. A cut lies behind the first reader of each parameter of an earlier stage.
+        It lies before all readers of parameters of later stages.
         """
         names = {slot.node: slot.name for slot in self.program.inputs_of(InputKind.PARAMETER)}
         reads: dict[fx.Node, set[str]] = {}
@@ -177,7 +177,7 @@ class _Assigning:
         return [(low, high) for low, high in windows]
 
     def _place_derived(self) -> None:
-        """Place parameters, and values computed from them alone, with their first reader in the forward."""
+        """Give parameters, and values that depend on parameters alone, the stage of their first forward reader."""
         for node in reversed(list(self.program.graph.nodes)):
             if node in self.derived:
                 readers = [self.stage[user] for user in node.users if user in self.stage]
@@ -215,7 +215,11 @@ class _Assigning:
         self._move_down(backward, flows)
 
     def _leaves(self, node: fx.Node, flows: set[fx.Node]) -> Iterable[fx.Node]:
-        """Yield the forward values that a backward call reads, directly or by repeated calls; `flows` are gradients."""
+        """Yield the forward values that a backward call reads.
+
+        Each stage repeats calls that belong to no stage, so the values that such calls read are yielded in their place.
+        `flows` has the gradients, which are left out.
+        """
         for operand in node.all_input_nodes:
             if operand in flows:
                 continue
@@ -267,11 +271,12 @@ def cut_forward(
     seconds: NodeSeconds,
     windows: Sequence[tuple[int, int]] | None = None,
 ) -> list[int]:
-    """Cut a forward into consecutive runs: the longest takes the least time, and among equal cuts the fewest bytes
-    cross.
+    """Cut a forward into consecutive runs, so that the longest run takes the least time.
+
+    Among equal cuts, the cuts that the fewest bytes cross are taken.
 
     Args:
-        windows: first and last possible index of each end; None for any.
+        windows: for each run but the last, the first and last possible index of its end; None: any index.
 
     Returns:
         For each run but the last, the index in `forward` of the first call behind the run.
@@ -310,7 +315,7 @@ def cut_forward(
 
 
 def _crossing_bytes(forward: Sequence[fx.Node]) -> list[int]:
-    """Return the bytes that are made before each index of `forward`, and read at the index or later."""
+    """Return for each index of `forward` the bytes of values that are made before it and read later."""
     places = {node: index for index, node in enumerate(forward)}
     change = [0] * (len(forward) + 2)
     for node, index in places.items():
@@ -336,7 +341,10 @@ def _bytes(node: fx.Node) -> int:
 
 
 def _candidates(forward: Sequence[fx.Node], stages: int, crossing: Sequence[int]) -> list[int]:
-    """Return the indices before which the forward may be cut: between blocks, or anywhere without enough blocks."""
+    """Return the indices before which the forward may be cut into `stages` stages.
+
+    They lie between blocks. If the model has too few blocks, they are the indices that the fewest bytes cross.
+    """
     before, between, behind = _around_blocks(forward, crossing)
     places = [*before, *between, *behind]
     if len(places) >= stages - 1:
@@ -348,7 +356,8 @@ def _candidates(forward: Sequence[fx.Node], stages: int, crossing: Sequence[int]
 def _around_blocks(forward: Sequence[fx.Node], crossing: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
     """Return the indices for cuts before the first block, between blocks, and after the last block, as three lists.
 
-    A cut between two blocks lies where the fewest bytes cross. Lists are empty where no call or no block lies.
+    A cut between two blocks lies where the fewest bytes cross. The first and the last list are empty if no cut is
+    possible there.
     """
     keys = [_block_of(node) for node in forward]
     inside = [index for index, key in enumerate(keys) if key is not None]
@@ -365,7 +374,11 @@ def _around_blocks(forward: Sequence[fx.Node], crossing: Sequence[int]) -> tuple
 
 
 def _ends_of_blocks(forward: Sequence[fx.Node], blocks: Sequence[int]) -> list[int]:
-    """Return the ends of stages, as in `cut_forward`, by numbers of blocks, which must be those of the model."""
+    """Return the indices of `cut_forward`, so that stage i has `blocks[i]` blocks.
+
+    Raises:
+        RecipeError: the model has another number of blocks, or a stage would be empty.
+    """
     before, between, behind = _around_blocks(forward, _crossing_bytes(forward))
     count = len(between) + 1
     if sum(blocks) != count or 0 in blocks[1:-1]:

@@ -82,7 +82,11 @@ def _has_one_result(node: fx.Node) -> bool:
 
 
 def _repeat(graph: fx.Graph, view: fx.Node, user: fx.Node, repeated: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Return the backward's copy of a forward view and of views that it reads, made before `user`, its first user."""
+    """Return the backward's copy of a view of the forward, and make it if it is not in `repeated`.
+
+    Views that `view` reads are copied too. The copies stand before `user`, the first call of the backward that uses
+    them.
+    """
     if view in repeated:
         return repeated[view]
     operands = {

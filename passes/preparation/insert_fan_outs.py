@@ -64,7 +64,10 @@ def _insert(graph: fx.Graph, node: fx.Node, order: Mapping[fx.Node, int], *, is_
 
 
 def _gradient_fan_out(graph: fx.Graph, node: fx.Node, users: list[fx.Node]) -> None:
-    """The fan-out comes right after the gradient, so that only the reduced gradient is kept for the update."""
+    """Insert the fan-out of a gradient right after it. The `users` then read the fan-out.
+
+    So only the gradient after its reduction is kept for the update.
+    """
     with graph.inserting_after(node):
         inserted = insert_call(graph, fan_out, (node,), like=node)
     inserted.meta[_GRADIENT] = True
@@ -73,7 +76,7 @@ def _gradient_fan_out(graph: fx.Graph, node: fx.Node, users: list[fx.Node]) -> N
 
 
 def _fan_out(graph: fx.Graph, node: fx.Node, users: list[fx.Node]) -> fx.Node:
-    """Insert a fan-out of `node` before the first of `users`, which then all read the fan-out."""
+    """Insert a fan-out of `node` before the first of `users`, and return it. All `users` then read the fan-out."""
     with graph.inserting_before(users[0]):
         inserted = insert_call(graph, fan_out, (node,), like=users[0])
     inserted.meta["module"] = _common_module(users)
@@ -83,6 +86,9 @@ def _fan_out(graph: fx.Graph, node: fx.Node, users: list[fx.Node]) -> fx.Node:
 
 
 def _common_module(users: Sequence[fx.Node]) -> str:
-    """Return the path of the innermost module of all users: a table for all layers is not of the first layer."""
+    """Return the path of the innermost module that contains all users.
+
+    A table that all layers use gets the model's path.
+    """
     levels = zip(*(user.meta.get("module", "").split(".") for user in users), strict=False)
     return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))

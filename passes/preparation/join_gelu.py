@@ -37,7 +37,10 @@ class JoinGelu:
     """Replace written-out tanh gelus and their gradients by operators."""
 
     def __call__(self, program: Program) -> Program:
-        """Return the program itself if it has no written-out gelu, else a program with a graph of its own."""
+        """Return a copy of the program without written-out gelus.
+
+        If the program has no written-out gelu, the program itself is returned.
+        """
         if not any(map(_is_cube, program.graph.nodes)):
             return program
         joining = _Joining(copy_program(program))
@@ -55,9 +58,10 @@ class JoinGelu:
 
 
 def number_written_out(node: fx.Node, numbering: Numbering) -> bool:
-    """Give a tanh gelu, or its gradient, the number that the result of its written-out calls has or would have.
+    """Number a tanh gelu or its gradient like its written-out calls, for the proof of this pass.
 
-    Return whether `node` is such a call. Other calls get no number.
+    Return whether it is one. `node` gets the value number that the result of its written-out calls has or would have.
+    Other calls get no number.
     """
     if node.target not in (_aten.gelu.default, _aten.gelu_backward.default) or node.kwargs != _TANH:
         return False
@@ -71,7 +75,10 @@ def number_written_out(node: fx.Node, numbering: Numbering) -> bool:
 
 @dataclass(slots=True)
 class _Joining:
-    """A program whose written-out gelus are being joined; `numbering` has the value numbers of its original nodes."""
+    """A program in which written-out gelus are replaced one after the other.
+
+    `numbering` has the value numbers of the program's original nodes.
+    """
 
     program: Program
     numbering: Numbering = field(init=False)
@@ -84,7 +91,7 @@ class _Joining:
         return list(self.program.graph.nodes)
 
     def join_gradients(self, number: int) -> None:
-        """Replace the written-out gradients of gelu(z) by `gelu_backward`; z is the value with this number."""
+        """Replace the written-out gradients of gelu(z) by `gelu_backward`; `number` is the value number of z."""
         found = self._find(_form(is_backward=False), (number,))
         readers = {user for inner in found for user in self.numbering.users[inner]}
         read = {operand for user in readers for operand in operands_of(self.numbering.key_of(user))}
@@ -93,7 +100,10 @@ class _Joining:
                 self._replace(made[-1], _aten.gelu_backward.default, (gradient, number))
 
     def join(self, number: int) -> None:
-        """Replace the written-out gelu(z), if nothing else reads its intermediate values; `number` is that of z."""
+        """Replace the written-out gelu(z) by `gelu`, unless other calls read its intermediate values.
+
+        `number` is the value number of z.
+        """
         if found := self._find(_form(is_backward=False), (number,)):
             within = {node for node in self.nodes if self.numbering.numbers.get(node) in found[:-1]}
             whole = within | {node for node in self.nodes if self.numbering.numbers.get(node) == found[-1]}
@@ -101,7 +111,10 @@ class _Joining:
                 self._replace(found[-1], _aten.gelu.default, (number,))
 
     def _find(self, form: fx.Graph, operands: tuple[int, ...]) -> list[int]:
-        """Return the value numbers of a form's calls on these operands, in order; [] if the program lacks a call."""
+        """Return the value numbers of the calls of `form` in the program, in order; [] if the program lacks a call.
+
+        `operands` has the value numbers of the inputs of the form.
+        """
         numbers: dict[fx.Node, int] = dict(zip(form.find_nodes(op="placeholder"), operands, strict=True))
         for call in _calls(form):
             if (number := self.numbering.keys.get(_key(call, numbers))) is None:

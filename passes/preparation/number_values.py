@@ -2,7 +2,7 @@
 
 Two nodes have the same number if they call the same operator on equal literals and on operands with equal numbers
 (Alpern, Wegman, Zadeck 1988). Each call that draws random numbers has a number of its own. Constants are equal if their
-bytes are. Fan-outs, and copies to and from the host, have their operands' numbers. Numbers count from 0 in the order of
+bytes are. A fan-out, or a copy to or from the host, has the number of its operand. Numbers count from 0 in the order of
 the graph, so an operand's number is below its users'.
 """
 
@@ -34,7 +34,7 @@ class Numbering:
     Args:
         numbers: node to its number.
         nodes: the first node with each number, by number.
-        keys: structure of a call to its number.
+        keys: structure of a call (operator, literals, numbers of operands) to its number.
         users: for each number, the numbers of the calls that read it.
     """
 
@@ -46,7 +46,10 @@ class Numbering:
     _draws: dict[Key, int] = field(default_factory=dict)
 
     def add_graph(self, graph_module: fx.GraphModule, *, commuted: bool = False) -> None:
-        """Number a graph's nodes; placeholders at the same position of several graphs share a number."""
+        """Give the nodes of a graph numbers. Placeholders at the same position of several graphs share a number.
+
+        With `commuted`, `a + b` may get the number of an earlier `b + a`.
+        """
         placeholders = 0
         for node in graph_module.graph.nodes:
             if node.op == "placeholder":
@@ -56,7 +59,7 @@ class Numbering:
                 self.add_node(node, graph_module, commuted=commuted)
 
     def add_node(self, node: fx.Node, graph_module: fx.GraphModule, *, commuted: bool = False) -> int:
-        """Number one node whose operands have numbers; return its number.
+        """Give a node a number, and return it. The node's operands must have numbers.
 
         Args:
             graph_module: the module that owns the graph's constants.
@@ -76,11 +79,19 @@ class Numbering:
         return self.add(node, other if other in self.keys else key)
 
     def structure(self, node: fx.Node) -> Key:
-        """Return the structure of a call. Raises `VerificationError` if an operand has no number."""
+        """Return the structure of a call: its operator, its literals, and the numbers of its operands.
+
+        Raises:
+            VerificationError: an operand has no number.
+        """
         return call_key(node.op, node.target, node.args, node.kwargs, lambda operand: self.number_for(operand, node))
 
     def number_for(self, operand: fx.Node, reader: fx.Node) -> int:
-        """Return the number of an operand of `reader`. Raises `VerificationError` if the operand has none."""
+        """Return the number of an operand of `reader`.
+
+        Raises:
+            VerificationError: the operand has no number, because it is computed after `reader`.
+        """
         if operand not in self.numbers:
             raise VerificationError(f"{reader.format_node()} reads {operand.name!r} before it is computed.")
         return self.numbers[operand]
@@ -90,12 +101,15 @@ class Numbering:
         return self._calls[number]
 
     def selection(self, number: int, index: int) -> int | None:
-        """Return the number of result `index` of the call `number`, which has several results; None if it is unread."""
+        """Return the number of result `index` of the calls with this number, which have several results.
+
+        None is returned if no node selects this result.
+        """
         args = (LIST, (OPERAND, number), (LITERAL, int, index))
         return self.keys.get(("call_function", operator.getitem, args, (DICT,)))
 
     def add(self, node: fx.Node, key: Key) -> int:
-        """Give `node` the number of the structure `key`, or a new number if the structure is new; return the number."""
+        """Give `node` the number of the structure `key`, and return the number. A new structure gets a new number."""
         if draws_numbers(node.target):
             key = (*key, self._next_draw(key))
         number = self.keys.setdefault(key, len(self.nodes))
@@ -109,12 +123,12 @@ class Numbering:
         return number
 
     def find(self, key: Key, places: Sequence[int], values: Sequence[frozenset[int]]) -> frozenset[int]:
-        """Return the numbers of all calls that match a pattern. An operand may be any number of a set.
+        """Return the numbers of all calls that match a pattern.
 
         Args:
-            key: the pattern: a structure whose operands are indices into `values`.
+            key: the pattern: a structure in which each operand is an index into `values`.
             places: the indices that occur in the pattern.
-            values: sets of numbers; the pattern's indices refer to these sets.
+            values: sets of numbers. An operand matches any number of the set at its index.
         """
         if all(len(values[place]) == 1 for place in places):
             number = self.keys.get(_with_single_operands(key, values))
@@ -124,11 +138,14 @@ class Numbering:
         return frozenset(user for user in users if _fits(key, self._calls[user], values))
 
     def draw_of(self, number: int) -> int:
-        """Return how many equal calls came before the random call with this number."""
+        """Return the number of equal random calls that come before the random call with this number."""
         return self._calls[number][-1]
 
     def restart_draws(self) -> None:
-        """Restart the count of equal random calls, for a graph that repeats an earlier graph."""
+        """Count equal random calls from 0 again.
+
+        A graph that repeats the random calls of an earlier graph then gets the same numbers.
+        """
         self._draws.clear()
 
     def _next_draw(self, key: Key) -> int:
@@ -149,7 +166,10 @@ def draws_numbers(target: Any) -> bool:
 
 
 def call_key(kind: str, target: Any, args: Any, kwargs: Any, operand: Callable[[Any], Any]) -> Key:
-    """Return the structure of a call; `operand` returns the key of each operand, a node or proxy."""
+    """Return the structure of a call, as nested tuples.
+
+    `operand` returns the key of each operand, which is a node or proxy.
+    """
     return (kind, target, freeze(args, operand), freeze(kwargs, operand) if kwargs else (DICT,))
 
 
@@ -182,9 +202,10 @@ _LONG = 16
 
 
 def freeze(value: Any, operand: Callable[[Any], Any]) -> Key:
-    """Return an argument as nested tuples. Two results are equal exactly if a call treats the two arguments alike.
+    """Return an argument of a call as nested tuples, which can be compared and hashed.
 
-    `operand` returns the key of each node or proxy in the argument.
+    Two results are equal exactly if a call treats the two arguments alike. `operand` returns the key of each node or
+    proxy in the argument.
     """
     if isinstance(value, (fx.Node, fx.Proxy)):
         return (OPERAND, operand(value))
@@ -202,7 +223,7 @@ def freeze(value: Any, operand: Callable[[Any], Any]) -> Key:
 
 
 def operands_of(key: Key) -> Iterator[Any]:
-    """Yield the keys of the operands in a frozen argument or call, in order."""
+    """Yield the keys of all operands in a structure, or in a part of a structure, in order."""
     if key and key[0] == OPERAND:
         yield key[1]
     elif not (key and key[0] == LITERAL):
@@ -212,7 +233,7 @@ def operands_of(key: Key) -> Iterator[Any]:
 
 
 def _with_single_operands(key: Key, values: Sequence[frozenset[int]]) -> Key:
-    """Replace each index of a pattern by the only number of its set in `values`."""
+    """Return a pattern with each index replaced by the only number of the set at that index in `values`."""
     if key and key[0] == OPERAND:
         (number,) = values[key[1]]
         return (OPERAND, number)
@@ -222,7 +243,10 @@ def _with_single_operands(key: Key, values: Sequence[frozenset[int]]) -> Key:
 
 
 def _fits(pattern: Key, key: Key, values: Sequence[frozenset[int]]) -> bool:
-    """Whether the structure `key` matches a pattern; an index matches any number of its set in `values`."""
+    """Whether the structure `key` matches a pattern.
+
+    An index in the pattern matches each number of its set in `values`.
+    """
     if pattern and pattern[0] == OPERAND:
         return bool(key) and key[0] == OPERAND and key[1] in values[pattern[1]]
     if (pattern and pattern[0] == LITERAL) or len(pattern) != len(key):

@@ -18,7 +18,10 @@ _INHERITED = ("phase", "module", "source")
 
 
 def copied(nodes: Iterable[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """Copy nodes, given in dependency order, into a new graph; return the graph, and a dict from node to copy."""
+    """Copy nodes into a new graph. Return the graph, and a dict from each node to its copy.
+
+    Operands must come before their readers in `nodes`.
+    """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in nodes:
@@ -27,7 +30,7 @@ def copied(nodes: Iterable[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
 
 
 def copy_program(program: Program) -> Program:
-    """Return a copy of a program with a graph of its own, which a pass may change; node names stay the same."""
+    """Return a copy of a program with a graph of its own, which a pass may change. Names of nodes stay the same."""
     graph, copies = copied(program.graph.nodes)
     names = {node.name: copy.name for node, copy in copies.items()}
     if any(old != new for old, new in names.items()):
@@ -36,7 +39,10 @@ def copy_program(program: Program) -> Program:
 
 
 def with_targets(graph_module: fx.GraphModule, targets: Mapping[Any, Any]) -> fx.GraphModule:
-    """Return a copy of a graph that calls `targets[op]` for each `op` in `targets`; the graph itself without any."""
+    """Return a copy of a graph that calls `targets[op]` in place of each operator `op` in `targets`.
+
+    A graph without these operators is returned itself.
+    """
     if not any(node.op == "call_function" and node.target in targets for node in graph_module.graph.nodes):
         return graph_module
     graph, copies = copied(graph_module.graph.nodes)
@@ -47,7 +53,10 @@ def with_targets(graph_module: fx.GraphModule, targets: Mapping[Any, Any]) -> fx
 
 
 def with_groups(graph_module: fx.GraphModule, name: Callable[[fx.Node], str]) -> fx.GraphModule:
-    """Return a copy of a graph in which each collective runs in process group `name(node)`; itself if none changes."""
+    """Return a copy of a graph in which each collective runs in process group `name(node)`.
+
+    If no group changes, the graph itself is returned.
+    """
     names = {node: name(node) for node in graph_module.graph.nodes if is_collective(node)}
     if all(node.args[-1] == given for node, given in names.items()):
         return graph_module
@@ -58,7 +67,10 @@ def with_groups(graph_module: fx.GraphModule, name: Callable[[fx.Node], str]) ->
 
 
 def needed(results: Iterable[fx.Node], given: Container[fx.Node] = ()) -> set[fx.Node]:
-    """Return the results and all nodes from which they are computed; the search stops at nodes of `given`."""
+    """Return `results` and all nodes from which they are computed.
+
+    The operands of nodes in `given` are not followed.
+    """
     found, waiting = set[fx.Node](), list(results)
     while waiting:
         node = waiting.pop()
@@ -69,7 +81,10 @@ def needed(results: Iterable[fx.Node], given: Container[fx.Node] = ()) -> set[fx
 
 
 def in_order(graph_module: fx.GraphModule, order: Iterable[fx.Node]) -> fx.GraphModule:
-    """Return a copy of a graph with its nodes in a valid order, or the graph itself if it has this order already."""
+    """Return a copy of a graph with its nodes in the given order, in which operands precede their readers.
+
+    If the graph has this order already, the graph itself is returned.
+    """
     nodes = list(order)
     if nodes == list(graph_module.graph.nodes):
         return graph_module
@@ -92,7 +107,7 @@ def insert_call(
     name: str | None = None,
     kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> fx.Node:
-    """Add a call at the graph's insertion point, and compute its fake value from the operands' fake values.
+    """Add a call at the graph's insertion point, and return its node, with a fake value computed from its operands.
 
     The call gets the phase, module and source line of the node `like`.
     """
@@ -103,6 +118,6 @@ def insert_call(
 
 
 def replace_slot_node(program: Program, old: str, new: str) -> Program:
-    """Return the program with node `new` in place of node `old` in its output slots; the graph stays."""
+    """Return the program with node `new` in place of node `old` in its output slots. The graph is not changed."""
     outputs = tuple(dataclasses.replace(slot, node=new) if slot.node == old else slot for slot in program.outputs)
     return dataclasses.replace(program, outputs=outputs)

@@ -30,8 +30,8 @@ class SplitStages:
     Args:
         stages: number of stages, at least 2.
         seconds: time of a node of the traced program, by which stages are balanced.
-        cuts, homes, blocks: if known, the first calls of stages, the stages of parameters, and the number of blocks of
-            each stage. They are passed to `assign_stages`.
+        cuts, homes, blocks: arguments of `assign_stages`: the first calls of stages, the stages of parameters, and the
+            number of blocks of each stage.
     """
 
     stages: int
@@ -41,11 +41,11 @@ class SplitStages:
     blocks: Sequence[int] | None = None
 
     def __call__(self, program: Program) -> CutProgram:
-        """Cut a program without update (forward and backward, or forward alone); return the stages and their crossings.
+        """Cut a program into stages, and return their programs and the values that cross stages.
 
         Raises:
-            NotAvailableError: the program cannot be cut, e.g. because stages would have to share a tuple. Further
-                reasons are listed at `assign_stages`.
+            NotAvailableError: the program cannot be cut, for example because a tuple would cross stages.
+                `assign_stages` lists further reasons.
         """
         assignment = assign_stages(program, self.stages, self.seconds, self.cuts, self.homes, self.blocks)
         building = [_StageCut(program, assignment, number) for number in range(self.stages)]
@@ -60,7 +60,10 @@ _Key = tuple[fx.Node, int]
 
 
 def _crossings(assignment: StageAssignment, building: list[_StageCut]) -> dict[_Key, Crossing]:
-    """Return the values that cross stages, by (node that makes the value, number of the stage that reads it)."""
+    """Return the values that cross stages.
+
+    A key has the node that makes the value, and the number of the reading stage.
+    """
     found: dict[_Key, Crossing] = {}
     for stage in building:
         for node in stage.received:
@@ -83,7 +86,10 @@ def _crossings(assignment: StageAssignment, building: list[_StageCut]) -> dict[_
 
 @dataclass(slots=True)
 class _StageCut:
-    """The program of stage `number` under construction: its own nodes, and nodes received from other stages."""
+    """The program of stage `number`, which is being built.
+
+    `members` are the stage's own nodes. `received` are nodes of other stages whose values the stage reads.
+    """
 
     program: Program
     assignment: StageAssignment
@@ -92,7 +98,7 @@ class _StageCut:
     received: dict[fx.Node, None] = field(default_factory=dict)
 
     def find(self) -> None:
-        """Fill `members` and `received`: walk from the stage's own calls and results to their operands."""
+        """Fill `members` and `received`, by a walk from the stage's own calls and results to their operands."""
         kinds = {slot.node: slot.kind for slot in self.program.inputs}
         names = self.program.nodes_by_name()
         waiting = [node for node, stage in self.assignment.stage.items() if stage == self.number and node.op[0] == "c"]

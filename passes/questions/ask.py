@@ -1,8 +1,8 @@
 """Answer `explain`, `why_not` and `limits` about a plan: plan again with one thing changed, and compare the plans.
 
-`explain` forces each spec that a value may have. `why_not` gives each mesh axis the role in question, e.g. "tensor". A
-feature that no axis of the mesh can have is planned on another mesh of the same devices. `limits` plans for more
-memory, or for hardware with one part a tenth faster. So each figure in an answer is the predicted step of a plan.
+`explain` plans with each spec that a value may have. `why_not` plans with each mesh axis in the role of the feature,
+e.g. "tensor". If no axis can have the role, `why_not` plans on another mesh of the same devices. `limits` plans for
+more memory, or for hardware with one part a tenth faster. So each figure in an answer is the predicted step of a plan.
 """
 
 from __future__ import annotations
@@ -117,7 +117,10 @@ class Questions:
     def _on_axes(
         self, plan: Plan, problems: Sequence[PlanningProblem], feature: str, ways: Sequence[Way]
     ) -> tuple[str, list[Variant | None]]:
-        """Return the ways that the plan uses, in words, and the best plan with each other way."""
+        """Return the ways in which the plan has a feature, in words, and the best plan with each other way.
+
+        A way says which mesh axis has which role.
+        """
         specs = [_specs_of(each) for each in plan.stages or (plan,)]
         pairs = list(zip(problems, specs, strict=True))
         used = [_over(way) for way in ways if all(has_role(pairs, axis, role) for axis, role in way.items())]
@@ -129,7 +132,10 @@ class Questions:
         return ", ".join(used), found
 
     def _tried(self, plan: Plan, ways: Sequence[tuple[str, Fields]]) -> tuple[list[Variant | None], str]:
-        """Return the best plan under each restriction of recipes, and the last `NotAvailableError`'s message or ""."""
+        """Return the best plan under each entry of `ways`, and the message of the last `NotAvailableError`, or "".
+
+        An entry has a name for the answer, and the allowed values of recipe fields.
+        """
         found, missing = list[Variant | None](), ""
         for name, restricted in ways:
             try:
@@ -139,7 +145,10 @@ class Questions:
         return found, missing
 
     def _variant(self, plan: Plan, name: str, change: Change) -> Variant | None:
-        """Return the fastest plan's cost with a change, under a name; None if the change cannot apply to the model."""
+        """Return the cost of the fastest plan with a change, under the name `name`.
+
+        The result is None if the change cannot apply to the model.
+        """
         try:
             found = self._plan_again(plan, change)
         except RecipeError:
@@ -173,7 +182,11 @@ def outcome_of(plan: Plan) -> Outcome:
 
 
 def fastest_first(item: Outcome) -> tuple[bool, float]:
-    """Return a sort key: outcomes that fit come first, by step time; the rest follow by the memory that they need."""
+    """Return a key to sort outcomes by.
+
+    Outcomes that fit in memory come first, in the order of their step times. The others follow, in the order of the
+    memory that they need.
+    """
     return not item.fits, item.step_time_s if item.step_time_s is not None else float(item.smallest_bytes or 0)
 
 
@@ -189,7 +202,7 @@ def _answer(
 
 
 def _use(plan: Plan, feature: str) -> str:
-    """Return in words how the stages or the recipe use a feature, e.g. "of 4 stages"; "" if they do not."""
+    """Return in words where a plan uses a feature, such as "of 4 stages"; "" if it does not use the feature."""
     if feature == "pipeline" and plan.stages:
         return f"of {len(plan.stages)} stages"
     if plan.recipe is not None and FEATURES[feature].is_used(plan.recipe):
@@ -198,13 +211,16 @@ def _use(plan: Plan, feature: str) -> str:
 
 
 def _saved(plan: Plan, feature: str) -> int:
-    """Return the number of values that all stages together recompute or offload."""
+    """Return the number of values that all stages together recompute, or offload, as `feature` says."""
     found = (each.recomputed if feature == "recompute" else each.offloaded for each in plan.stages or (plan,))
     return sum(len(names) for each in found for names in each.values())
 
 
 def _ways(problems: Sequence[PlanningProblem], feature: str) -> Iterator[Way]:
-    """Yield each way in which mesh axes may have a feature. HSDP is FSDP over one axis, and copies over another."""
+    """Yield each way in which mesh axes may have a feature, as a dict from axis to role.
+
+    HSDP takes two axes: FSDP over one axis, and copies over the other.
+    """
     axes = [axis for axis, size in problems[0].space.mesh.axes if size > 1] if problems else []
     if feature == "hsdp":
         yield from ({first: "fsdp", second: "data"} for first, second in permutations(axes, 2))
@@ -231,7 +247,13 @@ def _specs_of(plan: Plan) -> SpecOf:
 
 
 def _site_named(problems: Sequence[PlanningProblem], name: str) -> tuple[int, str]:
-    """Return the stage and the site of a value, given its qualified name or the name of its node."""
+    """Return the number of the stage and the name of the site of a value.
+
+    `name` is the qualified name of the value, or the name of its node.
+
+    Raises:
+        InvalidSpecError: no stage has a value of this name.
+    """
     for stage, planning in enumerate(problems):
         sites = {**{site: site for site in planning.space.sites}, **constrainable(planning.space)}
         if name in sites:
@@ -244,7 +266,7 @@ def _site_named(problems: Sequence[PlanningProblem], name: str) -> tuple[int, st
 
 
 def _is_between_stages(name: str) -> bool:
-    """Whether the cut into stages made up this name, e.g. for a value that stages exchange."""
+    """Whether a name was made up for the cut into stages, as for a value that one stage sends to another."""
     return crosses_stages(name) or is_of_weights(name) or name.startswith(InputKind.SQUARES)
 
 
@@ -262,6 +284,9 @@ def _shape(planning: PlanningProblem, site_name: str) -> tuple[int, ...]:
 
 
 def _names_of(planning: PlanningProblem, variable: int) -> Sequence[str]:
-    """Return the names of all values that share a spec: the qualified name, or else the name of the value's node."""
+    """Return the names of all values whose sites share a variable, and so a spec.
+
+    A name is the qualified name, or else the name of the value's node.
+    """
     names = {site: name for name, site in constrainable(planning.space).items()}
     return [names.get(site, site) for site in planning.members[variable]]

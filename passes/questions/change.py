@@ -68,7 +68,7 @@ class Replan(Protocol):
         ...
 
     def __call__(self, plan: Plan, change: Change) -> Plan:
-        """Return the fastest plan with a change.
+        """Return the fastest plan of the call with a change.
 
         Raises:
             DoesNotFitError: no plan fits in memory.

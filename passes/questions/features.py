@@ -51,7 +51,9 @@ def feature_named(text: object) -> str:
 class Feature:
     """The values of recipe fields with which a recipe has a feature.
 
-    `ways` has the values by the name of a way to have it. Each entry of `without` is a way to lack it.
+    Args:
+        ways: name of a way to have the feature → the allowed values of recipe fields.
+        without: for each way to lack the feature, the allowed values of recipe fields.
     """
 
     ways: Mapping[str, Fields]
@@ -63,7 +65,10 @@ class Feature:
 
 
 class _Several(Collection[object]):
-    """All sizes above one. A range would search linearly for a value that is no integer, e.g. None."""
+    """The collection of all integers above one, for allowed sizes of an axis.
+
+    A `range` would search its elements one by one for a value that is no integer, e.g. None.
+    """
 
     def __contains__(self, value: object) -> bool:
         return isinstance(value, int) and value in self._sizes

@@ -42,7 +42,8 @@ class InputSize:
     """An input size that is a symbol in formulas, e.g. the batch.
 
     Args:
-        places: pairs (index of an input among the leaves of all arguments, dim); these dims have this size.
+        places: pairs (index of a tensor among the leaves of all arguments, dim of the tensor). These dims have this
+            size.
         value: the size in the example inputs.
         step: the model is observed at multiples of this size.
     """
@@ -54,10 +55,7 @@ class InputSize:
 
     @property
     def trials(self) -> tuple[int, ...]:
-        """Four sizes at which to observe the model; the first is the example's own size.
-
-        The other sizes are smaller if possible, because a longer sequence may exceed the model's number of positions.
-        """
+        """Four sizes at which to observe the model. The first size is the size in the example inputs."""
         value = self.value
         if value >= 8 * self.step and value % (4 * self.step) == 0:
             return (value, value // 2, 3 * value // 4, value // 4)
@@ -125,7 +123,10 @@ def _named(name: str, dim: int | Mapping[str, int], tensors: Mapping[int, torch.
 
 
 def resize(args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Sequence[InputSize], point: Point) -> tuple[Any, Any]:
-    """Return the example inputs (args, kwargs) in the sizes `point`; their content is repeated or cut off."""
+    """Return the example inputs (args, kwargs) with the input sizes of `point`, one number for each of `sizes`.
+
+    Tensors are made longer by a repetition of their content, and shorter by a cut.
+    """
     leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
     for size, wanted in zip(sizes, point, strict=True):
         for index, dim in size.places:
@@ -156,7 +157,10 @@ def fit_numbers(sizes: Sequence[InputSize], observe: Callable[[Point], Observati
         return seen[point]
 
     def checked(degree: int) -> list[Point]:
-        """Return one point outside the grid: odd sizes if the model runs with these, else unused `trials`."""
+        """Return one point outside of the grid, to check polynomials of this degree.
+
+        It has odd sizes if the model runs with these, and otherwise `trials` that the grid does not use.
+        """
         odd = tuple(size.odd for size in sizes)
         try:
             look(odd)
@@ -210,7 +214,7 @@ def _check_same(sizes: Sequence[InputSize], base: Point, first: Observation, poi
 
 
 def cannot_resize(sizes: Sequence[InputSize], point: Point, error: TraceError) -> FormulaError:
-    """Return the error for a model that raised `error` at the input sizes of `point`."""
+    """Return the error to raise if the model raised `error` at the input sizes of `point`."""
     shown = ", ".join(f"{size.name}={now}" for size, now in zip(sizes, point, strict=True))
     names = tuple(size.name for size in sizes)
     return DoesNotRunError(

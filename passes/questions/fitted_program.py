@@ -39,7 +39,11 @@ class FittedProgram:
     trace: Callable[[Point], Program] = field(repr=False)
 
     def at(self, point: Point) -> Program:
-        """Return the program at other input sizes, traced once; `DoesNotRunError` if the model refuses them."""
+        """Return the program for other input sizes. Each program is traced once.
+
+        Raises:
+            DoesNotRunError: the model does not run with these sizes.
+        """
         if point not in self.samples:
             self.samples[point] = self.trace(point)
         return self.samples[point]
@@ -48,9 +52,11 @@ class FittedProgram:
 def fit_program(
     sizes: tuple[InputSize, ...], trace: Callable[[Point], Program], lists: Sequence[BlockList]
 ) -> FittedProgram:
-    """Trace a program at several input sizes and fit the shapes of its values. Raises the errors of `fit_numbers`.
+    """Trace a program at several input sizes, and fit the shapes of its values. Raises the errors of `fit_numbers`.
 
-    `trace` takes values of `sizes`. `lists` are the model's lists of blocks.
+    Args:
+        trace: takes one number for each of `sizes`; returns the program for these sizes.
+        lists: the model's lists of blocks.
     """
     samples: dict[Point, Program] = {}
 

@@ -63,7 +63,7 @@ class Counts(Protocol):
         ...
 
     def of(self, plan: Plan, name: str, sizes: tuple[InputSize, ...], axes: Mapping[str, Size]) -> Iterable[Counted]:
-        """Yield the counts of a quantity, one for each operation or value.
+        """Yield the counts of a quantity, one for each operation or value, with the block in which it lies.
 
         Args:
             name: the quantity, one of `QUANTITIES`, or "communication_bytes_data" for one axis.
@@ -114,7 +114,7 @@ class PlanFormulas:
 
 
 def _no_formulas() -> None:
-    """Stand for the formulas of a plan that was pickled."""
+    """Return None: a pickled plan gets this in place of its formulas."""
 
 
 def _check_name(name: str, axes: Iterable[str]) -> None:
@@ -172,7 +172,7 @@ class CountsOfPlan:
     def _of_stages(
         self, plan: Plan, name: str, sizes: tuple[InputSize, ...], axes: Mapping[str, Size]
     ) -> Iterator[Counted]:
-        """Yield the counts of all stages for one micro-batch; a plan without stages is one stage."""
+        """Yield the counts of all stages for one micro-batch. A plan without stages counts as one stage."""
         for number, stage in enumerate(plan.stages or (plan,)):
             counts = self._counts_of(plan, number, sizes, {ONLY_AXIS: 1, **axes})
             found = list(self._of_stage(stage, counts, name))
@@ -196,7 +196,11 @@ class CountsOfPlan:
         return counts.local(reader_of(name))
 
     def _counts_of(self, plan: Plan, number: int, sizes: tuple[InputSize, ...], axes: Mapping[str, Size]) -> PlanCounts:
-        """Return the counts of stage `number`. A model that changed since it was planned raises a `FormulaError`."""
+        """Return the counts of stage `number`.
+
+        Raises:
+            FormulaError: the model has changed since it was planned.
+        """
         stage = (plan.stages or (plan,))[number]
         key = (number, sizes, stage.recompute.nodes, stage.offload.nodes)
         if key not in self._fitted:
@@ -217,7 +221,7 @@ class CountsOfPlan:
         return known
 
     def _sends(self, plan: Plan, number: int) -> Mapping[str, int]:
-        """Return how often a stage sends each value to other ranks in one micro-batch, by the value's name."""
+        """Return how often stage `number` sends a value to other ranks in one micro-batch, by the value's name."""
         assert plan.order is not None, "a plan with stages has an order"
         ranks, found = plan.order.stage_ranks, Counter[str]()
         for crossing in self._cut(plan, self.request, (plan.cuts,)).crossings:

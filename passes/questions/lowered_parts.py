@@ -59,20 +59,30 @@ Read = Callable[[PhasedProgram, Mapping[str, Size]], Parts]
 
 
 def reader_of(name: str) -> Read:
-    """Return the function that reads a quantity of a rank; "communication_bytes_data" is for the axis "data" alone."""
+    """Return the function that yields the parts of a quantity of one rank from a lowered program.
+
+    `name` is the quantity's name. "communication_bytes_data" counts only communication over the axis "data".
+    """
     _, _, axis = name.partition("communication_bytes")
     return _READERS.get(name) or partial(_sent, axis=axis.removeprefix("_"))
 
 
 def sent_at_cuts(phased: PhasedProgram, sends: Mapping[str, int]) -> Parts:
-    """Yield the bytes that a stage sends for each of its results: the result's size times its number in `sends`."""
+    """Yield the bytes that a stage sends to other stages, one part for each of its results.
+
+    `sends` has the number of times that a result is sent, by the result's name.
+    """
     for item in phased.lowered.outputs:
         if item.slot.name in sends:
             yield _slot(phased, item, times=sends[item.slot.name])
 
 
 def _contractions(phased: PhasedProgram, axes: Mapping[str, Size]) -> Parts:
-    """Yield the FLOPs of matrix products and attention. Ring attention, whose ranks differ, raises a `FormulaError`."""
+    """Yield the FLOPs of matrix products and attention.
+
+    Raises:
+        FormulaError: the program has ring attention, whose FLOPs differ between ranks.
+    """
     for site, node in _calls(phased):
         if is_collective(node) or is_wait(node) or not contracts(node):
             continue
@@ -95,9 +105,12 @@ def contracts(node: fx.Node) -> bool:
 
 
 def flops_of(node: fx.Node, dims: Sequence[Size]) -> Size:
-    """Return a call's FLOPs from `dims`: the dims of all operands, then of all results, as one flat sequence.
+    """Return the FLOPs of a call from its dims, which may be expressions.
 
-    A `FormulaError` says that the FLOPs depend on which of two sizes is larger.
+    `dims` has the dims of all operands and then of all results, as one flat sequence.
+
+    Raises:
+        FormulaError: the FLOPs depend on which of two sizes is larger.
     """
     given = iter(dims)
 
@@ -143,7 +156,7 @@ def _saved(phased: PhasedProgram, axes: Mapping[str, Size]) -> Parts:
 
 
 def _gradients(phased: PhasedProgram, axes: Mapping[str, Size]) -> Parts:
-    """Yield the bytes of gradients that leave the program, or that the backward passes to the update."""
+    """Yield the bytes of the gradients that the program returns, or that the backward passes to the update."""
     yield from _owned(phased, phased.carried)
     yield from (_slot(phased, item) for item in phased.lowered.outputs if item.slot.kind is OutputKind.GRADIENT)
 
@@ -167,7 +180,7 @@ def _slot(phased: PhasedProgram, item: LocalSlot, times: int = 1) -> tuple[str, 
 
 
 def _owned(phased: PhasedProgram, names: Sequence[str]) -> Parts:
-    """Yield the bytes of the values with these names, if calls make them. Views of one value count once."""
+    """Yield the bytes of the values with these names, if calls make them. Views of one value count once together."""
     nodes = {node.name: node for node in phased.lowered.graph_module.graph.nodes}
     owners: dict[fx.Node, None] = {}
     for name in names:

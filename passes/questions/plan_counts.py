@@ -45,12 +45,13 @@ _At = Mapping[sympy.Symbol, int]
 
 @dataclass
 class PlanCounts:
-    """The counts of one plan without stages, or of one stage. Each method yields pairs of a block and a count.
+    """The counts of one plan without stages, or of one stage. The methods yield pairs (block or None, count).
 
     Args:
         fitted: the prepared program that the plan is for, with fitted shapes.
         axes: mesh axis → its size, a symbol or a number.
-        step_cost: returns the price of one step of a reshard on the plan's own mesh.
+        step_cost: function from a reshard step to its price on the plan's own mesh, by which the steps of reshards are
+            chosen.
     """
 
     fitted: FittedProgram
@@ -66,7 +67,10 @@ class PlanCounts:
     _evaluated: dict[Size, Sequence[int]] = field(default_factory=dict)
 
     def step_flops(self) -> Iterator[Counted]:
-        """Yield the FLOPs of matrix products and attention on global shapes; a recomputed call counts once."""
+        """Yield the FLOPs of each matrix product and attention call, on global shapes.
+
+        Recomputed calls are not counted again.
+        """
         for node in self.fitted.program.graph.nodes:
             if node.op == "call_function" and original_of(node) is None and contracts(node):
                 dims = [dim for shape in self._shapes(node.name) for dim in shape]
@@ -87,7 +91,10 @@ class PlanCounts:
                 return
 
     def crossing_bytes(self, sends: Mapping[str, int]) -> Iterator[Counted]:
-        """Yield the bytes that a stage sends to other stages: each value's size times its number in `sends`."""
+        """Yield the bytes that the stage sends to other stages, one count for each value.
+
+        `sends` has the number of times that a value is sent, by the value's name.
+        """
         for _, size in self.local(lambda phased, axes: sent_at_cuts(phased, sends)):
             yield None, size  # at a cut, however many blocks there are
 
@@ -118,8 +125,8 @@ class PlanCounts:
     def _lowered_at_all_sizes(self) -> list[tuple[_At, PhasedProgram]]:
         """Return the lowered programs of step 2 of the module's docstring, each with the values of all symbols.
 
-        The first program has the plan's own sizes. Axes of size one are larger in all, because one rank has no
-        collectives.
+        The first program has the plan's own sizes. But axes of size one are larger in all programs, because one rank
+        has no collectives.
         """
         if not self._programs:
             sizes, mesh = self.fitted.sizes, self.plan.mesh
@@ -171,8 +178,8 @@ class PlanCounts:
     def _dims_of(self, site: str, seen: Mapping[int, tuple[int, ...]], label: str) -> Sequence[Size]:
         """Return an expression for each dim of a part.
 
-        The expressions are the local shape of one of the site's values, if it agrees with `seen`: index of a lowered
-        program → dims of the part in this program. Otherwise each dim is matched alone (`_dim`).
+        `seen` has the dims of the part in lowered programs, by the index of the program. If the local shape of one of
+        the site's values agrees with `seen`, the result is this shape. Otherwise each dim is matched alone (`_dim`).
         """
         shapes = sorted(self._local_shapes(site), key=lambda pair: not label.endswith(f"over {pair[0]}"))
         for _, shape in shapes:
@@ -182,9 +189,9 @@ class PlanCounts:
         return [self._dim(site, dict(zip(seen, column, strict=True)), label) for column in columns]
 
     def _local_shapes(self, site: str) -> list[tuple[str, Shape]]:
-        """Return the shapes on a rank that a part of this node may have, each with a mesh axis or "".
+        """Return the shapes on a rank that parts of site `site` may have, as pairs with a mesh axis or "".
 
-        The axis is that of a reshard's step, for shapes in the step.
+        A shape that occurs in a reshard step has the mesh axis of this step.
         """
         if site not in self._shapes_of:
             node, found = self.fitted.program.nodes_by_name()[site], list[tuple[str, Shape]]()
@@ -211,7 +218,10 @@ class PlanCounts:
         return found
 
     def _sent(self, shape: Shape, step: ReshardStep) -> list[Shape]:
-        """Return the local shapes of a value before and after a step, and of the pieces that the step exchanges."""
+        """Return the local shapes of a value with the global shape `shape` that occur in a reshard step.
+
+        They are the shapes before and after the step, and of the pieces that ranks exchange.
+        """
         before, after, ranks = self._local(shape, step.source), self._local(shape, step.target), self.axes[step.axis]
         if step.to_dim is None:
             return [before, (ranks, *before), after]
@@ -230,9 +240,10 @@ class PlanCounts:
         return self._evaluated[size]
 
     def _dim(self, site: str, sizes: Mapping[int, int], label: str) -> Size:
-        """Return an expression for one dim of a part, if possible one of the site's own dims, divided by mesh axes.
+        """Return an expression for one dim of a part.
 
-        `sizes` has the dim in lowered programs, by the index of the program.
+        It is a global dim, divided by sizes of mesh axes: if possible a dim of the site's own values. `sizes` has the
+        dim in lowered programs, by the index of the program.
         """
         own = tuple(dict.fromkeys(dim for shape in self._shapes(site) for dim in shape))
         key = (own, tuple(sizes.items()))
@@ -252,7 +263,7 @@ class PlanCounts:
         return found
 
     def _shares_of(self, dims: tuple[Size, ...]) -> list[Size]:
-        """Return each dim divided by the sizes of each subset of mesh axes, and the sizes of the axes themselves."""
+        """Return each dim divided by the sizes of each subset of mesh axes, and then the sizes of the axes."""
         if dims not in self._shares:
             axes = list(self.axes.values())
             subsets = [each for count in range(len(axes) + 1) for each in combinations(axes, count)]
@@ -278,7 +289,7 @@ def _by_site(parts: Iterator[tuple[str, CountedPart]]) -> dict[str, list[Counted
 
 
 def _resized(mesh: Mesh, axes: Sequence[str]) -> Iterator[Mesh]:
-    """Yield the mesh with these axes twice, three times, four times and half as large, if the sizes are integers."""
+    """Yield the mesh with the sizes of `axes` times 2, 3, 4 and 1/2, if the sizes are then integers."""
     for factor in (Fraction(2), Fraction(3), Fraction(4), Fraction(1, 2)):
         sizes = {axis: size * (factor if axis in axes else 1) for axis, size in mesh.axes}
         if all(size.denominator == 1 and (axis not in axes or size > 1) for axis, size in sizes.items()):

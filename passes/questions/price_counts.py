@@ -59,9 +59,11 @@ Tally = Mapping[str, Any]
 
 @dataclass
 class CountsOfPrice:
-    """The counts (`formulas.Counts`) of a plan that `autoshard.price` made for example inputs `args`, `kwargs`.
+    """The counts (`formulas.Counts`) of a plan that `autoshard.price` made.
 
-    `fold` takes example inputs (args, kwargs), and returns the model sorted into layer classes.
+    Args:
+        fold: takes example inputs (args, kwargs); returns the model sorted into layer classes.
+        args, kwargs: the example inputs of the plan.
     """
 
     fold: Callable[[tuple[Any, ...], Mapping[str, Any]], PricedModel]
@@ -104,9 +106,10 @@ class CountsOfPrice:
             yield None, _over(name, counts.sent_between_stages([tallies[layer] for layer in dict.fromkeys(blocks)]))
 
     def _tallies(self, sizes: tuple[InputSize, ...]) -> Mapping[str, Tally]:
-        """Return the tally of each layer class, as expressions in sizes of inputs, the micro-batch and mesh axes.
+        """Return for each layer class its numbers by name, as expressions in symbols.
 
-        The tally under the key "" has the number of tokens of a sequence.
+        The symbols are input sizes, the micro-batch and mesh axes. The names of numbers are those of `_numbers_of`. The
+        entry "" has the number of tokens of a sequence.
         """
         if sizes not in self._fitted:
             keys: list[tuple[str, str]] = []
@@ -138,12 +141,15 @@ class CountsOfPrice:
         return tuple(axis for axis in _SPLIT_BY if getattr(self.recipe, axis) > 1)
 
     def _trials(self) -> list[tuple[int, int]]:
-        """Return pairs of sizes to price at: two micro-batch sizes, then two sizes of each axis of several ranks."""
+        """Return pairs of sizes at which to price: first of the micro-batch, then of each axis with several ranks."""
         own = self.recipe.micro_batch
         return [(own, 2 * own), *((1, getattr(self.recipe, axis)) for axis in self._split)]
 
     def _measured(self, priced: PricedModel) -> dict[tuple[str, str], list[Any]]:
-        """Return the values of each number on the grid of `_trials`, by (layer class, name of the number)."""
+        """Return the values of each number on the grid of `_trials`, by (layer class, name of the number).
+
+        The names are those of `_numbers_of`.
+        """
         found = defaultdict[tuple[str, str], list[Any]](list)
         for batch, *ranks in grid(self._trials()):
             sizes = {**dict.fromkeys(_SPLIT_BY, 1), **dict(zip(self._split, ranks, strict=True))}
@@ -155,7 +161,10 @@ class CountsOfPrice:
 
 
 def _numbers_of(price: LayerPrice) -> dict[str, float]:
-    """Return numbers by name; "forward tensor" is the bytes of the forward's collectives over the axis "tensor"."""
+    """Return the numbers of a layer class by name, such as "flops" and its bytes.
+
+    "forward tensor" is the bytes of the forward's collectives over the axis "tensor".
+    """
     found = {name: getattr(price, name) for name in _HELD}
     found["flops"] = price.forward.busy.flops + price.backward.busy.flops
     for phase, name in ((price.forward, "forward"), (price.backward, "backward")):
@@ -174,15 +183,19 @@ def _inverse(axis: str) -> sympy.Symbol:
 
 
 def _over(name: str, sent: Mapping[str, Any]) -> Any:
-    """Return the bytes sent over the axis in the quantity's name, or over all axes if it names none."""
+    """Return the bytes sent over the axis that the quantity `name` names, or over all axes if it names none.
+
+    `sent` has bytes by axis.
+    """
     return sum(size for axis, size in sent.items() if name in (COMMUNICATION, f"{COMMUNICATION}_{axis}"))
 
 
 @dataclass(frozen=True, slots=True)
 class _RecipeCounts:
-    """Computes the quantities of a recipe from the tallies of its layer classes.
+    """Computes the quantities of a recipe from the numbers of its layer classes (`CountsOfPrice._tallies`).
 
-    `batch` is the sequences of a step, and `micro_batch` those in one forward of one data-parallel replica.
+    `batch` is the number of sequences in a step. `micro_batch` is the number of sequences in one forward of one
+    replica.
     """
 
     recipe: Execution
@@ -191,9 +204,9 @@ class _RecipeCounts:
     axes: Mapping[str, Any]
 
     def of(self, name: str, layer: str, tally: Tally) -> Any:
-        """Return the part of a quantity that comes from one block of a layer class, or from an end of the model.
+        """Return the part of the quantity `name` that comes from one block of a layer class, or from a layer at an end.
 
-        Quantities of a rank are means over pipeline ranks.
+        If the quantity is for a rank, the result is the mean over pipeline ranks.
         """
         recipe, pipeline = self.recipe, self.axes["pipeline"]
         whole, tally = self._at(tally, dict.fromkeys(_SPLIT_BY, 1)), self._at(tally, self.axes)
@@ -214,10 +227,10 @@ class _RecipeCounts:
         return whole["parameters"] + whole["expert_parameters"]
 
     def sent_between_stages(self, blocks: Sequence[Tally]) -> dict[str, Any]:
-        """Return the bytes by axis that a rank sends in a step for values between stages, in forward and backward
-        together.
+        """Return the bytes that a rank sends in a step for values between stages, by axis.
 
-        Without sequence parallelism, ranks send a share of each value, and gather the shares over the tensor axis.
+        Forward and backward are included. Without sequence parallelism, ranks send a share of each value, and gather
+        the shares over the tensor axis.
         """
         recipe, pipeline, tensor = self.recipe, self.axes["pipeline"], self.axes["tensor"]
         entering = list(dict.fromkeys(self._at(block, self.axes)["entering_bytes"] for block in blocks))
@@ -236,7 +249,7 @@ class _RecipeCounts:
         return self.batch / (self.micro_batch * self.axes["data"])
 
     def _sent(self, layer: str, tally: Tally) -> dict[str, Any]:
-        """Return the bytes that each rank sends in a step for a layer class, by axis.
+        """Return the bytes that each rank sends in a step for one layer of a layer class, by axis.
 
         Collectives over several axes at once count as "data".
         """
@@ -255,7 +268,8 @@ class _RecipeCounts:
     def _exchanged(self, dense: Any, expert: Any) -> Any:
         """Return the bytes that a rank sends in a step to reduce gradients and to gather parameters.
 
-        The times of these collectives are in `price_ends.exchange_times` and `price_recipe.sharded_time`.
+        `dense` and `expert` are the rank's numbers of parameters outside of experts and in experts. The times of these
+        collectives are in `price_ends.exchange_times` and `price_recipe.sharded_time`.
         """
         recipe = self.recipe
         gradient, weight = GRADIENT_BYTES[recipe.runtime.gradient_dtype], WEIGHT_BYTES[recipe.precision]
@@ -285,5 +299,5 @@ class _RecipeCounts:
 
 
 def _gather(whole: Any, ranks: Any) -> Any:
-    """Return the bytes that a rank sends to gather `whole` bytes over `ranks`, or to reduce and scatter them."""
+    """Return the bytes that a rank sends to gather `whole` bytes over `ranks`, or to reduce-scatter `whole` bytes."""
     return whole * (ranks - 1) / ranks

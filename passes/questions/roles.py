@@ -34,13 +34,16 @@ def role_of(stages: Stages, axis: str) -> str:
 
 
 def has_role(stages: Stages, axis: str, feature: str) -> bool:
-    """Whether a mesh axis has the role `feature` in a plan. ZeRO-2 includes ZeRO-1."""
+    """Whether a mesh axis has the role `feature` in a plan. An axis with the role ZeRO-2 also has the role ZeRO-1."""
     role = role_of(stages, axis)
     return role == feature or (feature, role) == ("zero-1", "zero-2")
 
 
 def _roles_of_matrices(planning: PlanningProblem, specs: SpecOf, axis: str) -> Iterator[tuple[str, int]]:
-    """Yield, for each matrix of a stage, the role of an axis and the matrix's number of elements."""
+    """Yield for each matrix of a stage its role over a mesh axis, and its number of elements.
+
+    For example, the role is "fsdp" if the axis splits the matrix, and the forward gathers it.
+    """
     owners = {slot.name: slot for slot in planning.space.program.inputs_of(InputKind.STATE)}
     nodes = planning.space.program.nodes_by_name()
     for slot in matrices(planning):

@@ -16,9 +16,14 @@ from cost_models.formulas import Size, size_symbol
 
 @dataclass(frozen=True, slots=True)
 class BlockPlace:
-    """A block of a program: position and kind in the list of blocks at `path`. Blocks of one kind are equal.
+    """A block of a program.
 
-    `stands_for` is the number of the model's blocks that it represents: more than one if the program leaves out blocks.
+    Args:
+        path: path of the list of blocks.
+        kind: number of the block's kind in the list. Blocks of one kind are equal.
+        position: index of the block in the list.
+        stands_for: number of the model's blocks that it represents. It is more than one if the program leaves out
+            blocks.
     """
 
     path: str
@@ -52,7 +57,8 @@ def block_symbols(lists: Sequence[BlockList]) -> dict[tuple[str, int], str]:
 def total(counts: Iterable[Counted], symbols: Mapping[tuple[str, int], str], fixed: Collection[str] = ()) -> Size:
     """Return the sum of counts as an expression, linear in the number of blocks of each kind.
 
-    `symbols` is from `block_symbols`, and symbols in `fixed` are replaced by their numbers.
+    `symbols` is the result of `block_symbols`. Symbols whose names are in `fixed` are replaced by the model's own
+    numbers.
 
     Raises:
         FormulaError: blocks of one kind have different counts.
@@ -75,7 +81,10 @@ def total(counts: Iterable[Counted], symbols: Mapping[tuple[str, int], str], fix
 
 
 def _linear(symbol: str, blocks: Sequence[Any]) -> Size:
-    """Return the sum over `blocks`: symbol times the count of an inner block, plus a constant for first and last."""
+    """Return the sum of the counts of all blocks of a kind, as an expression in their number.
+
+    The expression is `symbol` times the count of an inner block, plus a constant for the first and the last block.
+    """
     between = blocks[1:-1] or blocks
     if any(item != between[0] for item in between):
         raise FormulaError(

@@ -24,7 +24,7 @@ PeakOf = Callable[[PlanningProblem, Sequence[int]], float]
 
 @dataclass(frozen=True, slots=True)
 class JointSolution:
-    """A choice of strategies with the values that it restores; its cost includes recomputation and copies.
+    """A choice of strategies, with the values that are recomputed or offloaded. Its cost in seconds includes both.
 
     Args:
         planning: the problem of the program that restores values. Its variables are those of the program that keeps all
@@ -55,9 +55,10 @@ def fitting(
     control: SearchControl,
     peak_of: PeakOf,
 ) -> tuple[JointSolution | None, float | None]:
-    """Return (choice, None) with a choice that fits in memory. If none is found, return (None, sufficient limit).
+    """Search with smaller and smaller limits until a choice fits in memory, and return (choice, None).
 
-    The sufficient limit is in bytes, and None if it is unknown.
+    If no choice is found, the result is (None, bytes). A limit of so many bytes on each rank suffices. The second
+    element is None if no such limit is known.
 
     Args:
         attempt: returns the cheapest choice within a limit by the search's tables, or raises `DoesNotFitError`.
@@ -91,6 +92,9 @@ _ATTEMPTS = 6
 
 
 def bounded(found: JointSolution, bound: float) -> JointSolution:
-    """Return a solution with the lower bound `bound`, in seconds, or its own cost if this is less."""
+    """Return a solution with the lower bound of all costs `bound`, in seconds.
+
+    If the solution costs less than `bound`, its cost is the lower bound.
+    """
     bound = min(found.solution.cost, bound)
     return dataclasses.replace(found, solution=dataclasses.replace(found.solution, lower_bound=bound))

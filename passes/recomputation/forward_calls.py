@@ -16,7 +16,12 @@ from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leav
 
 @dataclass
 class ForwardCalls:
-    """The calls of a search space's forward; `readers` has the links from each site, and `operands` the links to it."""
+    """The calls of the forward in a search space.
+
+    Args:
+        readers: name of a site → the links from the site to its readers.
+        operands: name of a site → the links from its operands to the site.
+    """
 
     space: SearchSpace
     readers: dict[str, list[Link]] = field(init=False, default_factory=lambda: defaultdict(list))
@@ -47,11 +52,17 @@ class ForwardCalls:
         return [link.head for link in self.readers[name] if is_late(self.space, link)]
 
     def may_be_remade(self, name: str) -> bool:
-        """Whether a value may be recomputed: its call is pure, and every reader may read the recomputed value."""
+        """Whether a value may be recomputed.
+
+        Its call must be pure, and no reader may be the update or carry the value out of the program.
+        """
         return _is_pure(self.space.sites[name]) and all(map(self._leaves_open, self.readers[name]))
 
     def may_move(self, name: str) -> bool:
-        """Whether a value may be offloaded: it owns its memory, and all later readers may read a copy from the host."""
+        """Whether a value may be offloaded.
+
+        The value must own its memory, and no reader may be the update or carry the value out of the program.
+        """
         site = self.space.sites[name]
         assert site.node is not None, "calls have nodes"
         is_of_input = any(self.space.sites[link.tail].is_input for link in self.operands[name] if link.operand == 0)
@@ -59,13 +70,19 @@ class ForwardCalls:
         return not is_alias and all(map(self._leaves_open, self.readers[name]))
 
     def _leaves_open(self, link: Link) -> bool:
-        """Whether a reader may read a restored value. Outputs of the program and the optimizer's update may not."""
+        """Whether the reader of a link may read a recomputed or offloaded value.
+
+        This is False for the update, and for a link that carries the value out of the program.
+        """
         head = self.space.sites[link.head]
         return not leaves_program(head, link) and head.phase != UPDATE
 
 
 def is_late(space: SearchSpace, link: Link) -> bool:
-    """Whether a link's value is read after the forward by a call. Results that leave the program do not count."""
+    """Whether the head of a link is a call that runs after the forward.
+
+    A link that carries its value out of the program does not count.
+    """
     head = space.sites[link.head]
     return head.phase != "forward" and not leaves_program(head, link)
 

@@ -19,10 +19,10 @@ from passes.solver.assignment import Solution
 
 
 def solution_of(before: Plan, planning: PlanningProblem, allowed: Mapping[int, np.ndarray]) -> JointSolution | None:
-    """Return a plan as a solution of a problem of the same program, whose prices and limits may differ.
+    """Return the plan `before` as a solution of a problem of the same program, at the prices of this problem.
 
-    The lower bound is 0. The result is None if the plan is for another mesh or program, or uses options that are not
-    `allowed`.
+    `allowed` has boolean masks of the allowed options by variable. The result is None if the plan is for another mesh
+    or program, or uses an option that is not allowed. The lower bound of the solution is 0.
     """
     if before.mesh != planning.space.mesh or not _is_of(before, planning):
         return None

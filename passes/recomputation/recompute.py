@@ -2,15 +2,15 @@
 
 Before → after: for each node `y = f(x)` to recompute, a clone `y_again = f(x)` is inserted in the backward, just before
 the node that the plan names. All readers of `y` outside the forward then read `y_again`. A clone reads its operands'
-clones where there are any, and otherwise the values that the forward keeps. The forward keeps `y` no longer, because
-phases are cut by the readers of values. Clones have the phase "recompute", which runs within the backward.
+clones where there are any, and otherwise the values that the forward keeps. The forward then no longer saves `y`,
+because no call of the backward reads `y`. Clones have the phase "recompute", which runs within the backward.
 
 For each node `y` to offload, `y_host = to_host(y)` is inserted after it in the forward. `y_back = from_host(y_host)` is
 inserted just before the node that the plan names. All readers of `y` outside the forward, clones among them, then read
 `y_back`. The forward keeps `y_host`, which takes no memory of the device.
 
 A clone equals its original, because nodes are pure and random operators are indexed by a counter. The verifier
-(`verify_preparation`) gives a node and its clone or copy the same number, or refuses the program.
+(`verify_preparation`) checks that a node and its clone or copy have the same value number.
 """
 
 from __future__ import annotations
@@ -58,7 +58,11 @@ class InsertRecompute:
     offloaded: tuple[OffloadedNode, ...] = ()
 
     def __call__(self, program: Program) -> Program:
-        """Return the program with clones and copies; `PlanMismatchError` if it lacks a node, or reads one too early."""
+        """Return the program with clones, and with copies to and from the host.
+
+        Raises:
+            PlanMismatchError: the program lacks a node, or a restored value is read before it is restored.
+        """
         if not self.nodes and not self.offloaded:
             return program
         program = copy_program(program)
@@ -88,7 +92,7 @@ class _RecomputeInsertion:
         by_anchor: for each node before which values are restored, the nodes of these values.
         order: index of each node in the graph before the change.
         waiting: nodes that are not restored yet.
-        restored: for each restored node, its clone or the copy that is fetched.
+        restored: for each restored node, its clone or its copy from the host.
         copies: the copies on the host.
     """
 
@@ -131,7 +135,10 @@ class _RecomputeInsertion:
         self._is_there(original, clone)
 
     def _fetch(self, original: fx.Node, anchor: fx.Node) -> None:
-        """Copy a value to the host where it is made, and back before `anchor`; skip tuples, whose items are copied."""
+        """Insert a copy of a value to the host right after it is made, and a copy back before `anchor`.
+
+        A tuple is not copied, because its items are copied one by one.
+        """
         if not isinstance(original.meta.get("val"), torch.Tensor):
             self.waiting.remove(original)
             return
@@ -149,7 +156,11 @@ class _RecomputeInsertion:
         self.waiting.remove(original)
 
     def _read_restored(self, original: fx.Node, anchor: fx.Node) -> None:
-        """Make readers outside the forward read the restored value; none may be before `anchor`."""
+        """Make the readers of `original` outside the forward read the restored value.
+
+        Raises:
+            PlanMismatchError: a reader comes before `anchor`, the node before which the value is restored.
+        """
         if original not in self.restored:
             return
         for reader in list(original.users):

@@ -2,8 +2,8 @@
 
 A value of the forward has two lives. In its *first life* the forward reads it, and in its *second life* the rest of the
 step does. `recompute_split` makes a program with a further site (node) for each second life and for each possible
-recomputation. The items of memory are those of that program. First lives depend on no policies. A second life begins
-where the first life ends if the value is held, or else at its recomputation or its fetch from the host. Operands of a
+recomputation. Memory is counted on that program. First lives depend on no policies. A second life begins where the
+first life ends if the value is held, or else at its recomputation or its fetch from the host. Operands of a
 recomputation are in memory if the recomputation happens.
 
 An item (`UsedBytes`) is memory in use: an interval of program points, and a table of bytes. The table has an axis for
@@ -40,8 +40,8 @@ class RecomputeMemory:
 
     Args:
         planning: the problem without recomputation.
-        spread: a cache of tables of bytes; alike values share a table.
-        wholes: a cache of `_whole_bytes`, by the name of a view.
+        spread: a cache of tables of bytes, in which equal values share a table.
+        wholes: a cache for `_whole_bytes`, by the name of a view.
     """
 
     planning: PlanningProblem
@@ -66,7 +66,7 @@ class RecomputeMemory:
 
     @cached_property
     def repeated(self) -> RepeatedUnits:
-        """The repeated units of the program with second lives."""
+        """The repeated units of the program in which each value has two lives."""
         paths = module_paths(self.planning.space.program)
         paths |= {copy: paths[name] for copy, (name, _) in self.split.sources.items()}
         restored = set(self.split.restored.values())
@@ -78,7 +78,8 @@ class RecomputeMemory:
         The name is "" for an item that is not a value.
 
         Raises:
-            NotAlikeError: the program leaves out blocks, and the blocks beside them do not hold alike values alike.
+            NotAlikeError: the program leaves out blocks, and the blocks beside them do not keep equal values in memory
+                for equal times.
         """
         for name, point in self.liveness.calls.items():
             if name not in self.split.late.values() and self.split.origin(name)[1] not in OFFLOADED:
@@ -94,7 +95,10 @@ class RecomputeMemory:
             yield _site(key), dataclasses.replace(held[key], interval=there[0], number=there[1])
 
     def _held(self) -> Iterator[tuple[Key, UsedBytes]]:
-        """Yield the items that stay in memory after their call, each with the value or link that keeps the memory."""
+        """Yield the items that stay in memory after their call, each with a key.
+
+        The key names the value or the link that keeps the memory.
+        """
         for (name, result), interval in self.liveness.values.items():
             if name in self.planning.classes:
                 table = self.memory.of_value(name, result, self._copies(name))
@@ -113,7 +117,7 @@ class RecomputeMemory:
         return 1 + ratio if name in self.liveness.parameters else 1.0
 
     def _is_of_restored_view(self, kept: OnLink) -> bool:
-        """Whether a link keeps the memory of a recomputed view. The view's second life counts this memory."""
+        """Whether a link's memory is that of a recomputed view. The view's second life counts this memory already."""
         link = self.split.space.links[kept.link]
         is_view = link.operand == 0 and self.split.space.sites[link.head].is_alias
         return is_view and link.head in self.split.sources and kept.held in (Held.EITHER, Held.COPY)
@@ -126,11 +130,10 @@ class RecomputeMemory:
         return self._item(kept.interval, table, (link.head,) if table.ndim == 1 else (link.tail, link.head))
 
     def _value_behind(self, kept: OnLink, link: Link, *, is_held: bool) -> UsedBytes:
-        """Return the item of a forward value whose memory a link needs after the value's last use in the forward.
+        """Return the item for the memory of a forward value on a link, after the value's last use in the forward.
 
-        `kept` has the interval, and `link` joins the value to its reader. The item exists under the policies that hold
-        the value if `is_held`, else under all other policies. During a held value's second life, the second life counts
-        the bytes.
+        `kept` has the interval, and `link` joins the value to its reader. With `is_held`, the item exists under the
+        policies that hold the value in memory, and otherwise under all other policies.
         """
         is_there = tuple(self.options.holds(link.tail, policy) is is_held for policy in self.policies_of(link.tail))
         origin, want = self.split.origin(link.head)
@@ -139,7 +142,10 @@ class RecomputeMemory:
         return self._item_under(kept.interval, self.memory.on_link(kept), variables, (is_there, there))
 
     def _result_behind(self, kept: OnLink) -> Iterator[UsedBytes]:
-        """Yield the item of a result of the program, from the end of its second life to the end of the program."""
+        """Yield the item of a value that leaves the program, from the end of its second life to the last point.
+
+        Nothing is yielded if the link `kept` does not carry such a value.
+        """
         link = self.split.space.links[kept.link]
         is_result = kept.held is Held.VALUE and leaves_program(self.split.space.sites[link.head], link)
         if is_result and link.tail in self.split.late:
@@ -155,7 +161,10 @@ class RecomputeMemory:
             yield from self._owned(name, policy) if is_owner else self._seen(name, policy)
 
     def _owned(self, name: str, policy: ValuePolicy) -> Iterator[UsedBytes]:
-        """Yield items of the second life of a value that owns its memory; recomputed calls make unread results too."""
+        """Yield the items of the second life of a value that owns its memory, under one policy.
+
+        A recomputed call makes all its results, also the results that no later call reads.
+        """
         there = tuple(kept is policy for kept in self.policies_of(name))
         start = self._start(name, policy)
         for result in range(len(self.planning.space.sites[name].results)):
@@ -166,7 +175,10 @@ class RecomputeMemory:
                 yield self._item_under(interval, table, (self.planning.classes[name],), (there,))
 
     def _seen(self, name: str, policy: ValuePolicy) -> Iterator[UsedBytes]:
-        """Yield items of a view's second life: no bytes while the viewed value is in memory anyway, then its memory."""
+        """Yield the items of a view's second life, under one policy.
+
+        While the viewed value is in memory anyway, the view takes no bytes. After that, the view keeps this memory.
+        """
         start, end = self._start(name, policy), self.ends[name, 0]
         covered = min(end, self._end_of_viewed(self.viewed[name]))
         if start <= covered:
@@ -176,7 +188,7 @@ class RecomputeMemory:
 
     @cached_property
     def viewed(self) -> dict[str, Link]:
-        """For each view, the link from the value that it views."""
+        """Name of a view → the link from the viewed value to the view."""
         sites = self.planning.space.sites
         return {
             link.head: link for link in self.planning.space.links if link.operand == 0 and sites[link.head].is_alias
@@ -207,13 +219,16 @@ class RecomputeMemory:
         return self.liveness.calls[link.head]
 
     def _end(self, name: str, result: int) -> int:
-        """Return the last point at which the second life of result `result` of site `name` is counted."""
+        """Return the last program point at which the second life of result number `result` of site `name` counts."""
         late = self.split.late[name], result
         return self.deaths[late] if name in self.viewed else self.liveness.values[late].death
 
     @cached_property
     def ends(self) -> dict[tuple[str, int], int]:
-        """The last point at which second lives count each memory's bytes (`_memory_of`), before its last view does."""
+        """The last program point at which a value's memory is counted for its second life.
+
+        Keys are those of `_memory_of`. The last view of the value may live longer. Its own items then count the memory.
+        """
         found: dict[tuple[str, int], int] = {}
         for place, reach in self.reaches.items():
             *others, _ = 0, 0, *sorted(self.reaches[view, 0] for view in self.views[place])
@@ -224,7 +239,10 @@ class RecomputeMemory:
 
     @cached_property
     def reaches(self) -> dict[tuple[str, int], int]:
-        """The last point at which each memory or its views may be in use after the forward, in program order."""
+        """The last program point at which a value or a view of it is used after the forward.
+
+        Keys are those of `_memory_of`.
+        """
         found: dict[tuple[str, int], int] = {}
         for name, site in reversed(list(self.planning.space.sites.items())):
             if name in self.split.late:
@@ -234,7 +252,7 @@ class RecomputeMemory:
 
     @cached_property
     def views(self) -> dict[tuple[str, int], list[str]]:
-        """The names of each memory's views that have second lives."""
+        """The names of the views of a value that have second lives. Keys are those of `_memory_of`."""
         found: dict[tuple[str, int], list[str]] = defaultdict(list)
         for name, link in self.viewed.items():
             if name in self.split.late:
@@ -242,7 +260,10 @@ class RecomputeMemory:
         return found
 
     def _memory_of(self, link: Link) -> tuple[str, int]:
-        """Return the maker of a link's value and the result's index; a view's results share memory, with index 0."""
+        """Return the key of the memory behind a link's value: (name of the site that makes it, index of the result).
+
+        All results of a view share memory, so their index is 0.
+        """
         return link.tail, 0 if self.planning.space.sites[link.tail].is_alias else link.result
 
     def _last_end(self, place: tuple[str, int]) -> int:
@@ -257,22 +278,26 @@ class RecomputeMemory:
 
     @cached_property
     def reshard_points(self) -> dict[str, list[int]]:
-        """The points at which each site's values are resharded for their readers."""
+        """The program points of the reshards on the links from each site, by the site's name."""
         found: dict[str, list[int]] = defaultdict(list)
         for index, point in self.liveness.reshards.items():
             found[self.split.space.links[index].tail].append(point)
         return found
 
     def _end_of_viewed(self, link: Link) -> int:
-        """Return the last point at which the memory of a viewed value is in use if the value is held or recomputed."""
+        """Return the last point at which the memory of the value on a link counts, if the value is held or recomputed.
+
+        The result is -1 if the value has no second life.
+        """
         if self.planning.space.sites[link.tail].is_input:
             return self.liveness.points
         return self.ends.get(self._memory_of(link), -1)
 
     def _view_item(self, interval: Interval, name: str, policy: ValuePolicy, *, is_covered: bool) -> UsedBytes:
-        """Return the memory that a view keeps under a policy: the resharded copy of its operand, or its whole operand.
+        """Return the item of a view's memory under a policy.
 
-        `is_covered` says whether the memory of the viewed value is counted already.
+        The memory is the resharded copy of the view's operand, or without a reshard the operand itself. `is_covered`
+        says whether the operand's memory is counted already.
         """
         link = self.viewed[name]
         tail, head = self.planning.space.sites[link.tail], self.planning.space.sites[name]
@@ -292,7 +317,7 @@ class RecomputeMemory:
         return UsedBytes(interval, self.spread[key], (self.planning.classes[link.tail], self.planning.classes[name]))
 
     def _copy_bytes(self, name: str) -> Floats:
-        """Return the bytes of the resharded copy that a view needs of its operand, by the view's option."""
+        """Return the bytes of the resharded operand of a view, [the view's options]."""
         link, head = self.viewed[name], self.planning.space.sites[name]
         value = self.planning.space.sites[link.tail].results[link.result]
         key = ("copy", value, id(head.strategies), link.operand)
@@ -304,10 +329,10 @@ class RecomputeMemory:
         return self.planning.memory.of_value(link.tail, link.result)
 
     def _whole_bytes(self, link: Link) -> Floats:
-        """Return the bytes of the memory that a link's value lies in, by the option of the site that makes it.
+        """Return the bytes of the memory that contains a link's value, for each option of the value's site.
 
-        For a part of another value, these are the bytes of the whole. If a reshard decides whether the value is still a
-        part, it counts as a part.
+        If the value is a view of a part, the memory of the whole counts. Some reshards copy the part out of the whole.
+        If this depends on options, the larger memory counts.
         """
         above = self.viewed.get(link.tail)
         if above is None:
@@ -320,7 +345,10 @@ class RecomputeMemory:
         return self.wholes[link.tail]
 
     def _item(self, interval: Interval, table: Floats, names: tuple[str, ...]) -> UsedBytes:
-        """Return an item whose table has an axis for each site of `names`; a recomputation's item needs its policy."""
+        """Return an item whose table has an axis for the options and policies of each site in `names`.
+
+        If a site is a recomputation, the item exists only under the policy of this recomputation.
+        """
         origins = [self.split.origin(name) for name in names]
         there = tuple(tuple(kept is want or want is None for kept in self.policies_of(name)) for name, want in origins)
         return self._item_under(interval, table, tuple(self.planning.classes[name] for name, _ in origins), there)
@@ -328,7 +356,10 @@ class RecomputeMemory:
     def _item_under(
         self, interval: Interval, table: Floats, variables: tuple[int, ...], there: tuple[tuple[bool, ...], ...]
     ) -> UsedBytes:
-        """Return an item that exists only under the policies flagged in `there`, for each of its variables."""
+        """Return an item that exists only under some policies of its variables.
+
+        `there` has a flag for each policy of each variable.
+        """
         key = (id(table), there)
         if key not in self.spread:
             self.spread[key] = _spread(table, there)
@@ -336,12 +367,15 @@ class RecomputeMemory:
 
 
 def _site(key: Key) -> str:
-    """Return the name of a value's site; "" for the memory of a link."""
+    """Return the name of the site that a key of `RecomputeMemory._held` names; "" for the memory of a link."""
     return key[0] if isinstance(key[0], str) else ""
 
 
 def _spread(table: Floats, there: tuple[tuple[bool, ...], ...]) -> Floats:
-    """Return a table repeated for each combination of policies, with zeros where some axis' policy is not flagged."""
+    """Return a table of bytes with each axis repeated for each policy of its variable.
+
+    The bytes are zero under a policy whose flag in `there` is False.
+    """
     if there == ((True,),) * len(there):
         return table
     present = np.ones((), dtype=bool)

@@ -61,7 +61,7 @@ class RecomputeOptions:
     """The possible policies of values. A variable is one decision for all sites (nodes) that are alike.
 
     Args:
-        policies: the policies of each variable with more than AS_READ.
+        policies: the possible policies of each variable that has other policies than AS_READ.
         anchors: for each site and policy, the site before which the value is restored; in program order.
         late: names of forward sites whose values the backward reads, directly or through views that the backward makes.
     """
@@ -79,7 +79,10 @@ class RecomputeOptions:
         return policy is ValuePolicy.KEPT or (policy is ValuePolicy.AS_READ and name in self.late)
 
     def candidates(self, policies: Collection[ValuePolicy], counts: Mapping[str, int]) -> int:
-        """Return how many sites of the whole model may have any of `policies`; `counts` is from `PlanningProblem`."""
+        """Return the number of sites of the whole model that may have one of `policies`.
+
+        `counts` has the number of sites for which a site stands, as from `PlanningProblem.counts`.
+        """
         may = (name for name, found in self.anchors.items() if not found.keys().isdisjoint(policies))
         return sum(counts.get(name, 1) for name in may)
 
@@ -87,11 +90,12 @@ class RecomputeOptions:
 def find_options(
     planning: PlanningProblem, least_share: float = LEAST_SHARE, *, offload: bool = False
 ) -> RecomputeOptions:
-    """Return the possible policies of each variable, which all its sites have.
+    """Return the possible policies of each variable.
 
     Args:
         planning: the problem without recomputation.
-        least_share: see `LEAST_SHARE`.
+        least_share: the least share of all values that the backward reads, by bytes, for which a variable gets
+            policies.
         offload: whether values may go to the host.
     """
     return _OptionSearch(planning.space, planning.classes, planning.counts(), least_share, offload).run()
@@ -110,7 +114,10 @@ class _OptionSearch(ForwardCalls):
 
     @cached_property
     def first_read(self) -> dict[str, int]:
-        """For each site whose value the backward reads, the index of the first reader in the program."""
+        """The index in program order of the first call after the forward that reads a site's value, by the site's name.
+
+        Sites whose values no such call reads are absent.
+        """
         reads = {name: [self.order[head] for head in self.late_readers(name)] for name in self.forward}
         return {name: min(points) for name, points in reads.items() if points}
 
@@ -135,10 +142,10 @@ class _OptionSearch(ForwardCalls):
         )
 
     def _needed(self, members: Mapping[int, Sequence[str]], pure: set[int]) -> tuple[set[int], set[int]]:
-        """Return the variables to recompute, and the variables that recomputations may need kept.
+        """Return the variables that may be recomputed, and the variables that may have to be kept for recomputations.
 
-        The variables to recompute are those of `_worthwhile`, and those of operands in the same segment. `members` has
-        the forward sites of each variable, and `pure` the variables whose sites may all be recomputed.
+        The first are the variables of `_worthwhile`, and the variables of their operands in the same segment. `members`
+        has the forward sites of each variable, and `pure` the variables whose sites may all be recomputed.
         """
         remade, held = set(self._worthwhile(members, pure)), set[int]()
         waiting = [name for number in remade for name in members[number]]
@@ -162,7 +169,10 @@ class _OptionSearch(ForwardCalls):
         return name not in self.first_read
 
     def _moved(self, members: Mapping[int, Sequence[str]], held: set[int]) -> set[int]:
-        """Return the movable variables whose values are large and read by the backward, or that are in `held`."""
+        """Return the variables that may be offloaded.
+
+        Their values are large values that the backward reads, or operands in `held` that recomputations need kept.
+        """
         movable = {number for number, names in members.items() if all(map(self.may_move, names))}
         return set(self._worthwhile(members, movable)) | (held & movable)
 
@@ -177,7 +187,10 @@ class _OptionSearch(ForwardCalls):
         return (number for number in sorted(pure) if sizes[number] > 0 and sizes[number] >= least)
 
     def _anchors(self, remade: Iterable[str]) -> dict[str, dict[ValuePolicy, str]]:
-        """Return the site before which EARLY and LATE recompute each site, in program order."""
+        """Return the sites before which each site in `remade` is recomputed, by policy (EARLY, LATE).
+
+        The dict is in program order.
+        """
         names = list(self.space.sites)
         late = self._late_points(set(remade))
         early: dict[int, int] = {}
@@ -192,7 +205,10 @@ class _OptionSearch(ForwardCalls):
     def _with_host_anchors(
         self, moved: Collection[str], anchors: Mapping[str, Mapping[ValuePolicy, str]]
     ) -> dict[str, dict[ValuePolicy, str]]:
-        """Return `anchors` with the sites before which offloaded values are fetched; in program order."""
+        """Return `anchors` with the sites before which the values of `moved` are fetched from the host.
+
+        The dict is in program order.
+        """
         moved = set(moved)
         found: dict[str, dict[ValuePolicy, str]] = {}
         for name in self.forward:
@@ -204,9 +220,10 @@ class _OptionSearch(ForwardCalls):
         return found
 
     def _host_anchors(self, name: str, anchors: Mapping[str, Mapping[ValuePolicy, str]]) -> dict[ValuePolicy, str]:
-        """Return the sites before which an offloaded value is fetched, by policy.
+        """Return the sites before which an offloaded value is fetched, by policy (HOST_EARLY, HOST_LATE).
 
-        They are its first reader in the backward, or the place in `anchors` of a recomputation that reads it.
+        The site is the first reader in the backward. If only recomputations read the value, it is the site in `anchors`
+        before which the first of them runs.
         """
         direct = self.late_readers(name)
         clones = [anchors[link.head] for link in self.readers[name] if ValuePolicy.EARLY in anchors.get(link.head, {})]
@@ -220,7 +237,10 @@ class _OptionSearch(ForwardCalls):
         }
 
     def _late_points(self, remade: Collection[str]) -> dict[str, int]:
-        """Return the index of the first late reader of each value, or of its recomputed readers, in reverse order."""
+        """Return for each site in `remade` the index of the first site after the forward that needs its value.
+
+        If only recomputed sites read the value, their index is taken. The dict is in reverse program order.
+        """
         found: dict[str, int] = {}
         for name in reversed(self.forward):
             if name in remade:

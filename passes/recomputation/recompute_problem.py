@@ -43,7 +43,7 @@ class RecomputeProblem:
     """The planning problem with recomputation and offload.
 
     Args:
-        planning: the problem without recomputation. Here each of its options is repeated for each policy.
+        planning: the problem without recomputation. This problem has each of its options once for each policy.
         assignment: the costs of options and pairs of options, without rows for memory.
         usage: the bytes in use on each rank at each program point under a choice.
     """
@@ -68,7 +68,10 @@ class RecomputeProblem:
         return row_at(self.usage, point, self.planning.edge_between)
 
     def widen(self, allowed: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """Return masks of this problem's options, with any policy, from masks of options without recomputation."""
+        """Return masks of this problem's options from the masks `allowed` of options without recomputation.
+
+        All policies of an allowed option are allowed.
+        """
         return {variable: np.tile(mask, len(self.options.of(variable))) for variable, mask in allowed.items()}
 
     def without_policies(self, choice: Sequence[int]) -> tuple[int, ...]:
@@ -77,7 +80,10 @@ class RecomputeProblem:
         return tuple(option % size for option, size in zip(choice, sizes, strict=True))
 
     def restored(self, choice: Sequence[int]) -> Restored:
-        """Return the nodes that a choice recomputes and offloads, in program order, if some call reads their values."""
+        """Return the nodes that a choice recomputes and offloads, in program order.
+
+        A node is left out if no call reads its restored value.
+        """
         made = self.policies_of_restored(choice)
         readers: dict[str, list[Link]] = defaultdict(list)
         for link in self.space.links:
@@ -96,9 +102,10 @@ class RecomputeProblem:
         return Restored(tuple(reversed(recomputed.values())), tuple(reversed(offloaded)))
 
     def policies_of_restored(self, choice: Sequence[int]) -> dict[str, ValuePolicy]:
-        """Return the policy of each value that a choice recomputes or offloads, by site.
+        """Return the policy of each value that a choice recomputes or offloads, by the name of the value's site.
 
-        Views of held values are absent if they need no reshard, because the held value keeps their memory.
+        A recomputed view of a held value is absent if it needs no reshard. The held value keeps its memory, so nothing
+        runs again.
         """
         viewed = {link.head: link for link in self.space.links if link.operand == 0}
         found: dict[str, ValuePolicy] = {}
@@ -153,8 +160,8 @@ def build_recompute_problem(
     """Return the problem with recomputation over the strategies of `planning`, which has no recomputation.
 
     Args:
-        with_memory: whether to count memory. A choice that is not searched needs no memory.
-        control: ends building when time is up; None: building goes on to the end.
+        with_memory: whether to count memory. Only a search needs the memory.
+        control: stops the building when time is up; None: building is never stopped.
 
     Raises:
         SearchStopped: `control` was over before the problem was built.
@@ -171,7 +178,11 @@ _Part = TypeVar("_Part")
 
 
 def _in_time(control: SearchControl | None, parts: Iterator[_Part]) -> Iterator[_Part]:
-    """Yield the parts, but raise `SearchStopped` once `control` is over."""
+    """Yield the elements of `parts`.
+
+    Raises:
+        SearchStopped: `control` is over before all elements are yielded.
+    """
     for part in parts:
         if control is not None and control.is_over():
             raise SearchStopped("time was up before the problem with recomputation was built")
@@ -198,7 +209,7 @@ class _Building:
             yield np.concatenate([np.where(fit, run, np.inf) for run, fit in zip(runs, fits, strict=True)])
 
     def _copy_times(self, variable: int) -> Floats:
-        """Return the seconds of copying all values of a variable to the host and back, [options]."""
+        """Return the seconds of copying all values of a variable to the host and back in a step, [options]."""
         total = np.zeros(len(self.planning.assignment.costs[variable]))
         for name in self.planning.members[variable]:
             site = self.planning.space.sites[name]
@@ -213,7 +224,7 @@ class _Building:
 
     @cached_property
     def read_back(self) -> dict[str, set[int]]:
-        """For each site, the indices of its results that the backward or a possible recomputation reads."""
+        """The indices of a site's results that the backward or a possible recomputation reads, by the site's name."""
         found: dict[str, set[int]] = defaultdict(set)
         for link in self.planning.space.links:
             is_recomputed = any(policy in RECOMPUTED for policy in self.memory.policies_of(link.head))
@@ -226,10 +237,10 @@ class _Building:
             yield Edge(edge.tail, edge.head, self._edge_table(edge, self.allowed[edge.tail, edge.head]))
 
     def _edge_table(self, edge: Edge, allowed: np.ndarray) -> Floats:
-        """Return the seconds of an edge, [options of the tail, options of the head]; equal cost tables share the
-        result.
+        """Return the seconds of an edge, [options of the tail, options of the head].
 
-        Pairs of policies outside `allowed`, [tail policies, head policies], cost infinity.
+        Pairs of policies outside `allowed`, [tail policies, head policies], cost infinity. Edges with equal cost tables
+        share the result.
         """
         heads = self.options.of(edge.head)
         key = (id(edge.cost), heads, allowed.tobytes(), allowed.shape)
@@ -243,7 +254,10 @@ class _Building:
 
     @cached_property
     def allowed(self) -> dict[tuple[int, int], np.ndarray]:
-        """For each two linked variables (tail, head), the allowed pairs of policies, [tail policies, head policies]."""
+        """The allowed pairs of policies of two linked variables, [tail policies, head policies].
+
+        A key has both variables (tail, head).
+        """
         found: dict[tuple[int, int], np.ndarray] = {}
         for link in self.planning.space.links:
             tails, heads = self.memory.policies_of(link.tail), self.memory.policies_of(link.head)
@@ -262,5 +276,5 @@ class _Building:
 
 
 def _runs(policy: ValuePolicy) -> int:
-    """Return how often a call runs in a step and micro-batch: twice if its value is recomputed."""
+    """Return the runs of a call in a step of one micro-batch: 2 if its value is recomputed, else 1."""
     return 2 if policy in RECOMPUTED else 1

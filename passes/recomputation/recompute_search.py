@@ -50,7 +50,7 @@ def solve_jointly(
     Args:
         planning: the problem without recomputation.
         search: the search, with the memory limit.
-        allowed: for a variable, a mask of its options. Absent variables are free.
+        allowed: variable → a boolean mask of its allowed options. All options of absent variables are allowed.
         start: solutions without recomputation. The result costs no more than any of these solutions that fits.
         peak_of: counts the memory of a choice on its lowered program.
         recompute: whether values may be recomputed. Without recomputation nothing is offloaded.
@@ -85,7 +85,7 @@ def _solve_jointly(
     recompute: bool,
     offload: bool,
 ) -> JointSolution:
-    """Do `solve_jointly` without a known solution."""
+    """Return the result of `solve_jointly` without a known solution."""
     if not recompute:
         return _alone(planning, search, allowed, start, peak_of)
     unlimited = dataclasses.replace(search, memory_limit_bytes=None, fineness=_FINENESS)
@@ -118,7 +118,7 @@ def solve_with_room(
     recompute: bool,
     offload: bool,
 ) -> JointSolution | None:
-    """Return the cheapest choice found in a memory limit that is smaller by `ROOM`.
+    """Return the cheapest choice found within a memory limit that is smaller by the fraction `ROOM`.
 
     `found` is the result of `solve_jointly`, with the same other arguments. The result is None if `found` fits in the
     smaller limit, or if no choice does. It is also None if time is up, or without a memory limit.
@@ -147,7 +147,7 @@ def _where_memory_binds(
     *,
     offload: bool,
 ) -> JointSolution:
-    """Do `solve_jointly` where the cheapest choice without recomputation does not fit."""
+    """Return the result of `solve_jointly` if the cheapest choice without recomputation does not fit."""
     if search.control.is_stopped or (start and search.control.is_over()):
         # the bound of the search without recomputation does not hold for other choices
         return bounded(_alone(planning, search, allowed, start, peak_of), 0.0)
@@ -175,7 +175,7 @@ def _where_memory_binds(
 
 
 def _most_host_bytes(planning: PlanningProblem) -> int:
-    """Return an upper bound of the bytes that any plan may offload: all values of the forward, unsplit."""
+    """Return an upper bound of the bytes that any plan may offload on a rank: all values of the forward, unsplit."""
     results = (item for site in planning.space.sites.values() if site.phase == "forward" for item in site.results)
     return sum(math.prod(item.shape) * item.itemsize for item in results)
 
@@ -196,7 +196,7 @@ def _solve(
     *,
     offload: bool,
 ) -> JointSolution:
-    """Do `solve_jointly` where memory binds, with unlimited memory on the host."""
+    """Return the result of `solve_jointly` if memory binds. The memory of the host is taken to be unlimited."""
     assert search.memory_limit_bytes is not None, "without a limit nothing is recomputed"
 
     options = find_options(planning, offload=offload)
@@ -225,9 +225,10 @@ def _solve(
 def _problem(
     planning: PlanningProblem, search: Search, options: RecomputeOptions, *, may_stop: bool, offload: bool
 ) -> RecomputeProblem:
-    """Return the problem with recomputation, which is built once for all memory limits.
+    """Return the problem with recomputation. It is built at the first call, and then serves all memory limits.
 
-    With `may_stop`, `SearchStopped` is raised if time is up before. `offload` says whether `options` has offload.
+    With `may_stop`, `SearchStopped` is raised if time is up before it is built. `offload` says whether `options` has
+    offload.
     """
     known: dict[bool, RecomputeProblem] = planning.derived.setdefault(_PROBLEMS, {})
     if offload not in known:
@@ -270,7 +271,11 @@ def _alone(
     start: Sequence[Solution],
     peak_of: PeakOf,
 ) -> JointSolution:
-    """Return the cheapest choice that fits without recomputation, or raise `DoesNotFitError`."""
+    """Return the cheapest choice without recomputation that fits in memory.
+
+    Raises:
+        DoesNotFitError: no such choice fits.
+    """
     if search.memory_limit_bytes is None:
         return JointSolution(planning, search(planning, allowed, start))
 
@@ -291,10 +296,10 @@ def _frugal(
     joint: Callable[[Solution], JointSolution],
     peak_of: PeakOf,
 ) -> list[JointSolution]:
-    """Return choices of small memory.
+    """Return one or two choices that need little memory.
 
-    The first has nearly the smallest peak by the problem's tables. The second, if there is one, is a cheap choice with
-    at most this peak.
+    The first choice has nearly the smallest peak by the problem's tables. The second choice is cheap, and has at most
+    this peak.
     """
     free = restrict(problem.assignment, allowed)
     found = choice_of_smallest_peak(free, problem.usage, problem.memory_row)

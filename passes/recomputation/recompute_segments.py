@@ -1,4 +1,7 @@
-"""Cut the forward into segments, from whose own and incoming values a value may be recomputed."""
+"""Cut the forward into segments.
+
+A value is recomputed from values of its own segment, and from values that enter it.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from passes.strategies.fold_blocks import numbered_blocks
 
 
 def segments(sites: Sequence[Site]) -> Mapping[str, int]:
-    """Return the number of the segment of each forward site, by the site's name; `sites` is in program order.
+    """Return the number of the segment of each forward site, by the site's name.
 
     A segment is a repeated block (the outermost numbered module with at least two matrix products), or a run of sites
-    outside of blocks.
+    outside of blocks. `sites` is in program order.
     """
     blocks = numbered_blocks(sites)
     found: dict[str, int] = {}

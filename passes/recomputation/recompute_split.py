@@ -28,9 +28,10 @@ class SplitSpace:
 
     Args:
         space: the sites and links. The first links are those of the original space, in order.
-        late: for a site, the site of its value after the forward.
-        restored: for a site and a policy, the site that restores the value.
-        sources: for each site of `late` and `restored`, its original site and its policy (None: any policy).
+        late: name of a site → the site that has the same value after the forward.
+        restored: (name of a site, policy) → the site that restores the value under this policy.
+        sources: name of a site in `late` or `restored` → its original site, and the policy under which it exists (None:
+            any policy).
     """
 
     space: SearchSpace
@@ -39,12 +40,18 @@ class SplitSpace:
     sources: Mapping[str, tuple[str, ValuePolicy | None]]
 
     def origin(self, name: str) -> tuple[str, ValuePolicy | None]:
-        """Return the original of a site, and the policy under which the site exists; None for any policy."""
+        """Return the original of a site, and the policy under which the site exists; None: under any policy.
+
+        A site of the original space is its own original.
+        """
         return self.sources.get(name, (name, None))
 
 
 def split_space(space: SearchSpace, options: RecomputeOptions, classes: Mapping[str, int]) -> SplitSpace:
-    """Return the space with two lives of values that have several policies; `classes` has each site's variable."""
+    """Return the search space in which values with several policies have two lives.
+
+    `classes` has the variable of each site.
+    """
     kept = [name for name in space.sites if classes[name] in options.policies]
     late = {name: f"{name}, late" for name in kept}
     restored = {
@@ -76,7 +83,11 @@ def _sites(
     late: Mapping[str, str],
     restored: Mapping[tuple[str, ValuePolicy], str],
 ) -> Iterator[tuple[str, Site]]:
-    """Yield sites by name in program order: second lives after the forward, recomputations where they happen."""
+    """Yield the sites of the split space by name, in program order.
+
+    The sites of second lives stand right after the forward, and restoring sites stand where their policies restore
+    values.
+    """
     before: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for (name, policy), copy in restored.items():
         before[options.anchors[name][policy]].append((name, copy))
@@ -92,7 +103,10 @@ def _sites(
 
 
 def _second_life(site: Site, name: str) -> Site:
-    """Return a site `name` that copies the value of another site after the forward. A view stays a view."""
+    """Return a site `name` after the forward with the value of a forward site.
+
+    The site of a view is a view of the same value. Every other site is a copy.
+    """
     assert site.node is not None, "calls have nodes"
     node = site.node
     if not site.is_alias:

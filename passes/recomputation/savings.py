@@ -13,14 +13,15 @@ from passes.recomputation.with_restored import with_restored
 
 
 def savings_of(planning: PlanningProblem, found: JointSolution, peak_of: PeakOf) -> tuple[Recompute, Offload]:
-    """Return the recomputation and the offload of a solution, with the bytes they save and the seconds they cost.
+    """Return the recomputation and the offload of a solution, with the bytes saved and the seconds added.
 
-    Each is compared with a program that has only the other.
+    The savings of recomputation are against a program that only offloads. The savings of offload are against a program
+    that only recomputes.
     """
     choice, restored = found.solution.choice, found.restored
 
     def without(left: Restored) -> tuple[int, float]:
-        """Return the bytes saved at the peak and the seconds added to a step, against restoring only `left`."""
+        """Return the bytes saved at the peak and the seconds added, against a program that restores only `left`."""
         other = with_restored(planning, left)
         peaks = [int(peak_of(item, choice)) for item in (other, found.planning)]
         costs = [item.assignment.cost_of(choice) for item in (other, found.planning)]

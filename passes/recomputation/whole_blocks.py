@@ -31,7 +31,8 @@ def with_whole_blocks(planning: PlanningProblem, recipe: Recipe) -> PlanningProb
     The result stores the problem without recomputation, for `joint_with_blocks`.
 
     Raises:
-        NotAlikeError: see `with_restored`.
+        NotAlikeError: the program leaves out blocks, and the blocks beside them do not restore equal values at equal
+            places.
     """
     recompute, offload = recipe.recompute == "full", recipe.offload == "activations"
     if not (recompute or offload):
@@ -43,9 +44,10 @@ def with_whole_blocks(planning: PlanningProblem, recipe: Recipe) -> PlanningProb
 
 
 def joint_with_blocks(found: JointSolution) -> tuple[PlanningProblem, JointSolution]:
-    """Return the problem that `with_whole_blocks` took, and `found`, a solution of its result, with the restored nodes.
+    """Return the problem without recomputation, and the solution `found` with its recomputed and offloaded nodes.
 
-    A solution of any other problem is returned unchanged, with its own problem.
+    `found` is a solution of a problem from `with_whole_blocks`. A solution of any other problem is returned unchanged,
+    with its own problem.
 
     Raises:
         RecipeError: the hosts lack memory for the offloaded values.
@@ -68,7 +70,7 @@ _DECIDED = "decided blocks"
 
 
 def whole_blocks(space: SearchSpace, *, recompute: bool, offload: bool) -> Restored:
-    """Return the forward calls that are recomputed and offloaded if a recipe says so for whole blocks."""
+    """Return the forward calls to recompute and to offload if a recipe recomputes or offloads whole blocks."""
     blocks = _Blocks(space)
     remade = blocks.remade(views_alone=not recompute) if recompute or offload else {}
     moved = blocks.moved(remade) if offload else {}
@@ -81,14 +83,14 @@ def whole_blocks(space: SearchSpace, *, recompute: bool, offload: bool) -> Resto
 class _Blocks(ForwardCalls):
     @cached_property
     def segment(self) -> dict[str, int]:
-        """For each site in a repeated block, the number of its block."""
+        """The number of the block of each site in a repeated block, by the site's name."""
         return dict(block_segments([self.space.sites[name] for name in self.forward]))
 
     def remade(self, *, views_alone: bool) -> dict[str, str]:
         """Return the recomputed calls, each with the site before which its block is recomputed.
 
-        It is the first site after the forward that reads a recomputed value of the block. With `views_alone`, only
-        views of offloaded values are recomputed.
+        This site is the first site after the forward that reads a recomputed value of the block. With `views_alone`,
+        only views of offloaded values are recomputed.
         """
         wanted: set[str] = set()
         for name in reversed(self.forward):
@@ -103,7 +105,10 @@ class _Blocks(ForwardCalls):
         return {name: anchors[self.segment[name]] for name in wanted}
 
     def moved(self, remade: dict[str, str]) -> dict[str, str]:
-        """Return the calls whose values go to the host, each with the site before which the value comes back."""
+        """Return the calls whose values go to the host, each with the site before which the value comes back.
+
+        `remade` is the result of the method of this name.
+        """
         found: dict[str, str] = {}
         for name in self.segment:
             reads = [
@@ -120,7 +125,7 @@ class _Blocks(ForwardCalls):
         return node.meta.get("module", "")
 
     def _stays_within(self, name: str) -> bool:
-        """Whether a value may be recomputed, and the forward reads it only in its own segment."""
+        """Whether a value may be recomputed, and all its readers in the forward are in its own block."""
         heads = (link.head for link in self.readers[name] if self.is_forward(link.head))
         is_read_within = all(self.segment.get(head) == self.segment.get(name) for head in heads)
         return name in self.segment and self.may_be_remade(name) and is_read_within

@@ -40,7 +40,8 @@ def with_restored(planning: PlanningProblem, restored: Restored) -> PlanningProb
     choice of the result.
 
     Raises:
-        NotAlikeError: the program leaves out blocks, and the blocks beside them do not restore alike values alike.
+        NotAlikeError: the program leaves out blocks, and the blocks beside them do not restore equal values at equal
+            places.
     """
     if not restored:
         return planning
@@ -55,7 +56,7 @@ def with_restored(planning: PlanningProblem, restored: Restored) -> PlanningProb
 
 
 def host_bytes(planning: PlanningProblem, choice: Sequence[int]) -> float:
-    """Return the bytes of offloaded values in the host's memory for each rank, at the end of the forward."""
+    """Return the bytes of offloaded values in the host's memory for each rank, at the end of a forward."""
     space = planning.space
     copies = [site for site in space.sites.values() if site.node is not None and site.node.target is to_host]
     specs, counts = ((site, planning.strategy(site.name, choice).outputs[0]) for site in copies), planning.counts()
@@ -64,7 +65,10 @@ def host_bytes(planning: PlanningProblem, choice: Sequence[int]) -> float:
 
 
 def space_with(space: SearchSpace, restored: Restored) -> tuple[SearchSpace, dict[str, str]]:
-    """Return the search space with clones and copies, which have their originals' specs, and each site's original."""
+    """Return the search space of the program that restores values, and the original of each of its sites, by name.
+
+    Clones, and copies to and from the host, have the specs of their originals.
+    """
     program = InsertRecompute(restored.recomputed, restored.offloaded)(space.program)
     incoming: dict[str, list[Link]] = defaultdict(list)
     for link in space.links:
@@ -98,7 +102,10 @@ def space_with(space: SearchSpace, restored: Restored) -> tuple[SearchSpace, dic
 
 @dataclass(slots=True)
 class _Transfers:
-    """Makes sites of copies to and from the host; each option keeps the spec of one option of the copied value."""
+    """Makes the sites of copies to and from the host.
+
+    Each option of such a site keeps the spec that the copied value has under one of its options.
+    """
 
     space: SearchSpace
     strategies: dict[tuple[int, int], tuple[Strategy, ...]] = field(default_factory=dict)
@@ -117,6 +124,9 @@ class _Transfers:
 
 
 def _choices(spec: PartitionSpec, mesh: Mesh) -> tuple[Choice, ...]:
-    """Return the dim of a spec that each mesh axis splits, as `autoshard.rules.offload` names it."""
+    """Return the choice of each mesh axis in the rule of a copy, as `autoshard.rules.offload` defines it.
+
+    An axis chooses the dim that the spec splits over the axis, or None.
+    """
     dims = (spec.dim_of(axis) for axis in mesh.axis_names)
     return tuple(None if dim is None else Split(f"d{dim}") for dim in dims)

@@ -28,7 +28,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One pipeline stage: pairs of a layer class's name and the number of its layers on the stage."""
+    """One pipeline stage.
+
+    `layers` has pairs of a layer class's name and the number of its layers on the stage.
+    """
 
     layers: tuple[tuple[str, int], ...]
 
@@ -89,7 +92,7 @@ def even_blocks(blocks: int, stages: int, *, split_ends: bool = False) -> tuple[
 
 
 def rank_counts(names: Sequence[str], stages: Sequence[Stage], recipe: Execution) -> Floats:
-    """Return the number of layers of each class in `names` on each pipeline rank, [ranks, classes]."""
+    """Return the number of layers of each class in `names` on each pipeline rank of a recipe, [ranks, classes]."""
     counts = np.zeros((recipe.pipeline, len(names)))
     owners = stage_ranks(recipe.chosen_schedule, recipe.pipeline, recipe.virtual_stages)
     for stage, owner in zip(stages, owners, strict=True):
@@ -104,10 +107,9 @@ def layer_counts(names: Sequence[str], stage: Stage) -> Floats:
 
 
 def in_flight(recipe: Execution) -> tuple[float, ...]:
-    """Return the most micro-batches whose activations each pipeline rank holds at once, divided by its number of
-    stages.
+    """Return for each pipeline rank the most micro-batches in flight, as a mean over the rank's stages.
 
-    A rank counts a micro-batch once for each of its stages. The schedule's order alone decides.
+    A micro-batch is in flight on a stage while the stage keeps its activations. The schedule's order alone decides.
     """
     if recipe.pipeline == 1:
         return (1.0,)
@@ -116,7 +118,7 @@ def in_flight(recipe: Execution) -> tuple[float, ...]:
 
 
 def cuts_backward(recipe: Execution) -> bool:
-    """Whether the schedule runs gradients of inputs and gradients of weights as two separate tasks (zero bubble)."""
+    """Whether a recipe's schedule runs gradients of inputs and of weights as separate tasks (zero bubble)."""
     return recipe.pipeline > 1 and schedule_orders.cuts_backward(recipe.chosen_schedule)
 
 

@@ -16,9 +16,11 @@ WEIGHT_BYTES = {"bf16": 2, "f16": 2, "f8": 2, "f32": 4}
 
 
 class RankLoad(NamedTuple):
-    """The numbers of a pipeline rank's parameters outside of experts (`dense`) and in its experts.
+    """The load of a pipeline rank.
 
-    `forward_s` and `backward_s` are its seconds for one micro-batch.
+    Args:
+        dense, expert: numbers of parameters outside of experts, and in experts.
+        forward_s, backward_s: seconds of the rank's layers for one micro-batch.
     """
 
     dense: float
@@ -47,8 +49,8 @@ def end_times(load: RankLoad, recipe: Execution, groups: Groups, cluster: Cluste
 def exchange_times(dense: float, expert: float, recipe: Execution, groups: Groups) -> tuple[float, float]:
     """Return the seconds of reducing gradients, and the seconds of gathering updated parameters, once per step.
 
-    `dense` and `expert` are numbers of parameters on the rank, outside of experts and in them. Collectives of each
-    micro-batch are in `price_recipe.sharded_time`.
+    `dense` and `expert` are the rank's numbers of parameters outside of experts and in experts.
+    `price_recipe.sharded_time` has the collectives that run once per micro-batch.
     """
     gradient = GRADIENT_BYTES[recipe.runtime.gradient_dtype]
     reduce_s = gather_s = 0.0

@@ -142,7 +142,10 @@ def memory_price(
 def host_bytes(
     sizes: Mapping[str, LayerPrice], stages: Sequence[Stage], recipe: Execution, in_flight: Sequence[float]
 ) -> int:
-    """Return the host's bytes of offloaded activations for the rank that offloads most; see `memory_price`."""
+    """Return the bytes of offloaded activations in the host's memory, for the rank that offloads most.
+
+    `in_flight` is the number of micro-batches that each stage of a rank holds at the peak, by pipeline rank.
+    """
     if recipe.offload != "activations":
         return 0
     blocks = [name for name in sizes if name not in (BEFORE, AFTER)]
@@ -156,9 +159,10 @@ def state_bytes(elements: Any, shards: Any, recipe: Execution) -> dict[str, Any]
     `elements` is the number of parameters before ZeRO shards them over `shards` ranks. Both may be numbers, arrays or
     symbols.
 
-    Under a runtime without `narrow_copies`, parameters count as if copied unless there is a pipeline. The search over
-    specs may shard single parameters further than the recipe says. With micro-batches of a pipeline that is dear, as
-    they would be gathered for each micro-batch.
+    With float32 master weights and a stage below ZeRO-3, a narrow copy of each parameter counts too, in two cases. The
+    runtime has `narrow_copies`, or there is no pipeline. In the second case, the search over specs may shard a
+    parameter further than the recipe says, and gather a narrow copy. In a pipeline it would be gathered for each
+    micro-batch.
     """
     weight, gradient = WEIGHT_BYTES[recipe.precision], GRADIENT_BYTES[recipe.runtime.gradient_dtype]
     has_masters = recipe.runtime.master_weights
@@ -176,7 +180,7 @@ def state_bytes(elements: Any, shards: Any, recipe: Execution) -> dict[str, Any]
 
 
 def kept_bytes(price: LayerPrice, recipe: Execution, *, is_block: bool) -> int:
-    """Return the bytes of activations that one layer keeps for one micro-batch's backward, on device or host."""
+    """Return the bytes of activations that one layer keeps for the backward of one micro-batch, on device or host."""
     if recipe.recompute == "none" or not is_block:
         return price.saved_bytes
     return price.entering_bytes if recipe.recompute == "full" else price.saved_bytes - price.core_bytes

@@ -84,7 +84,10 @@ def phase_time(
     *,
     done: Busy = _IDLE,
 ) -> PhaseTime:
-    """Return the times of a phase of one layer for one micro-batch; `done` has kernels of the phase that do not run."""
+    """Return the times of a phase of one layer for one micro-batch.
+
+    `done` has kernels of the phase that do not run, because recomputation stops before them.
+    """
     kernels = phase.busy.kernels - done.kernels
     compute_s = max(0.0, phase.busy.total_s - done.total_s)
     compute_s += sum(sorting_time(item, recipe, cluster) for item in phase.traffic)

@@ -38,13 +38,15 @@ HOST = "the host"
 
 
 class LayerTimes(NamedTuple):
-    """Times of one layer of each class for one micro-batch, as arrays [classes]. Hidden communication does not count.
+    """Times of one layer of each class for one micro-batch, as arrays [classes].
+
+    They include only exposed communication.
 
     Args:
         backward_s: seconds of the backward, without recomputation.
         recompute_s: seconds of the recomputation in the backward.
         input_gradient_s, weight_gradient_s: seconds of the two parts of a cut backward, together at least `backward_s`.
-        dense, expert: numbers of parameters outside of experts, and of experts.
+        dense, expert: numbers of parameters outside of experts, and in experts.
         communication: for each layer class, the seconds of exposed communication in both passes, by axis.
     """
 
@@ -59,7 +61,7 @@ class LayerTimes(NamedTuple):
 
 
 def layer_times(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Groups, cluster: Cluster) -> LayerTimes:
-    """Return the times of the layer classes under a recipe, in the order of `layers`."""
+    """Return the times of one layer of each class under a recipe, in the order of `layers`."""
     rows, communication = [], []
     for name, price in layers.items():
         row, exposed = _layer_time(price, recipe, groups, cluster, is_block=name not in (BEFORE, AFTER))
@@ -71,7 +73,10 @@ def layer_times(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Gro
 def _layer_time(
     price: LayerPrice, recipe: Execution, groups: Groups, cluster: Cluster, *, is_block: bool
 ) -> tuple[tuple[float, ...], Mapping[str, float]]:
-    """Return the first five fields of `LayerTimes` for one layer class, and its exposed communication by axis."""
+    """Return the times of one layer for one micro-batch, and its exposed communication in seconds by axis.
+
+    The times are forward, backward, recomputation, and both parts of a cut backward, as in `LayerTimes`.
+    """
     forward, backward = (phase_time(phase, recipe, groups, cluster) for phase in (price.forward, price.backward))
     gathers, copies = sharded_time(price, recipe, groups), copies_time(price, recipe, cluster, is_block=is_block)
     adding_s = memory_time(accumulation_bytes(price, recipe), cluster.device)
@@ -91,7 +96,7 @@ def _layer_time(
 
 
 def _recomputed(price: LayerPrice, recipe: Execution, groups: Groups, cluster: Cluster, *, is_block: bool) -> PhaseTime:
-    """Return the time of the forward kernels that the backward of a layer runs again."""
+    """Return the time of the forward kernels of a layer that run again in its backward."""
     if not is_block or recipe.recompute == "none":
         return _NOTHING
     if recipe.recompute == "selective":
@@ -104,7 +109,13 @@ _NOTHING = PhaseTime(0.0, {}, 0.0, 0.0, 0.0, 0.0)
 
 
 class _PassTimes(NamedTuple):
-    """Seconds of a forward or backward, of a cut backward's first part, and of exposed transfers ("data", `HOST`)."""
+    """Seconds of one forward or backward.
+
+    Args:
+        total_s: the whole pass.
+        first_s: the first part of a backward that is cut in two.
+        exposed: seconds of exposed transfers: "data" for ZeRO's collectives, `HOST` for copies.
+    """
 
     total_s: float
     first_s: float
@@ -114,8 +125,8 @@ class _PassTimes(NamedTuple):
 def _passing(busy_s: float, first_s: float, gather_s: float, copy_s: float, recipe: Execution) -> _PassTimes:
     """Return the times of a forward or backward that runs beside ZeRO's collectives and copies to or from the host.
 
-    `busy_s` and `first_s` are the seconds of the pass alone, and of the first part of a cut backward, beside which all
-    transfers run. The recipe's runtime says which transfers overlap with computation.
+    `busy_s` is the time of the pass without transfers. `first_s` is the time of the first part of a cut backward,
+    beside which all transfers run. The recipe's runtime says which transfers overlap with computation.
     """
     overlaps = recipe.runtime.overlap_parameters if recipe.zero == 3 else recipe.runtime.overlap_gradients
     before_s, beside_s = (0.0, gather_s) if overlaps else (gather_s, 0.0)
@@ -128,7 +139,10 @@ def _passing(busy_s: float, first_s: float, gather_s: float, copy_s: float, reci
 
 
 def copies_time(price: LayerPrice, recipe: Execution, cluster: Cluster, *, is_block: bool) -> tuple[float, float]:
-    """Return the seconds of copying a layer's kept values to the host, and back; 0 for the embedding and the head."""
+    """Return the seconds of copying a layer's kept values to the host, and the seconds of copying them back.
+
+    Both are 0 for the embedding and the head.
+    """
     if recipe.offload != "activations" or not is_block:
         return 0.0, 0.0
     kept = kept_bytes(price, recipe, is_block=True)
@@ -240,13 +254,16 @@ class Step:
 
 
 def load_of(counts: Sequence[float], times: LayerTimes) -> RankLoad:
-    """Return the parameters and computation of a pipeline rank; `counts` has its number of layers of each class."""
+    """Return the load of a pipeline rank, given its number of layers of each class."""
     parts = (times.dense, times.expert, times.forward_s, times.backward_s + times.recompute_s)
     return RankLoad(*(float(np.dot(counts, part)) for part in parts))
 
 
 def send_time(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Groups) -> float:
-    """Return the seconds to send a block's input to the next stage, in tensor ranks' parts (Narayanan et al. 2021)."""
+    """Return the seconds to send a block's input for one micro-batch to the next stage.
+
+    Each tensor rank sends a part of the input (Narayanan et al. 2021).
+    """
     if recipe.pipeline == 1:
         return 0.0
     whole = max(price.entering_bytes for name, price in layers.items() if name not in (BEFORE, AFTER))
@@ -261,7 +278,7 @@ def send_time(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Group
 
 
 def accumulation_bytes(price: LayerPrice, recipe: Execution) -> float:
-    """Return the bytes of device memory that are moved after a micro-batch for one layer's 16-bit gradients.
+    """Return the bytes of device memory that move when a micro-batch's gradients of one layer are added to sums.
 
     A local sum reads each gradient, and reads and writes the sum. If each micro-batch's gradients are reduced instead
     (`Execution.reduces_each`), FSDP copies them into a flat buffer, and casts it to the dtype of the reduction.

@@ -67,7 +67,10 @@ def recipe_groups(recipe: Execution, cluster: Cluster) -> Groups:
     replicas, shards = recipe.replicas, recipe.zero_group or recipe.replicas
 
     def along(inner: int, size: int, inside: int = 1) -> GroupLinks:
-        """Return a group of `size` members of `inside` consecutive ranks; neighbours begin `inner` ranks apart."""
+        """Return the links of a group of `size` members, each with `inside` consecutive ranks.
+
+        Neighbouring members begin `inner` ranks apart.
+        """
         outer, between = cluster.size // (inner * size), inner // inside
         shape = {"outer": outer, "group": size, "between": between, "inside": inside}
         return cluster.group_links(shape, ("group", "inside") if inside > 1 else ("group",))
@@ -89,7 +92,10 @@ def recipe_groups(recipe: Execution, cluster: Cluster) -> Groups:
 
 
 def traffic_time(item: AxisTraffic, recipe: Execution, groups: Groups) -> float:
-    """Return the seconds of one collective of a layer and micro-batch, without other traffic."""
+    """Return the seconds of one collective of a layer for one micro-batch.
+
+    No other collective is taken to run at the same time.
+    """
     group = groups.of(item.axis)
     if recipe.runtime.merged_dispatch and (item.axis, item.kind) == (EXPERT, MoveKind.EXCHANGE):
         return _merged_s(item.bytes, item.copies, group)
@@ -104,7 +110,10 @@ _MOVES = {
 
 @lru_cache(maxsize=2**16)
 def _alone_s(exchange: Exchange, moved_bytes: float, group: GroupLinks) -> float:
-    """Cached, because a search repeats few exchanges."""
+    """Return `exchange(moved_bytes, group)` in seconds.
+
+    The result is cached, because a search repeats few exchanges.
+    """
     return exchange(moved_bytes, group)
 
 
@@ -115,7 +124,8 @@ _merged_s = lru_cache(maxsize=2**16)(dispatch_time)
 def sorting_time(item: AxisTraffic, recipe: Execution, cluster: Cluster) -> float:
     """Return the seconds in which a rank sorts exchanged tokens by expert, or restores the order of the tokens.
 
-    0 for a merged dispatch, which sorts the tokens itself, and for other axes than the expert axis.
+    The result is 0 for other axes than the expert axis. It is also 0 for a merged dispatch, which sorts the tokens
+    itself.
     """
     if item.axis != EXPERT or recipe.runtime.merged_dispatch:
         return 0.0

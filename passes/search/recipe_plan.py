@@ -92,7 +92,11 @@ def predict_recipe(priced: CountedModel, recipe: Execution, cluster: Cluster) ->
 
 
 def _host_bytes(priced: CountedModel, recipe: Execution, cluster: Cluster) -> int:
-    """Return the host's bytes of offloaded activations for each device; `RecipeError` if they do not fit."""
+    """Return the bytes of offloaded activations in the host's memory for each device.
+
+    Raises:
+        RecipeError: they do not fit.
+    """
     if recipe.offload != "activations":
         return 0
     stages, share = cut_into_stages(priced.blocks, recipe), cluster.host_bytes_per_device
@@ -136,9 +140,9 @@ def combined(specs: Mapping[str, PartitionSpec]) -> PartitionSpec:
 
 
 def _node_plans(priced: PricedModel, layouts: Mapping[str, AxisLayout]) -> dict[str, NodePlan]:
-    """Return the specs of the calls in one block of each kind and outside of blocks, by name.
+    """Return the specs of the calls in one block of each kind, and of the calls outside of blocks, by name.
 
-    The data axis has no layout, because the batch is split before the program runs.
+    Data parallelism splits the batch before the program runs, so the axis "data" is in no spec.
     """
 
     def each(found: Mapping[str, tuple[PartitionSpec, ...]]) -> tuple[PartitionSpec, ...]:

@@ -53,7 +53,7 @@ ROUNDING = 1.0 - 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The layers on each rank of several pipelines that have the same number of ranks.
+    """The layers of each rank in several pipelines that have the same number of ranks.
 
     Args:
         counts: the number of layers of each class on each rank, [pipes, ranks, classes].
@@ -68,14 +68,17 @@ class Places:
 
 @lru_cache(maxsize=1024)
 def places_of(names: tuple[str, ...], blocks: tuple[str, ...], pipes: tuple[Pipe, ...]) -> Places:
-    """Return the layers on each rank, by class in `names`, of pipelines of one model with the same number of ranks."""
+    """Return the layers of each rank in the pipelines `pipes`, which have the same number of ranks.
+
+    `names` are the layer classes, and `blocks` has the class of each block.
+    """
     counts, before, is_whole = zip(*(_place(names, blocks, pipe) for pipe in pipes), strict=True)
     return Places(np.array(counts, dtype=float), np.array(before, dtype=float), np.array(is_whole)[:, None])
 
 
 @lru_cache(maxsize=8192)
 def _place(names: tuple[str, ...], blocks: tuple[str, ...], pipe: Pipe) -> tuple[Floats, Floats, bool]:
-    """Return `counts`, `before` and `is_whole` of `Places` for one pipeline."""
+    """Return the entries of one pipeline in the fields `counts`, `before` and `is_whole` of `Places`."""
     recipe = pipe.recipe(len(blocks))
     stages = cut_into_stages(blocks, recipe)
     passed = np.cumsum([layer_counts(names, stage) for stage in stages], axis=0)
@@ -84,7 +87,10 @@ def _place(names: tuple[str, ...], blocks: tuple[str, ...], pipe: Pipe) -> tuple
 
 
 def path_times(times: LayerTimes, places: Places, send_s: float, micro_batches: int) -> Floats:
-    """Return each pipeline's longest path of a rank (bound 2) in seconds, without `price_ends`, [pipes]."""
+    """Return for each pipeline the longest path of a rank in seconds (bound 2 of the module's docstring), [pipes].
+
+    The end of the step (`price_ends`) is not included.
+    """
     hops, backward_s = np.arange(float(places.counts.shape[1])) * send_s, times.backward_s + times.recompute_s
     entering = places.before @ times.forward_s + hops
     leaving = places.is_whole * (places.before @ backward_s + hops)
@@ -201,7 +207,10 @@ class RecipePricer:
         return places_of(tuple(self.layers(recipe)), self.counted.blocks, pipes)
 
     def _times_of(self, recipe: Execution) -> LayerTimes:
-        """Return the layer classes' times, which recipes share that differ only in pipeline or irrelevant sharding."""
+        """Return the times of the layer classes under a recipe.
+
+        Recipes share these times if they differ only in the pipeline, or in a sharding that does not change the times.
+        """
         shards = (recipe.zero, recipe.replicas, recipe.zero_group) if recipe.reduces_each else ()
         counts = recipe.runtime.overlap_expert and recipe.expert > 1
         turns = recipe.micro_batches if counts else recipe.micro_batches > 1
@@ -211,14 +220,15 @@ class RecipePricer:
         return self._times[key]
 
     def _counts_of(self, names: Iterable[str]) -> Floats:
-        """Return how many layers of each class in `names` the whole model has, [classes]."""
+        """Return the number of layers of each class in `names` in the whole model, [classes]."""
         return np.array([1.0 if name in (BEFORE, AFTER) else self.counted.blocks.count(name) for name in names])
 
 
 def _layout_of(recipe: Execution) -> tuple[object, ...]:
     """Return the fields of a recipe that decide the kernels of each layer class, as a key for prices.
 
-    Recomputation is not among them. All other fields have the same values in a search, or do not change kernels.
+    Recomputation is not among these fields. All other fields have the same values in a search, or do not change
+    kernels.
     """
     ranks = (recipe.tensor, recipe.sequence_parallel, recipe.context, recipe.expert, recipe.expert_tensor)
     return (*ranks, recipe.micro_batch)

@@ -27,8 +27,8 @@ class RecipeProblem:
         base: an execution with the global batch and all fields that are not in `recipe_space.SEARCHED`.
         memory_limit: bytes of a device that recipes may take.
         least_tokens: the smallest number of tokens of a sequence on a context rank.
-        pinned: for some searched fields, their allowed values in every search, see `recipe_constraints`. Pinned tensor
-            ranks may exceed a node, and `least_tokens` does not apply to pinned context ranks.
+        pinned: searched field → its allowed values in every search (`recipe_constraints`). Pinned tensor ranks may
+            exceed a node, and `least_tokens` does not apply to pinned context ranks.
         runs: whether to search only recipes whose programs `compile` can run.
     """
 
@@ -47,7 +47,7 @@ class RecipeProblem:
 
     @cached_property
     def kinds(self) -> dict[str, Only]:
-        """The restriction (`known_kinds`) of each known kind that has any recipe here, by the kind's name."""
+        """The known kinds that have any recipe in this problem, by name, each with the restriction that defines it."""
         known = known_kinds(self.cluster, has_experts=self.counted.has_experts)
         return {name: only for name, only in known.items() if any(True for _ in self.space(only).recipes())}
 
@@ -68,8 +68,8 @@ class RecipeProblem:
         """Return the fastest recipe that fits.
 
         Args:
-            only: for some searched fields, their allowed values, `{"pipeline": range(2, 65)}`.
-            ceiling, known, watch: see `search_recipes`.
+            only: searched field → its allowed values, such as `{"pipeline": range(2, 65)}`.
+            ceiling, known, watch: arguments of `search_recipes`.
 
         Raises:
             RecipeError: a restricted field is not searched.
@@ -79,11 +79,17 @@ class RecipeProblem:
         )
 
     def smallest(self, *, only: Only | None = None, ceiling: Ceiling | None = None) -> FoundRecipe:
-        """Return the recipe with the least memory, whose objective is in bytes. The arguments are as in `best`."""
+        """Return the recipe with the least peak memory. The `objective` of the result is in bytes.
+
+        The arguments are those of `best`.
+        """
         return search_recipes(self.space(only), self.pricer, math.inf, smallest=True, ceiling=ceiling)
 
     def proposals(self, only: Only, ceiling: Ceiling) -> list[FoundRecipe]:
-        """Return the fastest recipe within the restriction `only`, and the fastest of each known kind within `only`."""
+        """Return the fastest recipe within a restriction, and the fastest recipe of each known kind within it.
+
+        `only` has the allowed values of searched fields.
+        """
         kinds = [both for kind in self.kinds.values() if all((both := _both(kind, only)).values())]
         return [self.best(only=each, ceiling=ceiling) for each in (only, *kinds)]
 
@@ -110,7 +116,7 @@ class RecipeProblem:
 
     @property
     def has_recipes(self) -> bool:
-        """Whether the problem has any recipe, whatever memory it takes."""
+        """Whether any recipe keeps the constraints of the problem. Memory does not count."""
         return next(self.space().recipes(), None) is not None
 
     def missing(self, feature: str) -> str:
@@ -157,7 +163,7 @@ class RecipeProblem:
         return replace(found, search_time_s=time.monotonic() - start), kinds
 
     def space(self, only: Only | None = None) -> RecipeSpace:
-        """Return the recipes to search, with the fields of `only` restricted to the given values."""
+        """Return the set of recipes to search. `only` further restricts the values of searched fields."""
         return RecipeSpace(
             self.counted,
             self.cluster.size,
@@ -177,10 +183,11 @@ def _both(one: Only, other: Only) -> Only:
 
 
 def known_kinds(cluster: Cluster, *, has_experts: bool) -> dict[str, Only]:
-    """Return the restrictions of searched fields that experts know by name, by this name.
+    """Return the kinds of recipes that experts know by name, such as FSDP.
 
-    Tensor parallel ranks stay within a node, as in Megatron-LM. Pipelines have Megatron-LM's schedules. HSDP shards
-    within nodes, and equals FSDP on a single node.
+    The value is the restriction that defines a kind: searched field → its allowed values. Tensor parallel ranks stay
+    within a node, as in Megatron-LM. Pipelines have Megatron-LM's schedules. HSDP shards within nodes, and equals FSDP
+    on a single node.
     """
     alone: Only = dict.fromkeys(("tensor", "context", "expert", "pipeline"), (1,))
     node = cluster.devices_per_node
@@ -206,7 +213,7 @@ def known_kinds(cluster: Cluster, *, has_experts: bool) -> dict[str, Only]:
 
 
 def known_recipe(problem: RecipeProblem, before: Recipe, ceiling: Ceiling | None = None) -> Execution | None:
-    """Return a recipe of the problem that is equal or similar to the recipe `before` of another plan, or None.
+    """Return a recipe of the problem that is equal or similar to `before`, the recipe of another plan.
 
     If `before` fits and keeps the constraints, it is returned. Otherwise the result is the fastest recipe that splits a
     micro-batch in the same way (`alike`), with any number of replicas and pipeline ranks. None means that no similar
@@ -228,5 +235,8 @@ _ALIKE = (
 
 
 def alike(recipe: Recipe) -> Only:
-    """Return the restriction to recipes with the fields `_ALIKE` of `recipe`; fields that are None are free."""
+    """Return the restriction to recipes that have the same fields `_ALIKE` as `recipe`.
+
+    Fields that are None stay free.
+    """
     return {name: (getattr(recipe, name),) for name in _ALIKE if getattr(recipe, name) is not None}

@@ -85,9 +85,9 @@ POLICIES = tuple(ActivationPolicy(recompute, offload) for offload in ("none", "a
 
 
 class Pipe(NamedTuple):
-    """A pipeline. With `split_ends`, the embedding and the head count as blocks when blocks are shared out over stages.
+    """A pipeline of `pipeline` ranks. `schedule` is None for a single rank.
 
-    `pipeline` is the number of ranks. `schedule` is None for a single rank.
+    With `split_ends`, the embedding and the head count as blocks when blocks are shared out over stages.
     """
 
     pipeline: int = 1
@@ -97,11 +97,14 @@ class Pipe(NamedTuple):
 
     @property
     def chosen_schedule(self) -> str:
-        """Name of the schedule; for a single rank the usual schedule."""
+        """Name of the schedule. A single rank has the usual schedule for its number of virtual stages."""
         return self.schedule or usual_schedule(self.virtual_stages)
 
     def stage_layers(self, blocks: int) -> tuple[int, ...] | None:
-        """Return the number of blocks on each stage with `split_ends`; None without it, for numbers nearly even."""
+        """Return the number of blocks on each stage if `split_ends` is set.
+
+        None stands for numbers of blocks that are as even as possible, with the embedding and the head not counted.
+        """
         if not self.split_ends:
             return None
         return even_blocks(blocks, self.pipeline * self.virtual_stages, split_ends=True)
@@ -139,7 +142,10 @@ def known_pipes(ranks: int, micro_batches: int, blocks: int, *, every: bool = Fa
 
 
 class Sharding(NamedTuple):
-    """The ZeRO stage `zero`, and the number `group` of replicas over which ZeRO shards. 0 means all replicas."""
+    """The ZeRO stage `zero`, 0 to 3, and the number `group` of replicas over which ZeRO shards.
+
+    A `group` of 0 means all replicas.
+    """
 
     zero: int = 0
     group: int = 0
@@ -159,9 +165,9 @@ class RecipeSpace:
         most_tensor: the largest number of tensor ranks; None: any number.
         least_tokens: the smallest number of tokens of a sequence on a context rank, where inputs are tokens.
         offloads: whether activations may go to the host.
-        only: for some searched fields, their allowed values. A group of all replicas is `zero_group=None`.
-        zero_groups: a further restriction of `zero_group`. Here the number of all replicas may stand for a group of
-            all replicas.
+        only: searched field → its allowed values. A group of all replicas is `zero_group=None`.
+        zero_groups: a further restriction of `zero_group`. Here the number of all replicas may stand for a group of all
+            replicas.
         runs: whether to have only recipes with a program that `compile` can run.
 
     Raises:
@@ -190,7 +196,7 @@ class RecipeSpace:
 
     @property
     def batch(self) -> int:
-        """Sequences of a step on all replicas together, the global batch."""
+        """Number of sequences in a step on all replicas together, the global batch."""
         return self.base.batch
 
     def layouts(self) -> Iterator[tuple[Layout, ...]]:
@@ -345,10 +351,10 @@ class RecipeSpace:
                             yield recipe
 
     def admits(self, recipe: Recipe) -> bool:
-        """Whether a recipe passes two checks that concern several of its fields at once.
+        """Whether `self.runs` and the runtime allow a recipe.
 
-        Offloading activations in a pipeline needs a runtime with `offloads_in_pipelines`. If `self.runs`, `compile`
-        must have a program for the recipe (`Recipe.without_program`).
+        With `self.runs`, `compile` must have a program for the recipe (`Recipe.without_program`). A recipe that
+        offloads activations in a pipeline needs a runtime with `offloads_in_pipelines`.
         """
         if recipe.offload == "activations" and is_several(recipe.pipeline):
             return self.base.runtime.offloads_in_pipelines and not (self.runs and recipe.without_program)
@@ -357,7 +363,10 @@ class RecipeSpace:
 
 @lru_cache(maxsize=16)
 def _fields_of(recipe: Execution) -> Mapping[str, Any]:
-    """Cached, because `dataclasses.replace` reads fields again each time."""
+    """Return the fields of a recipe by name.
+
+    The result is cached, because `dataclasses.replace` would read them each time.
+    """
     return {item.name: getattr(recipe, item.name) for item in fields(recipe)}
 
 

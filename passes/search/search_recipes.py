@@ -3,14 +3,14 @@
 An entry of the queue is a set of recipes with a lower bound of their objective (`recipe_pricer`). There are three kinds
 of entries, and each is split into entries of the next kind:
 
-1. All recipes with one layout and one activation policy. Policies that recompute more take longer, so their entries
-   are made only when this entry is split.
+1. All recipes with one layout and one activation policy. Policies that recompute more take longer, so their entries are
+   made only when this entry is split.
 2. Also the number of pipeline ranks and the sharding are chosen.
 3. Also the pipeline is chosen, so the entry is one recipe. It is priced (`passes.search.price_recipe`) if it fits.
 
-The search ends when no entry can be faster than the best recipe. The best recipe is then the fastest. Among equally
-fast recipes it has the least memory. If the ceiling or Ctrl-C stops the search, the result is the best recipe so far,
-with the lowest bound of the remaining entries.
+The search ends when no entry can be faster than the best recipe. The best recipe is then the fastest of all recipes.
+Among equally fast recipes, the best recipe needs the least memory. If the ceiling or Ctrl-C stops the search, the
+result is the best recipe so far, with the lowest bound of the remaining entries.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FoundRecipe:
         is_complete: whether the search came to its end, so that no recipe is better.
         was_interrupted: whether Ctrl-C ended the search.
         priced, nodes: the number of priced recipes, and the number of entries that were made.
-        search_time_s: wall time.
+        search_time_s: seconds of wall time.
     """
 
     recipe: Execution | None
@@ -56,7 +56,7 @@ class FoundRecipe:
 
     @property
     def was_cut(self) -> bool:
-        """Whether a ceiling, not Ctrl-C, ended the search early."""
+        """Whether a time limit, and not Ctrl-C, ended the search early."""
         return not (self.is_complete or self.was_interrupted)
 
 
@@ -91,7 +91,7 @@ def search_recipes(
         memory_limit: bytes of a device.
         smallest: whether to minimise the peak memory in bytes instead of the step in seconds.
         ceiling: a limit that may end the search; None: no limit.
-        known: a recipe to begin with; worse recipes are skipped.
+        known: a recipe to begin with. Recipes that cannot be better are skipped.
         watch: is called with the progress.
 
     Raises:
@@ -109,7 +109,10 @@ def search_recipes(
 
 
 class _LayoutSet(NamedTuple):
-    """All recipes with a layout and a policy; `others`, which take longer, are put on the heap when this is split."""
+    """All recipes with one layout and one activation policy.
+
+    `others` are policies that take longer. Their sets are put on the heap when this set is split.
+    """
 
     layout: Layout
     policy: ActivationPolicy
@@ -128,10 +131,12 @@ _Node = _LayoutSet | _ShardedSet | Execution
 
 @dataclass
 class _BestFirst:
-    """The state of one search.
+    """One best-first search for a recipe, with its results so far.
 
-    `open` is a heap of entries: (lower bound, the entry's number, set of recipes). `bound` is the lowest bound of the
-    heap. `best` is the best recipe so far, with its `objective` and `memory`.
+    Args:
+        open: a heap of entries (lower bound, number of the entry, set of recipes).
+        best: the best recipe so far, with its `objective` and peak `memory` in bytes.
+        bound: the lowest bound of the heap.
     """
 
     space: RecipeSpace
@@ -150,7 +155,10 @@ class _BestFirst:
     nodes: int = 0
 
     def run(self, known: Execution | None) -> bool:
-        """Search from `known`, if any; return whether the best recipe is found before the ceiling."""
+        """Search, and return whether the best recipe of all is found before the time limit.
+
+        `known` is a recipe to begin with, or None.
+        """
         if known is not None:
             self._price(known)
         for layouts in self.space.layouts():
@@ -190,7 +198,10 @@ class _BestFirst:
             self._price(node)
 
     def _open_layouts(self, layouts: tuple[Layout, ...]) -> None:
-        """Put layouts on the heap, from the smallest micro-batch on, until a layout's workspace does not fit."""
+        """Put layouts on the heap, the smallest micro-batch first.
+
+        The first layout whose workspace exceeds the memory limit ends the loop.
+        """
         for layout in layouts:
             first = self._recipe(layout, ActivationPolicy(), next(self.space.pipelines(layout)), Sharding())
             if self.pricer.workspace_bytes(first) > self.memory_limit:
@@ -201,7 +212,10 @@ class _BestFirst:
                     break
 
     def _open(self, layout: Layout, policy: ActivationPolicy, others: tuple[ActivationPolicy, ...] = ()) -> bool:
-        """Put a layout with a policy on the heap; return False if the least memory of its recipes exceeds the limit."""
+        """Put all recipes with a layout and a policy on the heap, and return True.
+
+        If even the least memory of these recipes exceeds the limit, nothing is put on the heap, and False is returned.
+        """
         sizes, zero = list(self.space.pipelines(layout)), self.space.most_zero
         needed = self.pricer.least_memory(self._recipe(layout, policy, sizes[-1], Sharding(zero)))
         if needed > self.memory_limit:
@@ -212,7 +226,11 @@ class _BestFirst:
         return True
 
     def _split_layout(self, bound: float, node: _LayoutSet) -> None:
-        """Put on the heap each policy of `node.others`, and the set's policy with each number of ranks and sharding."""
+        """Split a set of recipes, and put its parts on the heap.
+
+        There is one part for each policy in `node.others`. The policy of the set itself has one part for each number of
+        pipeline ranks and each sharding.
+        """
         for policy in node.others:
             self._open(node.layout, policy)
         for ranks in self.space.pipelines(node.layout):
@@ -236,7 +254,10 @@ class _BestFirst:
             self._push(least, self.space.recipe(node.layout, node.policy, pipe, node.sharding))
 
     def _recipe(self, layout: Layout, policy: ActivationPolicy, ranks: int, sharding: Sharding) -> Execution:
-        """Return a recipe for bounds that do not depend on the schedule; several ranks have 1F1B."""
+        """Return a recipe of a set, for bounds that do not depend on the schedule.
+
+        With several pipeline ranks, it has 1F1B.
+        """
         pipe = Pipe(ranks, "1F1B") if ranks > 1 else Pipe()
         return self.space.recipe(layout, policy, pipe, sharding)
 

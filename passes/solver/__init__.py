@@ -1,4 +1,4 @@
 """Solve assignment problems: one option for each variable, at the least total cost, within a memory limit.
 
-Nothing here knows programs or tensors: a problem consists of arrays of costs and bytes.
+These files import nothing about programs or tensors. A problem consists of arrays of costs and bytes.
 """

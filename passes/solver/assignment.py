@@ -34,7 +34,8 @@ class Edge:
 class MemoryRow:
     """Bytes in use at a program point: `constant`, plus bytes of the chosen options, plus bytes of the chosen pairs.
 
-    Keys are indices of variables and of edges. Arrays are [options] and [options of `tail`, options of `head`].
+    `variables` maps the index of a variable to bytes, [options]. `edges` maps the index of an edge to bytes, [options
+    of `tail`, options of `head`].
     """
 
     constant: float
@@ -51,9 +52,14 @@ class MemoryRow:
 
 
 def row_against(choice: Sequence[int], costs: Sequence[Floats], limit: float) -> MemoryRow:
-    """Return a memory row exceeded only by `choice`, which exceeds the true limit by less than the solver's tolerance.
+    """Return a memory row that forbids `choice` and no other choice.
 
-    `costs` are those of the `Assignment`, and give each variable's number of options.
+    The row serves where the solver returns a choice whose bytes exceed `limit` by less than the solver's tolerance.
+
+    Args:
+        choice: the index of each variable's option.
+        costs: costs of each variable's options, as in `Assignment`; only their number is used.
+        limit: the memory limit in bytes.
     """
     flags = (np.arange(len(cost)) == option for cost, option in zip(costs, choice, strict=True))
     variables = {variable: np.where(flag, limit, 0.0) for variable, flag in enumerate(flags)}
@@ -77,7 +83,10 @@ class Assignment:
     limit: float = np.inf
 
     def cost_of(self, choice: Sequence[int]) -> float:
-        """Return the seconds of a choice, whether or not it fits: its options' own costs plus its pairs' costs."""
+        """Return the seconds of a choice: the costs of its options plus the costs of their pairs.
+
+        Memory is not checked.
+        """
         total = sum(float(cost[option]) for cost, option in zip(self.costs, choice, strict=True))
         return total + sum(float(edge.cost[choice[edge.tail], choice[edge.head]]) for edge in self.edges)
 

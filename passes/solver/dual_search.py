@@ -45,7 +45,7 @@ class DualSearch:
     Args:
         tolerance: relative gap between choice and bound at which the search ends.
         max_rounds: the most rounds of message passing.
-        raises_multipliers: whether to take step 4 even if a choice already fits.
+        raises_multipliers: whether to raise the multipliers (step 4) even if a choice already fits.
         merges_above: relative gap above which step 6 combines the seen choices.
         control: receives the best cost and the bound after each round, and may stop the search.
     """
@@ -64,14 +64,14 @@ class DualSearch:
         start: Sequence[Sequence[int]] = (),
         find_small_peak: Callable[[], Sequence[int]] | None = None,
     ) -> Solution | None:
-        """Return the cheapest found choice that fits, with a proven bound; None if no found choice fits.
+        """Return the cheapest found choice that fits, with a proven lower bound; None if no found choice fits.
 
         Args:
-            problem: the assignment. Its memory limit holds, but its memory rows are ignored.
-            usage: returns the bytes in use at each program point under a choice, [points].
-            row_at: returns the memory row of a program point.
+            problem: the assignment. Its memory limit holds; its memory rows are ignored in favour of `row_at`.
+            usage: takes a choice, and returns the bytes in use at each program point, [points].
+            row_at: takes a program point, and returns its memory row.
             start: choices to begin with, e.g. of known recipes.
-            find_small_peak: called if no choice fits; returns a choice of a small peak, or ().
+            find_small_peak: called if no choice fits; returns a choice of small peak memory, or () if it finds none.
         """
         state = DualState(problem, usage, row_at, self.control)
         for choice in start:
@@ -90,9 +90,9 @@ class DualSearch:
         return state.solution()
 
     def _find_any(self, state: DualState, find_small_peak: Callable[[], Sequence[int]] | None) -> None:
-        """Look for any choice that fits: combine the seen choices, then call `find_small_peak`.
+        """Look for a choice that fits: combine the seen choices, and if that fails, call `find_small_peak`.
 
-        A choice that fits bounds the multipliers, so further rounds then come closer to the optimum.
+        The cost of a choice that fits limits the multipliers, so further rounds come closer to the optimum.
         """
         if self.merges_above < math.inf:
             merge(state, self.merges_above)

@@ -22,7 +22,7 @@ _REPAIRS = 3
 """The most seen choices that `DualState.repair` tries to repair."""
 
 _MOST_FACTORS = 8
-"""The most factors that `DualState.raise_multipliers` tries in its search for higher multipliers."""
+"""The most factors on the multipliers that one call of `DualState.raise_multipliers` tries."""
 
 _REACH = 0.03
 """Initial value of `DualState.reach`."""
@@ -33,18 +33,19 @@ _PASSES = 4
 
 @dataclass(slots=True)
 class DualState:
-    """The state of one search.
+    """A Lagrangian search for the cheapest choice in `problem` that fits (`dual_search`), changed in place.
 
     Args:
-        rows: memory rows of the program points that have a multiplier, by point.
-        multipliers: the current multipliers in seconds per byte, by program point.
-        best_multipliers: the multipliers that gave `bound`.
-        cuts: cost in seconds, bytes at each program point, and options of each seen choice.
+        rows: program point → its memory row, for the points that have a multiplier.
+        multipliers: program point → current multiplier, in seconds per byte.
+        best_multipliers: program point → the multiplier that gave `bound`.
+        cuts: cost in seconds, bytes at each program point, and options of each choice seen so far.
         best, best_cost: the cheapest seen choice that fits, and its cost in seconds.
         bound: proven lower bound of the optimum, in seconds.
         distances: `best_cost / bound - 1` after each round.
-        reach: how far a new multiplier may lie above its best value, in the unit of `_best_multipliers`.
-        is_far: whether the last update of the multipliers took any of them to this limit.
+        reach: the most by which a new multiplier may exceed its best value. One is (highest cost of a choice) / (most
+            bytes by which a choice misses the memory limit).
+        is_far: whether the last update of the multipliers raised any of them by `reach`.
     """
 
     problem: Assignment
@@ -67,7 +68,10 @@ class DualState:
         self.messages = Messages(self.problem)
 
     def run(self, tolerance: float, rounds: int) -> None:
-        """Run up to `rounds` rounds. Stop when the gap is within `tolerance`, or when rounds no longer help."""
+        """Run up to `rounds` rounds.
+
+        End early if the relative gap is within `tolerance`, or if rounds no longer help.
+        """
         for _ in range(rounds):
             self.round()
             self.control.note(self.best_cost, self.bound)
@@ -75,11 +79,11 @@ class DualState:
                 return
 
     def row(self, point: int) -> MemoryRow:
-        """Return the memory row of a program point, from `rows` or newly built."""
+        """Return the memory row of a program point: the row in `rows`, or a new row."""
         return self.rows[point] if point in self.rows else self.row_at(point)
 
     def round(self) -> None:
-        """Pass messages, round them to a choice and, if there is a memory limit, update the multipliers."""
+        """Pass messages, and read a choice off them. If there is a memory limit, also update the multipliers."""
         raw, choice = self.messages.iterate(_PASSES)
         bound = raw - self._offset()
         self.offer(choice)
@@ -92,14 +96,17 @@ class DualState:
             self._move_multipliers()
 
     def _set_reach(self, is_better: bool) -> None:
-        """Widen the reach after a better bound, and narrow it after a worse bound, if the last update reached it."""
+        """Multiply the reach after a better bound, and divide it after a worse bound.
+
+        The reach stays the same if no multiplier rose by the full reach in the last update.
+        """
         if self.is_far:
             self.reach *= _FURTHER if is_better else 1 / _FURTHER
 
     def has_stalled(self) -> bool:
-        """Whether some choice fits and the gap has shrunk by less than 3 % over the last `_PATIENCE` rounds.
+        """Whether a choice fits, and the gap has shrunk by less than 3 % over the last `_PATIENCE` rounds.
 
-        The gap is relative to the bound: relative to the cost of a bad choice, even a doubled bound would hardly show.
+        The gap is `best_cost / bound - 1`. A gap relative to a bad choice's cost would hardly show a doubled bound.
         """
         found = self.distances
         return len(found) > _PATIENCE and found[-1] > 0.97 * found[-_PATIENCE] and np.isfinite(found[-1])
@@ -109,14 +116,17 @@ class DualState:
         return len(self.distances) >= _HOPEFUL and self.best is None
 
     def _offset(self) -> float:
-        """Return the sum over points of multiplier * (limit - constant bytes) in seconds, unknown to messages."""
+        """Return the sum over points of multiplier * (limit - constant bytes), in seconds.
+
+        The bound of the messages, less this sum, is the bound of the problem.
+        """
         return sum(weight * (self.problem.limit - self.rows[p].constant) for p, weight in self.multipliers.items())
 
     def offer(self, choice: Sequence[int]) -> None:
-        """Record a choice as a cut, and as the best choice if it fits and is cheaper than the best so far.
+        """Record a choice among `cuts`, and as `best` if it fits and is cheaper than the best so far.
 
-        A choice of infinite cost is ignored. If the choice exceeds the memory limit, the point of its peak gets a
-        multiplier, up to `_POINTS_WEIGHED` points.
+        A choice of infinite cost is ignored. If the choice exceeds the memory limit, the program point of its peak
+        gets a multiplier, up to `_POINTS_WEIGHED` points.
         """
         used, cost = self.usage(choice), self.problem.cost_of(choice)
         if not np.isfinite(cost):
@@ -141,13 +151,13 @@ class DualState:
         self.weigh()
 
     def weigh(self) -> None:
-        """Set the messages' prices of memory to the current multipliers."""
+        """Give the current multipliers to the messages, as prices of memory."""
         self.messages.weigh({point: (self.rows[point], weight) for point, weight in self.multipliers.items()})
 
     def raise_multipliers(self) -> None:
-        """Find by bisection the smallest factor on all best multipliers whose rounded choice fits; offer each choice.
+        """Search for the smallest factor on all best multipliers with which message passing gives a choice that fits.
 
-        Afterwards the best multipliers are in force again.
+        Each choice on the way is offered (`offer`). Afterwards the multipliers are `best_multipliers` again.
         """
         if not any(self.best_multipliers.values()):
             return
@@ -170,9 +180,10 @@ class DualState:
         self.weigh()
 
     def repair(self) -> None:
-        """Make seen choices fit that cost less than the best but exceed the memory limit; offer each repaired choice.
+        """Change seen choices that are cheaper than the best but exceed the memory limit, until they fit.
 
-        Only the `_REPAIRS` choices of the least Lagrangian are repaired.
+        Only the `_REPAIRS` choices of the least Lagrangian are changed. Each choice that then fits is offered
+        (`offer`).
         """
         over = [cut for cut in self.cuts if cut[1].max() > self.problem.limit and cut[0] < self.best_cost]
         for _, _, choice in sorted(over, key=lambda cut: self._lagrangian(cut[0], cut[1]))[:_REPAIRS]:
@@ -184,7 +195,7 @@ class DualState:
         return cost + sum(weight * (used[p] - self.problem.limit) for p, weight in self.best_multipliers.items())
 
     def _changed_to_fit(self, choice: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return a choice that fits, by single changes that save bytes at the peak; None if no more change helps."""
+        """Return `choice` with single options changed until it fits; None if no change saves bytes at the peak."""
         used = self.usage(choice)
         while used.max() > self.problem.limit:
             peak = int(np.argmax(used))
@@ -202,7 +213,12 @@ class DualState:
         return choice
 
     def _saving_changes(self, row: MemoryRow, choice: Sequence[int], wanted: float) -> list[tuple[int, int]]:
-        """Return (variable, option), one per variable, by cost per saved byte; bytes beyond `wanted` do not count."""
+        """Return changes of one option that save bytes in `row`, as (variable, new option).
+
+        The cheapest per byte is first.
+
+        A variable has at most one change. Bytes saved beyond `wanted` do not count.
+        """
         found: list[tuple[float, int, int]] = []
         for variable, sizes in row.variables.items():
             saved = np.minimum(sizes[choice[variable]] - sizes, wanted)
@@ -215,7 +231,7 @@ class DualState:
         return [(variable, option) for _, variable, option in sorted(found)]
 
     def polish(self) -> None:
-        """Change one variable of the best choice at a time, as long as a change costs less and still fits."""
+        """Change single options of the best choice, as long as a change is cheaper and the choice still fits."""
         changed = self.best is not None and bool(self.rows)
         while changed and not self.control.is_over():
             changed = False
@@ -248,19 +264,19 @@ class DualState:
 
 
 _PATIENCE = 8
-"""Within this number of rounds the gap has to shrink by 3 % of itself, or the search ends."""
+"""The search ends if the gap shrinks by less than 3 % of itself within this number of rounds."""
 
 _HOPEFUL = 24
-"""Within this number of rounds a choice that fits has to be found, or the search ends."""
+"""The search ends if no choice fits after this number of rounds."""
 
 _FURTHER = 3.0
-"""Factor by which the reach grows after a better bound, and shrinks after a worse bound.
+"""Factor by which `DualState.reach` grows after a better bound, and shrinks after a worse bound.
 
-Until some choice fits, only the reach limits the multipliers, and far too large multipliers give bad choices.
+Until a choice fits, only the reach limits the multipliers. Far too large multipliers give bad choices.
 """
 
 _NEAREST = 1.0
-"""Each multiplier may exceed its best value by this fraction of the largest best value, even if the reach is less."""
+"""Fraction of the largest best multiplier by which each multiplier may exceed its best value, whatever the reach."""
 
 _POINTS_WEIGHED = 16
 """The most program points that get a multiplier. A training step of 139 nodes needs 3.
@@ -272,8 +288,9 @@ The bound is true with any number of points. Choices that exceed the limit at ot
 def _best_multipliers(costs: Floats, slack: Floats, previous: Floats, reach: float) -> tuple[Floats, bool]:
     """Return the multipliers that maximise the smallest cut, and whether any multiplier reached its upper limit.
 
-    A linear program, with multipliers in units of (highest cost) / (most bytes by which a choice misses the memory
-    limit). Each multiplier may exceed `previous` by `reach` units, or by `_NEAREST` of the largest.
+    A cut is the cost of a seen choice plus multipliers times its bytes above the memory limit. Multipliers are found
+    by a linear program, in units of (highest cost) / (most bytes by which a choice misses the memory limit). Each may
+    exceed its previous value by `reach` units, or by `_NEAREST` times the largest previous value.
 
     Args:
         costs: seconds of each seen choice, [cuts].

@@ -1,11 +1,12 @@
-"""Combine many choices into one: the cheapest choice that takes each option from one of them.
+"""Combine the choices that a search has seen into one cheaper choice.
 
-Every choice that messages round to is good in some variables, and few choices fit (`dual_search`). Options that all
-choices share are mostly right. A mixed-integer program decides the other variables:
+Each option of the combined choice occurs in some seen choice. A choice that is rounded from messages is good in some
+variables, but few rounded choices fit (`dual_search`). Options that all choices share are mostly right. A
+mixed-integer program decides the other variables:
 
-1. Keep the options of each variable that any choice has, and forbid its other options.
-2. Solve the reduced problem for choices that are cheaper than the best so far. Memory binds at few program points, and
-   these are not known in advance. If the solution exceeds the limit at some points, add their rows, and solve once
+1. Allow the options of each variable that occur in any seen choice, and forbid its other options.
+2. Solve this reduced problem for choices that are cheaper than the best so far. Memory binds at few program points,
+   and these are not known in advance. If the solution exceeds the limit at some points, add their rows, and solve once
    more. Each solved problem is a relaxation of the reduced problem. So the first solution that fits is its optimum, as
    far as the solver's tree was searched.
 
@@ -41,11 +42,11 @@ _ROUNDING = 1e-9
 
 
 def merge(state: DualState, tolerance: float) -> None:
-    """Combine the choices that a search has seen into a cheaper choice that fits, and offer this choice to the search.
+    """Combine the seen choices of a search into a cheaper choice that fits, and record it (`state.offer`).
 
     Args:
-        state: the state of a search after rounds of message passing; its best choice may be None.
-        tolerance: relative gap at which the search ends.
+        state: a search after rounds of message passing; its best choice may be None.
+        tolerance: relative gap at which the search ends. The combination is solved to half this gap.
     """
     if not state.cuts:
         return
@@ -73,7 +74,7 @@ def merge(state: DualState, tolerance: float) -> None:
 
 
 def _seen(state: DualState) -> list[np.ndarray]:
-    """Return, for each variable, a mask of its options that any seen choice has, [options]."""
+    """Return for each variable a mask of the options that occur in any seen choice, [options]."""
     masks = [np.zeros(len(cost), dtype=bool) for cost in state.problem.costs]
     for choice in (choice for _, _, choice in state.cuts):
         for mask, option in zip(masks, choice, strict=True):
@@ -82,11 +83,14 @@ def _seen(state: DualState) -> list[np.ndarray]:
 
 
 _MOST_PEAKS = 4
-"""The most program points whose memory rows are added after one solve."""
+"""After one solve, memory rows of at most this many program points are added."""
 
 
 def _highest_over(used: np.ndarray, limit: float) -> list[int]:
-    """Return the highest point of each run of consecutive points above `limit`, of the `_MOST_PEAKS` highest runs."""
+    """Return the program point with the most bytes of each run of consecutive points that exceed `limit`.
+
+    `used` has the bytes at each point, [points]. Only the `_MOST_PEAKS` runs with the most bytes count.
+    """
     over = np.flatnonzero(used > limit)
     if not len(over):
         return []

@@ -1,8 +1,9 @@
 """Message passing on a pairwise problem: a lower bound of its optimum, and choices near the optimum.
 
-The method is sequential tree-reweighted message passing (Kolmogorov, "Convergent Tree-Reweighted Message Passing for
-Energy Minimization", IEEE PAMI 28(10), 2006, figure 3). Each pass visits the variables in program order and back. The
-bound after a pass never falls while the costs stay the same.
+The problem has costs of single options and of pairs of options, without memory rows. The method is sequential
+tree-reweighted message passing (Kolmogorov, "Convergent Tree-Reweighted Message Passing for Energy Minimization", IEEE
+PAMI 28(10), 2006, figure 3). Each pass visits the variables in program order and back. The bound after a pass never
+falls while the costs stay the same.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
 
 
 class Messages:
-    """Messages of one pairwise problem. The weights of its memory rows may change between two rounds.
+    """The messages of one problem, whose costs include bytes of memory rows at a price that may change (`weigh`).
 
-    Options of infinite cost are left out: costs, tables and messages have entries only for the other, allowed options.
-    Choices in arguments and results number the options as the problem does.
+    Costs, tables of pairs and messages have entries only for options of finite cost. Choices in arguments and results
+    number the options as the problem does.
     """
 
     def __init__(self, problem: Assignment) -> None:
@@ -47,10 +48,12 @@ class Messages:
     def weigh(self, rows: Mapping[int, tuple[MemoryRow, float]]) -> None:
         """Set the costs to the problem's costs plus weight times bytes of the given rows. Messages stay unchanged.
 
-        Forbidden pairs also get the largest difference that bytes can make, so they stay dearer than allowed pairs.
+        A finite cost stands in for infinity. It is raised if bytes could otherwise make forbidden pairs cheaper than
+        allowed pairs.
 
         Args:
-            rows: program point to its memory row and weight, in seconds per byte. Other rows have no weight.
+            rows: program point to its memory row and weight, in seconds per byte. Rows of all other points have no
+                weight.
         """
         weighed = [(self._allowed_row(row), weight) for row, weight in rows.values() if weight > 0.0]
         if not weighed:
@@ -67,7 +70,7 @@ class Messages:
                 self._tables[number] = self._tables[number] + weight * sizes
 
     def _allowed_row(self, row: MemoryRow) -> _AllowedRow:
-        """Return a memory row without options of infinite cost; rows are cached by identity."""
+        """Return a memory row restricted to options of finite cost; results are cached by the identity of `row`."""
         if id(row) not in self._rows:
             variables = {variable: sizes[self._kept[variable]] for variable, sizes in row.variables.items()}
             edges = {number: self._table(self._problem.edges[number], sizes) for number, sizes in row.edges.items()}
@@ -76,13 +79,17 @@ class Messages:
         return self._rows[id(row)]
 
     def _table(self, edge: Edge, costs: Floats) -> Floats:
-        """Return allowed options' `costs` of an edge, [earlier variable's options, later variable's options]."""
+        """Return an edge's `costs` of allowed options, [earlier variable's options, later variable's options]."""
         first, second = self._kept[min(edge.tail, edge.head)], self._kept[max(edge.tail, edge.head)]
         table = costs if edge.tail < edge.head else costs.T
         return table if table.shape == (len(first), len(second)) else table[np.ix_(first, second)]
 
     def iterate(self, times: int = 1) -> tuple[float, tuple[int, ...]]:
-        """Pass messages forward and back; return the best bound, in seconds, and a choice from before the last pass."""
+        """Pass messages forward and back `times` times.
+
+        Returns:
+            The best lower bound of the optimum, in seconds, and a choice that is rounded before the last pass.
+        """
         bound, choice = -np.inf, ()
         for left in reversed(range(times)):
             choice = self._original_options(self._round()) if not left else ()
@@ -91,7 +98,10 @@ class Messages:
         return bound, choice
 
     def _capped_tables(self) -> list[Floats]:
-        """Return each edge's table with a finite cap in place of infinity; edges with equal tables share one array."""
+        """Return each edge's costs, with a finite number in place of infinity.
+
+        Edges with equal tables share one array.
+        """
         made: dict[tuple[int, ...], Floats] = {}
 
         def capped(edge: Edge) -> Floats:
@@ -109,7 +119,11 @@ class Messages:
         return int(np.searchsorted(self._kept[variable], option))
 
     def _round(self) -> tuple[int, ...]:
-        """Choose in program order each variable's cheapest option, given earlier choices and later messages."""
+        """Return a choice of allowed options.
+
+        In program order, each variable takes its cheapest option, given the earlier choices and the messages from
+        later variables.
+        """
         choice: list[int] = []
         for variable, cost in enumerate(self._costs):
             for number in self._later[variable]:
@@ -154,7 +168,10 @@ class Messages:
         return bound
 
     def improve(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """Change single variables while the choice gets cheaper with weighed bytes (iterated conditional modes)."""
+        """Return `choice` after changes of single options, until none makes it cheaper (iterated conditional modes).
+
+        Costs include bytes at their weights.
+        """
         current = [self._allowed_index(variable, option) for variable, option in enumerate(choice)]
         changed = True
         while changed:
@@ -171,7 +188,10 @@ class Messages:
         return best if cost[best] < cost[choice[variable]] * (1 - 1e-12) else choice[variable]
 
     def costs_given_neighbours(self, variable: int, choice: Sequence[int]) -> Floats:
-        """Return the seconds of each option of a variable, without weighed bytes; other variables have their choice."""
+        """Return the cost of each option of `variable` if all other variables take `choice`, in seconds, [options].
+
+        Costs do not include bytes.
+        """
         allowed = list(choice)
         for number in (*self._earlier[variable], *self._later[variable]):
             for end in self._ends[number]:
@@ -192,14 +212,15 @@ class Messages:
 
 
 _FURTHER = 4.0
-"""Factor on the needed increase of forbidden pairs, so that a second increase is seldom needed."""
+"""Factor on the needed increase of the costs of forbidden pairs, so that a second increase is seldom needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _RaisedCosts:
-    """Costs and tables in which a forbidden entry costs `raised_by` more than the cap, which stands in for infinity.
+    """Costs and tables of pairs, with a higher finite stand-in for infinity.
 
-    Arrays that variables or edges shared before are shared here too.
+    Forbidden entries cost `raised_by` seconds more than the cap, which stood in for infinity before. Arrays that
+    variables or edges shared before are shared here too.
     """
 
     raised_by: float
@@ -208,7 +229,7 @@ class _RaisedCosts:
 
     @classmethod
     def of(cls, costs: Sequence[Floats], tables: Sequence[Floats], cap: float, most: float) -> _RaisedCosts:
-        """Return the costs and tables with `most` added to each entry of `cap` or more."""
+        """Return costs and tables in which each entry of `cap` seconds or more is raised by `most` seconds."""
         known: dict[int, Floats] = {}
         for table in (*costs, *tables):
             if id(table) not in known:
@@ -218,11 +239,11 @@ class _RaisedCosts:
 
 
 _least = np.minimum.reduce
-"""`ndarray.min` along an axis, but faster."""
+"""The minimum of an array along an axis, faster than `ndarray.min`."""
 
 
 class _Vectors:
-    """The messages of all edges, one vector for each edge, in one array."""
+    """One array with the messages of all edges; each edge's message is a vector in it."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = np.array(lengths, dtype=np.intp)
@@ -239,9 +260,13 @@ class _Vectors:
 
 @dataclass(frozen=True, slots=True)
 class _AllowedRow:
-    """A memory row without options of infinite cost; arrays of edges are laid out as the tables of `Messages`.
+    """A memory row restricted to options of finite cost.
 
-    The original `row` keeps its identity alive. `spread` is the most bytes by which two choices can differ in this row.
+    Args:
+        row: the original row, held so that its `id` is not used again.
+        variables: variable to bytes, [allowed options].
+        edges: edge to bytes, [earlier variable's options, later variable's options].
+        spread: the most bytes by which two choices can differ in this row.
     """
 
     row: MemoryRow
@@ -251,7 +276,10 @@ class _AllowedRow:
 
 
 def _allowed(problem: Assignment) -> list[np.ndarray]:
-    """Return the indices of each variable's finite options, or of all if none is finite. Equal results share memory."""
+    """Return for each variable the indices of its options of finite cost; if it has none, of all options.
+
+    Equal results share memory.
+    """
     made: dict[tuple[int, bytes], np.ndarray] = {}
 
     def allowed(cost: Floats) -> np.ndarray:
@@ -263,7 +291,7 @@ def _allowed(problem: Assignment) -> list[np.ndarray]:
 
 
 def _more_than_any_choice(problem: Assignment) -> float:
-    """Return a finite stand-in for infinity, in seconds, above the cost of every allowed choice."""
+    """Return a finite number of seconds, in place of infinity: more than the cost of every allowed choice."""
     tables = [*problem.costs, *(edge.cost for edge in problem.edges)]
     finite = (table[np.isfinite(table)] for table in tables)
     return 2.0 * sum(float(costs.max()) for costs in finite if costs.size) or 1.0

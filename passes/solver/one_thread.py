@@ -16,12 +16,15 @@ from threadpoolctl import ThreadpoolController
 
 @contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """Limit BLAS to one thread within this context or decorated function, then restore the number of threads."""
+    """Limit BLAS to one thread within this context or the decorated function.
+
+    Afterwards, restore the number of threads.
+    """
     with _libraries().limit(limits=1, user_api="blas"):
         yield
 
 
 @cache
 def _libraries() -> ThreadpoolController:
-    """Cached, because finding the libraries is slow."""
+    """Return a controller of the loaded BLAS libraries. It is cached, because finding the libraries is slow."""
     return ThreadpoolController()

@@ -6,9 +6,9 @@ import highspy
 
 
 class QuietHighs(highspy.Highs):
-    """The solver, with output turned off before its first message."""
+    """The solver HiGHS, with its output turned off before its first message."""
 
     def enableCallbacks(self) -> None:  # noqa: N802
-        """Turn output off, then enable callbacks: the first method that HiGHS's constructor calls."""
+        """Turn output off, then enable callbacks. HiGHS's constructor calls this method first."""
         self.setOptionValue("output_flag", False)
         super().enableCallbacks()

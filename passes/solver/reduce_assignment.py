@@ -1,15 +1,16 @@
 """Make an assignment smaller without losing its optimum.
 
-Two exact reductions, after Scholz and Eckstein ("Register Allocation for Irregular Architectures", 2002), applied until
-nothing changes:
+Two exact reductions, after Scholz and Eckstein ("Register Allocation for Irregular Architectures", 2002), applied
+until nothing changes. Neighbours are variables that share an edge.
 
-1. *Dominated options.* Option `i` of a variable goes if another option `j` costs no more, and needs no more memory in
-   any row. This must hold for each option alone, and for each option together with every option of every neighbour. An
-   option also goes if it is forbidden, alone or with every option of a neighbour, while another option is allowed.
-2. *Elimination.* A variable goes if no memory row mentions it and it has at most two neighbours. For each pair of
-   options of two neighbours, the variable's best option is known. Its cost moves onto the edge between the neighbours.
-   With one neighbour, the cost moves onto the neighbour's own cost; with none, into a constant. `Reduced.expand`
-   restores eliminated variables.
+1. *Dominated options.* Option `i` of a variable is removed if another option `j` costs no more, and needs no more
+   memory in any row. This must hold for each option alone, and for each option together with every option of every
+   neighbour. Option `i` is also removed if it is forbidden, alone or with every option of a neighbour, while another
+   option is allowed.
+2. *Elimination.* A variable is removed if no memory row mentions it and it has at most two neighbours. For each pair
+   of options of two neighbours, the variable's best option is known. Its cost moves onto the edge between the
+   neighbours. With one neighbour, the cost moves onto the neighbour's own cost; with none, into a constant.
+   `Reduced.expand` restores eliminated variables.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ import numpy as np
 from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
 
 _MAX_TABLE = 40_000_000
-"""The most entries of a table that elimination builds: options of a variable times options of its two neighbours."""
+"""Elimination builds tables of at most this many entries: options of a variable times options of both neighbours."""
 
 _Decide = Callable[[list[int]], int]
-"""Takes the options of all variables decided so far, and returns the option of one more variable."""
+"""Function that takes the options of all variables decided so far, and returns the option of one more variable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """A smaller assignment, maybe of no variable; its optimum plus `constant` seconds is the original optimum."""
+    """A reduced assignment, which may have no variables.
+
+    The original optimum is its optimum plus `constant` seconds.
+    """
 
     problem: Assignment
     constant: float
@@ -39,7 +43,10 @@ class Reduced:
     _eliminated: tuple[tuple[int, _Decide], ...]
 
     def expand(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """Return the best choice for the original assignment that agrees with a choice for the smaller assignment."""
+        """Return a choice for the original assignment, from a choice for the reduced one.
+
+        Each eliminated variable takes its best option.
+        """
         full = [0] * len(self._options)
         for variable, option in zip(self._kept, choice, strict=True):
             full[variable] = int(self._options[variable][option])
@@ -49,7 +56,7 @@ class Reduced:
 
 
 def reduce_assignment(problem: Assignment) -> Reduced:
-    """Return the smaller assignment after repeating the module docstring's two reductions until neither changes it."""
+    """Return `problem` without dominated options, and without variables that have few neighbours and need no memory."""
     state = _State.of(problem)
     queue = set(range(len(problem.costs)))
     while queue:
@@ -67,10 +74,17 @@ def reduce_assignment(problem: Assignment) -> Reduced:
 
 @dataclass(slots=True)
 class _State:
-    """Costs, tables of pairs and memory rows of the remaining variables, changed in place.
+    """The assignment during its reduction, changed in place.
 
-    `options` has the original indices of each variable's remaining options. Variables in memory rows are `pinned`, and
-    eliminated variables are `gone`.
+    Args:
+        tables: costs of pairs in seconds, by (smaller variable, larger variable).
+        options: original indices of each variable's remaining options.
+        row_variables, row_tables, row_constants: bytes of each memory row, by variable, by pair of variables, and of
+            none.
+        pinned: the variables that a memory row mentions.
+        gone: the eliminated variables.
+        constant: seconds of eliminated variables without neighbours.
+        eliminated: each eliminated variable, and the function that decides it, in order of elimination.
     """
 
     costs: list[Floats]
@@ -109,7 +123,7 @@ class _State:
         )
 
     def table(self, first: int, second: int) -> Floats:
-        """[options of `first`, options of `second`], in seconds."""
+        """Return the costs of pairs of options, in seconds, [options of `first`, options of `second`]."""
         return self.tables[first, second] if first < second else self.tables[second, first].T
 
     def add_table(self, first: int, second: int, table: Floats) -> None:
@@ -139,7 +153,7 @@ class _State:
         return True
 
     def _allowed(self, variable: int) -> np.ndarray:
-        """Return a mask of the options that have a finite cost with some option of each neighbour."""
+        """Return a mask of the variable's options that are not forbidden, alone or with every option of a neighbour."""
         allowed = np.isfinite(self.costs[variable])
         for other in self.neighbours[variable]:
             allowed = allowed & np.isfinite(self.table(variable, other)).any(axis=1)
@@ -157,7 +171,11 @@ class _State:
                 tables[key] = _take(tables[key], key, variable, keep)
 
     def eliminate(self, variable: int) -> bool:
-        """Eliminate `variable` unless a memory row has it, it has many neighbours, or its table is too large."""
+        """Remove `variable` and move its cost to its neighbours; return whether this was done.
+
+        It is not done if a memory row has the variable, if it has more than two neighbours, or if its table is too
+        large.
+        """
         others = sorted(self.neighbours[variable])
         if variable in self.pinned or len(others) > 2:
             return False
@@ -202,7 +220,8 @@ class _State:
     def _record(self, variable: int, position: _Decide) -> None:
         """Record how `Reduced.expand` decides an eliminated variable.
 
-        `position` takes original options of the decided variables, and returns an index among the remaining options.
+        `position` takes original options of the decided variables. It returns the position of the best option among
+        the variable's remaining options.
         """
         options = self.options[variable]
         self.eliminated.append((variable, lambda full: int(options[position(full)])))
@@ -242,9 +261,10 @@ def _take(table: Floats, key: tuple[int, int], variable: int, keep: np.ndarray) 
 
 
 def _undominated(profile: Floats) -> np.ndarray:
-    """Return the sorted indices of the undominated rows of `profile`, [options, costs and bytes].
+    """Return the sorted indices of the rows of `profile` that no other row dominates.
 
-    A row is dominated if another row is nowhere larger. The first of several equal rows stays.
+    A row is an option, and its columns are costs and bytes. A row is dominated if another row is nowhere larger. The
+    first of several equal rows stays.
     """
     kept: list[int] = []
     order = np.lexsort((np.arange(len(profile)), np.where(np.isfinite(profile), profile, 1e30).sum(axis=1)))

@@ -1,8 +1,8 @@
-"""Report the state of a running search to its user, and let the user end it.
+"""Show the progress of a running search to its user, and let the user end it.
 
 Searches end by counted work (rounds, nodes of a tree, attempts), so every machine finds the same plan. The user's time
-budget is a ceiling over all searches for a plan. If the ceiling cuts a search short, this is recorded, because a faster
-machine may then find another plan.
+budget is a ceiling over all searches for a plan. If the ceiling ends a search early, `Ceiling.has_cut` is set, because
+a faster machine may then find another plan.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ALL_PLANS = "all plans"
 
 @dataclass(frozen=True, slots=True)
 class SearchProgress:
-    """The state of one search, as shown to the user.
+    """The progress of one search for a plan, as shown to the user.
 
     Args:
         problem: a known recipe's name, or `ALL_PLANS`.
@@ -37,9 +37,11 @@ class SearchProgress:
 
 @dataclass(slots=True)
 class Ceiling:
-    """The end of all searches for one plan, on the clock of `time.monotonic`.
+    """The time at which all searches for one plan end, in seconds of `time.monotonic`.
 
-    `has_cut` tells whether the ceiling has ended a search early.
+    Args:
+        until: the time; infinite without a limit.
+        has_cut: whether the limit has ended a search early.
     """
 
     until: float = math.inf
@@ -47,11 +49,14 @@ class Ceiling:
 
     @classmethod
     def within(cls, seconds: float) -> Self:
-        """Return a ceiling `seconds` from now, for all searches together."""
+        """Return a ceiling that ends all searches for a plan `seconds` from now."""
         return cls(time.monotonic() + seconds)
 
     def cuts(self) -> bool:
-        """Return whether time is up, and record a cut if so; call this only where a search would go on."""
+        """Return whether time is up, and record this in `has_cut` with a warning.
+
+        Call this only where a search would go on.
+        """
         if not self.has_cut and time.monotonic() >= self.until:
             self.has_cut = True
             _LOGGER.warning(
@@ -65,7 +70,7 @@ _STOPPED = "the search was stopped before its problem was built"
 
 
 class SearchStopped(KeyboardInterrupt):
-    """A search was stopped before its problem was built, so it has no choice to give."""
+    """The user stopped a search before its problem was built, so the search cannot return a choice."""
 
 
 @dataclass(slots=True)
@@ -73,8 +78,8 @@ class SearchControl:
     """The control of all searches for one plan.
 
     Args:
-        show: called from time to time with the state of the search.
-        is_stopped: whether searches end at their next choice. `stop` sets it.
+        show: called from time to time with the progress of the search.
+        is_stopped: whether searches end as soon as they have a choice. `stop` sets it.
         problem: name of the problem that is searched now, as in `SearchProgress`.
         is_building: whether a problem is being built, so that no choice exists yet.
         ceiling: the time limit, shared with other searches for the same plan.
@@ -88,18 +93,18 @@ class SearchControl:
 
     @classmethod
     def within(cls, seconds: float) -> Self:
-        """Return a control whose ceiling is `seconds` from now."""
+        """Return a control that ends searches `seconds` from now."""
         return cls(ceiling=Ceiling.within(seconds))
 
     def is_over(self) -> bool:
-        """Whether the search has to end, because it was stopped or because its time is up (`Ceiling.cuts`)."""
+        """Whether the search has to end, because the user stopped it or its time is up."""
         return self.is_stopped or self.ceiling.cuts()
 
     def stop(self) -> None:
-        """Stop the search from a signal's handler.
+        """Stop the search; a signal's handler calls this.
 
         Raises:
-            SearchStopped: a problem is being built.
+            SearchStopped: a problem is being built, so no choice exists yet.
         """
         self.is_stopped = True
         if self.is_building:
@@ -107,7 +112,7 @@ class SearchControl:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Build a problem within this context. `stop` raises there, because no choice exists yet.
+        """Mark that a problem is being built within this context, so that `stop` raises `SearchStopped` there.
 
         Raises:
             SearchStopped: the search was stopped before, or is stopped while the problem is built.
@@ -122,9 +127,9 @@ class SearchControl:
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Do not call `show` within this context, in which a part of a problem is searched.
+        """Call no `show` within this context, in which a part of a problem is searched.
 
-        The bound of a part does not bound the whole problem.
+        A lower bound of the part is not a lower bound of the whole problem.
         """
         show, self.show = self.show, None
         try:

@@ -1,9 +1,9 @@
 """Find a choice of small peak memory in a large assignment, to decide whether any choice fits.
 
-The peak is the maximum of the bytes in use over all program points. Minimising it is a game of two players, the choice
-and a distribution of weights over points. In each round, message passing finds a choice of small weighed memory.
-Then points with many bytes gain weight (multiplicative weights; Arora, Hazan and Kale, 2012). The choice with the
-smallest peak so far is kept.
+The peak is the maximum of the bytes in use over all program points. Minimising it is a game of two players: one picks
+the choice, the other picks weights of the points. In each round, message passing finds a choice whose weighted sum of
+bytes is small. Then points with many bytes gain weight (multiplicative weights; Arora, Hazan and Kale, 2012). The
+choice with the smallest peak so far is kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PASSES = 3
 
 _RATE = 4.0
 _FORBIDDEN = 10.0
-"""Cost of a forbidden option, in peaks of the first choice. Costs are bytes in this search."""
+"""Cost of a forbidden option, as a multiple of the first choice's peak. Costs are bytes in this search."""
 
 
 def choice_of_smallest_peak(
@@ -35,7 +35,9 @@ def choice_of_smallest_peak(
     """Return the choice with the smallest peak that the search finds; () if it finds no allowed choice.
 
     Args:
-        problem, usage, row_at: see `DualSearch.__call__`.
+        problem: the assignment. Its costs only tell which options and pairs are allowed.
+        usage: takes a choice, and returns the bytes in use at each program point, [points].
+        row_at: takes a program point, and returns its memory row.
         enough: bytes; the search ends at a choice with this peak or less.
         hopeless: bytes; the search returns () once every choice is proven to have a larger peak.
     """
@@ -65,7 +67,7 @@ def choice_of_smallest_peak(
 
 
 def _without_costs(problem: Assignment, forbidden: float) -> Assignment:
-    """Drop memory rows; price allowed options and pairs at zero, and forbidden options and pairs at `forbidden`."""
+    """Return the problem with only two costs: zero if allowed, `forbidden` if forbidden. Memory rows are removed."""
 
     def flat(costs: np.ndarray) -> np.ndarray:
         return np.where(np.isfinite(costs), 0.0, forbidden)

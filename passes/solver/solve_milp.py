@@ -36,16 +36,18 @@ _NO_SOLUTION = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.k
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Limits of the branch-and-bound search: the relative gap at which the search ends, and its work.
+    """Limits of the branch-and-bound search.
 
-    `most_columns` is columns times nodes of the tree: a larger program gets fewer nodes.
+    Args:
+        relative_gap: the search ends when choice and bound differ by at most this fraction.
+        most_columns: the most columns times nodes of the tree, so a larger program gets fewer nodes.
     """
 
     relative_gap: float
     most_columns: float
 
     def most_nodes(self, columns: int) -> int:
-        """Return how many nodes the tree of a program with `columns` columns may have, at least one."""
+        """Return the most nodes of the search tree for a mixed-integer program with `columns` columns, at least one."""
         return int(min(highspy.kHighsIInf, max(1.0, self.most_columns / columns)))
 
 
@@ -59,12 +61,13 @@ def solve_milp(
     below: float = math.inf,
     effort: Effort = UNLIMITED,
 ) -> Solution | None:
-    """Return a cheapest choice that fits, or None if no choice that costs less than `below` fits.
+    """Return the cheapest choice that fits, with a lower bound; None if no choice that costs less than `below` fits.
 
     Args:
-        control: receives the bound while the solver runs. If the control stops the solver, the best choice so far is
-            returned, with the bound proven by then.
+        control: receives the lower bound while the solver runs. If the control stops the solver, the best choice so
+            far is returned, with the bound proven by then.
         below: seconds; a choice that costs this much or more is not returned.
+        effort: the relative gap and the amount of work at which the solver ends.
 
     Raises:
         TimeoutError: the search was stopped, or its effort was used up, before a choice was found.
@@ -90,13 +93,14 @@ def solve_milp(
 
 
 _GoesOn = Callable[[float], bool]
-"""Takes the proven lower bound, in seconds, and returns whether the solver goes on."""
+"""Function that takes the proven lower bound, in seconds, and returns whether the solver goes on."""
 
 
 def _watching(control: SearchControl | None, constant: float) -> _GoesOn | None:
-    """Return a function that reports the solver's bound plus `constant` to `control`; None without control.
+    """Return a function that takes the solver's lower bound, and gives it plus `constant` seconds to `control`.
 
-    The solver's choice is not reported, because it may break memory rows that are not known yet.
+    The function returns whether the solver goes on. It does not report the solver's choice, because this may exceed
+    memory rows that are not known yet. Without control, the result is None.
     """
     if control is None:
         return None
@@ -124,7 +128,7 @@ class _Columns:
     integer: list[bool] = field(default_factory=list)
 
     def add(self, costs: Floats, *, integer: bool) -> int:
-        """Add one column per cost, fixed to zero if the cost is infinite; return the index of the first column."""
+        """Add a column for each cost, and return the index of the first. A column of infinite cost is fixed to zero."""
         first = len(self.cost)
         finite = np.isfinite(costs)
         self.cost += np.where(finite, costs, 0.0).tolist()
@@ -135,7 +139,10 @@ class _Columns:
 
 @dataclass(slots=True)
 class _Rows:
-    """Sparse rows in compressed form: `start` has the position of each row's first entry, then their total number."""
+    """The program's constraints as a sparse matrix by rows.
+
+    `start` has the position of each row's first entry in `index` and `value`, then the number of all entries.
+    """
 
     lower: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
@@ -184,10 +191,12 @@ class _Model:
         return flow
 
     def _add_group_rows(self, flows: np.ndarray, first: int, groups: np.ndarray) -> None:
-        """Add a row for each group of a variable's options: the group's pairs sum to the group's options.
+        """Add a constraint for each group of a variable's options: the group's pairs sum to the group's options.
 
-        `flows` has columns of pairs, [groups, groups of the other variable]; `first` is the column of the variable's
-        first option; `groups` is [options].
+        Args:
+            flows: columns of the pairs, [groups, groups of the other variable].
+            first: the column of the variable's first option.
+            groups: the group of each option, [options].
         """
         members: list[list[int]] = [[] for _ in flows]
         for option, group in enumerate(groups.tolist(), first):
@@ -214,7 +223,11 @@ class _Model:
         below: float = math.inf,
         effort: Effort = UNLIMITED,
     ) -> bool:
-        """Solve; return whether a choice costs less than `below` seconds. `TimeoutError`: the solver ended unsure."""
+        """Run the solver; return whether it found a choice that costs less than `below` seconds.
+
+        Raises:
+            TimeoutError: the solver ended early, and such a choice may exist.
+        """
         highs = self._highs
         for option, value in _options(effort, len(self._columns.cost)).items():
             highs.setOptionValue(option, value)
@@ -238,7 +251,7 @@ class _Model:
         return True
 
     def _check_bound(self, event: highspy.HighsCallbackEvent, goes_on: _GoesOn) -> None:
-        """Pass the solver's bound to `goes_on`, and interrupt the solver if the answer is False.
+        """Pass the solver's lower bound to `goes_on`, and interrupt the solver if the answer is False.
 
         HiGHS calls this in the main thread, so Python notices Ctrl-C. An exception must not pass through the solver's
         code, so `run` raises it after the solver has ended.
@@ -272,13 +285,18 @@ class _Model:
         return tuple(int(np.argmax(solution[f : f + n])) for f, n in zip(self._first, sizes, strict=True))
 
     def bound(self) -> float:
-        """Return the proven lower bound, in seconds."""
+        """Return the proven lower bound of the program's optimum, in seconds."""
         return float(self._highs.getInfo().mip_dual_bound) / self._scale
 
 
 @dataclass(frozen=True, slots=True)
 class _Flow:
-    """The columns of one edge, [groups of tail, groups of head], and one option of each group of tail and head."""
+    """The columns of one edge's pairs of groups.
+
+    Args:
+        columns: [groups of tail, groups of head].
+        tail_of, head_of: the first option of each group of the tail, and of the head.
+    """
 
     columns: np.ndarray
     tail_of: np.ndarray
@@ -296,8 +314,8 @@ _WITHOUT_DETOURS = {
 }
 """Options that turn off the parts of HiGHS that cost more time than they save (HiGHS 1.15).
 
-Nine problems with memory rows took 20.9 s with restarts and heuristics, 5.1 s without. Ten problems without memory rows
-took 0.85 to 1.01 s with guesses before the first relaxation and with symmetry detection, 0.49 s with neither.
+Nine problems with memory rows took 20.9 s with restarts and heuristics, and 5.1 s without them. Ten problems without
+memory rows took 0.85 to 1.01 s with feasibility jump and symmetry detection, and 0.49 s without them.
 """
 
 
@@ -315,7 +333,7 @@ def _options(effort: Effort, columns: int) -> dict[str, bool | int | float]:
 
 
 def _cost_scale(problem: Assignment) -> float:
-    """Return the factor on costs that makes the sum of the tables' median costs a thousand."""
+    """Return the factor on costs after which the median costs of all options' and edges' tables sum to 1000."""
     tables = [*problem.costs, *(edge.cost for edge in problem.edges)]
     sizes = [float(np.median(table[np.isfinite(table) & (table > 0)])) for table in tables if _has_positive(table)]
     return 1e3 / sum(sizes) if sizes else 1.0
@@ -330,7 +348,10 @@ def _keep_infinite(costs: Floats, factor: float) -> Floats:
 
 
 def _groups(tables: list[Floats]) -> np.ndarray:
-    """Return the group of each row of the tables side by side, [rows]; groups are numbered by their first rows."""
+    """Return the group of each row, [rows].
+
+    Rows of one group are equal in all tables, and groups count up by first row.
+    """
     joined = np.concatenate(tables, axis=1)
     numbers: dict[bytes, int] = {}
     rows = (np.where(np.isfinite(joined), joined, -1.0) + 0.0).tobytes()  # a negative zero is zero

@@ -49,7 +49,9 @@ class Collective(NamedTuple):
 
 
 def collective_of(node: fx.Node, mesh: Mesh) -> Collective:
-    """Return the collective that a node starts, or one all-to-all for all exchanges inside a call (`communicates`).
+    """Return the collective that a node starts.
+
+    For a call that exchanges rows, return one all-to-all for all its exchanges.
 
     Raises:
         UnknownOperatorError: a collective of this kind has no cost formula.
@@ -85,11 +87,17 @@ def communicates(node: fx.Node) -> bool:
 
 
 def collective_time(node: fx.Node, mesh: Mesh, cluster: Cluster) -> float:
-    """Return the seconds of the collective that a node starts; a bucket has its size in the whole program."""
+    """Return the seconds of the collective that a node starts.
+
+    A bucket has its size in the whole model, including members of left-out blocks.
+    """
     sent, links = collective_of(node, mesh), group_axes(str(node.args[-1]))
     return _TIMES[sent.kind](size_in_whole_program(node, sent.whole_bytes), cluster.group_links(dict(mesh.axes), links))
 
 
 def size_in_whole_program(node: fx.Node, size: float) -> float:
-    """Return the bytes that a collective of `size` bytes has with the members of left-out blocks in its bucket."""
+    """Return the bytes that a collective of `size` bytes has in the whole model.
+
+    If the collective is a bucket, members of left-out blocks count there too.
+    """
     return size * node.meta.get(TIMES_AS_LARGE, 1.0)

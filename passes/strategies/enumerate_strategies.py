@@ -93,8 +93,9 @@ class Link:
         tail: name of the site that makes the value.
         result: index of the value among the results of `tail`.
         head: name of the site that reads the value.
-        operand: index of the value among the tensor operands of `head`. It is -1 if `head` is a placeholder whose spec
-            the value takes when it leaves the program. A gradient takes the spec of its parameter.
+        operand: index of the value among the tensor operands of `head`. If the value leaves the program in the spec of
+            a placeholder, `head` is this placeholder, and `operand` is -1. An example is a gradient, which takes the
+            spec of its parameter.
         keeps_sums: whether reshards on the link must not reduce a partial sum.
     """
 
@@ -118,7 +119,10 @@ def needs_of(head: Site, link: Link) -> tuple[PartitionSpec, ...]:
 
 
 def leaves_program(head: Site, link: Link) -> bool:
-    """Whether a link carries an output, a gradient or an updated tensor out of the program; `head` is its head site."""
+    """Whether a link carries an output, a gradient or an updated tensor out of the program.
+
+    `head` is the link's head.
+    """
     return link.operand < 0 or head.node is None
 
 
@@ -146,7 +150,7 @@ class SearchSpace:
 
 @dataclass(frozen=True, slots=True)
 class _AlikeCalls:
-    """The shared number (`Site.call`) and the shared bound rule of equal calls."""
+    """Calls with equal operators, literals, shapes and dtypes: their common number (`Site.call`) and bound rule."""
 
     number: int
     rule: BoundRule | None
@@ -157,7 +161,8 @@ class EnumerateStrategies:
     """Build the search space of a canonical program.
 
     Args:
-        strict: refuse operators without a rule instead of running them whole on every rank.
+        strict: raise `NoShardingRuleError` for an operator without a rule. Otherwise every rank runs the operator
+            whole.
         prune: leave out strategies that improve no plan. Under such a strategy a value is partial with a reduction that
             no call of the program makes. An example is a partial maximum in a program without maxima. Keeping the value
             whole costs no more.
@@ -177,7 +182,11 @@ class EnumerateStrategies:
     _cache: dict[Any, tuple[Strategy, ...]] = field(default_factory=dict, repr=False)
 
     def __call__(self, program: Program) -> SearchSpace:
-        """Return the search space of `program`; `NoShardingRuleError` if `strict` and an operator has no rule."""
+        """Return the search space of `program`.
+
+        Raises:
+            NoShardingRuleError: an operator has no rule, and `strict` is set.
+        """
         kinds = {slot.node: slot.kind for slot in program.inputs}
         ranges = find_ranges(program.graph_module)
         calls = {node.name: self._call(node, ranges) for node in program.graph.nodes if _is_call(node)}
@@ -286,7 +295,7 @@ def rule_of(node: fx.Node, ranges: Ranges | None = None) -> BoundRule | None:
     Args:
         node: the call.
         ranges: the range of each value of the program (`find_ranges`). If None, operands are assumed to be finite and
-            not zero, which may let a partial sum pass wrongly: never plan with this rule.
+            not zero. This assumption may be wrong for partial sums, so plans must not use such a rule.
     """
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     values = tensor_values(node)
@@ -323,7 +332,7 @@ def _is_call(node: fx.Node) -> bool:
 
 
 def _reductions_of(calls: Iterable[_AlikeCalls]) -> frozenset[Reduction]:
-    """Return the sum, and all reductions that the calls of a program can leave pending on their results."""
+    """Return the reductions of the partial values that the calls of a program can make. The sum is always included."""
     rules = [call.rule for call in calls if call.rule is not None]
     made = {rule.reduce[factor] for rule in rules for factor in rule.splittable if factor in rule.reduce}
     return frozenset({Reduction.SUM, *made})
@@ -358,7 +367,10 @@ def _values(node: fx.Node) -> tuple[ValueInfo, ...]:
 
 
 def _call_links(node: fx.Node, narrow: Collection[tuple[str, str]]) -> list[Link]:
-    """Return a link for each tensor operand; pairs (operand, reader) of `narrow` have `keeps_sums` set."""
+    """Return a link for each tensor operand of a call.
+
+    `narrow` has pairs (operand, reader) of names. Their links have `keeps_sums` set.
+    """
     links = []
     for index, operand in enumerate(operands_of(node)):
         tail, result = resolve(operand)
@@ -396,5 +408,5 @@ _SPLITTABLE = (
 
 
 def _owners(program: Program) -> dict[tuple[InputKind, str], str]:
-    """Return the name of each input's placeholder, by the kind and name of the input."""
+    """Return the name of the placeholder of each input, by the kind and name of the input."""
     return {(slot.kind, slot.name): slot.node for slot in program.inputs}

@@ -40,7 +40,7 @@ def _choices(rule: BoundRule, axis: str, size: int, held: Sequence[Collection[Pa
 
 
 def _use(rule: BoundRule, choice: Choice, operand: int) -> AxisUse:
-    """Return the use of a mesh axis by operand number `operand` if the strategy has `choice` for this axis."""
+    """Return how operand number `operand` uses a mesh axis for which the strategy has `choice`."""
     if isinstance(choice, Split):
         dims = rule.inputs[operand]
         dim = next((index for index, factors in enumerate(dims) if not set(choice.factors).isdisjoint(factors)), None)

@@ -22,9 +22,10 @@ _MATRIX_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "a
 
 
 def fold_blocks(space: SearchSpace) -> dict[str, str]:
-    """Return the representative of each site, the first site of those that share a strategy, both by name.
+    """Return the name of the representative of each site, by the site's name.
 
-    A site outside of blocks represents itself.
+    Sites that share a strategy have the same representative, the first of these sites. A site outside of blocks
+    represents itself.
     """
     blocks = numbered_blocks(space.sites.values())
     modules: dict[tuple[str, str], list[Site]] = defaultdict(list)
@@ -62,13 +63,19 @@ def _is_matrix_product(target: object) -> bool:
 
 
 def module_paths(program: Program) -> dict[str, str]:
-    """Return the module path of each node by name; an input has its own name ("layers.3.weight") as path."""
+    """Return the module path of each node, by the node's name.
+
+    The path of an input is its own name ("layers.3.weight").
+    """
     slots = {slot.node: _name(slot) for slot in program.inputs}
     return {node.name: slots.get(node.name) or node.meta.get("module", "") for node in program.graph.nodes}
 
 
 def _name(slot: InputSlot) -> str:
-    """Return an input's name as a path: "wte.weight.exp_avg" for the optimizer state "exp_avg:wte.weight"."""
+    """Return the name of an input as a path.
+
+    The state "exp_avg:wte.weight" of an optimizer has the path "wte.weight.exp_avg".
+    """
     if slot.kind != InputKind.STATE:
         return slot.name
     return f"{parameter_of(slot.name)}.{slot.name.partition(':')[0]}"
@@ -82,5 +89,8 @@ def _fold_path(module: str, blocks: frozenset[str]) -> str:
 
 
 def _signature(site: Site) -> tuple[object, ...]:
-    """Return a key of a site; two sites share a strategy only if their keys are equal."""
+    """Return a key of a site: its operator, shapes, dtypes and strategies.
+
+    Sites share a strategy only if their keys are equal.
+    """
     return (site.call, site.results, id(site.strategies))

@@ -33,11 +33,12 @@ the `KernelUse`. `PART_LEFT` is on each replaced node: the fraction of the node'
 
 
 class LocalTracer(GraphAppendingTracer):
-    """A tracer whose nodes have fake local tensors, and metadata of the traced nodes that they come from.
+    """A tracer that gives each node a fake tensor with the shape on one rank, and metadata of a traced node.
 
-    The lowering sets two attributes. `like` is the traced node that is being lowered; its phase, module and source line
+    The lowering sets two attributes. `like` is the traced node that is being lowered. Its phase, module and source line
     are copied. `moving` is the traced node whose value is being resharded for `like`, or None outside of reshards.
-    Calls with equal operators and operand forms share one fake value across programs (`LocalFakes`).
+    Calls with equal operators and operands of equal shape, dtype and strides share one fake tensor across programs
+    (`LocalFakes`).
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -48,7 +49,7 @@ class LocalTracer(GraphAppendingTracer):
     def placeholder(
         self, name: str, value: torch.Tensor, shape: Sequence[int], strides: Sequence[int] | None = None
     ) -> fx.Proxy:
-        """Add a placeholder for a rank's piece of the global `value`, of which it takes dtype and device.
+        """Add a placeholder for a rank's piece of the global tensor `value`, with the dtype and device of `value`.
 
         Args:
             shape: shape of the piece on one rank.
@@ -70,7 +71,7 @@ class LocalTracer(GraphAppendingTracer):
         return proxy
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Node:
-        """Create a node with the metadata of `like`; a call also gets its fake local result as `val`."""
+        """Create a node with the metadata of `like`. For a call, `meta["val"]` is its fake result on one rank."""
         node = super().create_node(kind, target, args, kwargs, *rest, **named)
         if self.like is not None:
             inherited = ("phase", "module", "source")
@@ -100,7 +101,10 @@ def _alike(value: torch.Tensor) -> torch.Tensor:
 
 
 def form_of(value: Any) -> Any:
-    """Return a hashable key of an operand; calls whose operands have equal keys have the same fake result."""
+    """Return a hashable key of an operand: a tensor's dtype, shape and strides, or the value itself.
+
+    Calls of one operator whose operands have equal keys have the same fake result.
+    """
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(value.shape), value.stride(), value.storage_offset(), value.device, value.layout
     if isinstance(value, (tuple, list)):

@@ -21,7 +21,12 @@ from passes.strategies.repeated import AFTER_GAP
 
 
 class UnitSpot(NamedTuple):
-    """A node's unit: index of the repeat in `Program.repeats`, and of the unit in `Repeat.units`, 0 to 3."""
+    """The unit of repeated blocks that a node belongs to.
+
+    Args:
+        repeat: index of the repeat in `Program.repeats`.
+        unit: index of the unit in `Repeat.units`, 0 to 3.
+    """
 
     repeat: int
     unit: int
@@ -29,7 +34,12 @@ class UnitSpot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LocalUnits:
-    """The units of a lowered program's nodes: the traced program's repeats, and its nodes' module paths by name."""
+    """The units of repeated blocks of a lowered program's nodes.
+
+    Args:
+        repeats: the repeats of the traced program.
+        paths: module path of each node of the traced program, by name.
+    """
 
     repeats: tuple[Repeat, ...]
     paths: Mapping[str, str]
@@ -37,7 +47,7 @@ class LocalUnits:
 
     @classmethod
     def of(cls, lowered: LoweredProgram) -> LocalUnits:
-        """Return the units of a lowered program's nodes; if it leaves out no blocks, no node has a unit."""
+        """Return the units of a lowered program's nodes. If the program leaves out no blocks, no node has a unit."""
         repeats = lowered.traced.repeats
         return cls(repeats, module_paths(lowered.traced) if repeats else {})
 
@@ -51,11 +61,14 @@ class LocalUnits:
         return self._known[path]
 
     def count(self, node: fx.Node) -> int:
-        """Return how many nodes of the whole program `node` stands for, itself included."""
+        """Return the number of nodes of the whole model for which `node` stands, itself included."""
         return self.runs(self.spot(node))
 
     def runs(self, spot: UnitSpot | None) -> int:
-        """Return how many units of the whole program the unit at `spot` stands for, itself included; 1 for None."""
+        """Return the number of units of the whole model for which the unit at `spot` stands, itself included.
+
+        The result is 1 if `spot` is None.
+        """
         return 1 if spot is None or spot.unit != AFTER_GAP else 1 + self.repeats[spot.repeat].left_out
 
     def _find(self, path: str) -> UnitSpot | None:

@@ -35,7 +35,10 @@ def match_strategy(rule: BoundRule | None, mesh: Mesh, node_plan: NodePlan, name
 
 
 def _agrees(rule: BoundRule, axis: str, choice: Choice, node_plan: NodePlan) -> bool:
-    """Whether `choice` makes `axis` split the dims that the plan's specs say; pending reductions are not compared."""
+    """Whether a strategy that has `choice` for the mesh axis `axis` splits the same dims over it as the plan.
+
+    The reductions of partial values are not compared.
+    """
     factors = choice.factors if isinstance(choice, Split) else ()
     pairs = [
         *zip(rule.inputs, node_plan.inputs, strict=True),

@@ -54,7 +54,7 @@ def _widens(node: fx.Node) -> bool:
 
 
 def _trail(conversion: fx.Node, rules: Mapping[str, BoundRule | None]) -> set[tuple[str, str]]:
-    """Return the links (maker, reader) on all paths that end in a conversion, followed backwards from it.
+    """Return the links (maker, reader) on all paths backwards from a conversion, in names of nodes.
 
     A path goes on through additions, fan-outs and calls that only move elements (a view, a transpose). It ends at any
     other call, and at a value that is also read elsewhere.
@@ -76,7 +76,10 @@ def _passes_on(node: fx.Node, rules: Mapping[str, BoundRule | None]) -> bool:
 
 
 def without_sums(table: Floats, sources: Sequence[PartitionSpec], targets: Sequence[PartitionSpec]) -> Floats:
-    """Return `table`, in seconds, [sources, targets], with infinity for reshards that reduce a partial sum."""
+    """Return a table of seconds, [sources, targets], with infinity for each reshard that reduces a partial sum.
+
+    `sources` and `targets` are the specs before and after the reshards of `table`.
+    """
     kinds: dict[frozenset[str], int] = {}
     before, after = ([kinds.setdefault(_sums(spec), len(kinds)) for spec in specs] for specs in (sources, targets))
     kept = np.array([[one <= other for other in kinds] for one in kinds])

@@ -1,8 +1,8 @@
 """Price a search space with the cost models: seconds of strategies and reshards, bytes of values.
 
 A call takes the time of its roofline. A collective takes a latency and a time per byte (`cost_models`). The search adds
-up the seconds of computation and communication. Only the prediction of the lowered program lets them overlap
-(`passes.prediction`).
+up the seconds of computation and communication. Only the prediction of the lowered program lets computation and
+communication overlap (`passes.prediction`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ from passes.strategies.price_rewrites import rewritten_time
 
 @dataclass(frozen=True, slots=True)
 class StepPrice:
-    """The seconds of a reshard step on a cluster, for `plan_reshard`; `mesh` numbers the cluster's ranks row by row."""
+    """The seconds of a reshard step on a cluster, as a price for `plan_reshard`.
+
+    The ranks of `mesh` are the devices of the cluster, in the order of the mesh's rows.
+    """
 
     cluster: Cluster
     mesh: Mesh
@@ -84,7 +87,7 @@ class Prices:
 
     @property
     def step_price(self) -> StepPrice:
-        """The seconds of one reshard step on this cluster and mesh, for `plan_reshard`."""
+        """The price of a reshard step on this cluster and mesh, in seconds, for `plan_reshard`."""
         return StepPrice(self.cluster, self.mesh)
 
     def call_time(self, site: Site, strategy: Strategy) -> float:
@@ -104,7 +107,10 @@ class Prices:
         return np.array([self._call_time(site, operands, arguments, call, strategy) for strategy in strategies])
 
     def _transfer_times(self, site: Site, strategies: Sequence[Strategy]) -> Floats:
-        """Return the seconds of an offload node's copy under each strategy, [strategies]; nothing hides the copy."""
+        """Return the seconds of a copy to or from the host under each strategy, [strategies].
+
+        `site` is such a copy. No computation hides the copy.
+        """
         assert site.node is not None, "calls have nodes"
         device = self.cluster.device
         time = device.to_host_time if site.node.target is to_host else device.from_host_time
@@ -145,7 +151,10 @@ class Prices:
         return self._calls[key]
 
     def _canonical_order(self, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
-        """Order choices alike for every permutation of axes of equal size and links, which cost the same."""
+        """Return `choices`, with the choices of axes of equal size and equal links in a fixed order.
+
+        Strategies that differ only by an exchange of such axes cost the same, so they are priced once.
+        """
         if not choices or not _has_equal_axes(self.mesh, self.cluster):
             return choices
         if choices not in self._choices:
@@ -157,7 +166,7 @@ class Prices:
         return self._choices[choices]
 
     def _fill_time(self, filled: tuple[tuple[int, int], ...], inputs: tuple[TensorInfo, ...]) -> float:
-        """Return the seconds to fill the padding of a call's local operands before the call.
+        """Return the seconds to write neutral values into the padding of a call's local operands, before the call.
 
         `filled` has pairs of an operand's index and the number of its padded factors, each of which reads and writes
         the operand's piece once.
@@ -189,7 +198,7 @@ _FEW_AXES = 2
 
 
 def _has_equal_axes(mesh: Mesh, cluster: Cluster) -> bool:
-    """Whether the mesh has many axes on one node, where axes of equal size have equal links."""
+    """Whether axes of equal size have equal links: on a mesh of many axes within one node."""
     return len(mesh.axes) > _FEW_AXES and cluster.nodes == 1
 
 
@@ -208,13 +217,16 @@ def local_bytes_of(value: ValueInfo, specs: tuple[PartitionSpec, ...], mesh: Mes
 
 
 def _is_rewritten(site: Site, strategy: Strategy, mesh: Mesh) -> bool:
-    """Whether the rule's rewrite replaces the traced call on each rank. Views count as not rewritten."""
+    """Whether the sharding rule replaces the traced call by other calls on each rank. A view counts as not replaced."""
     is_split = site.rule is not None and site.rule.local is not None and bool(strategy.splits(mesh))
     return is_split and not (site.node is not None and is_view(site.node))
 
 
 def _fill_counts(site: Site, strategy: Strategy, mesh: Mesh) -> tuple[tuple[int, int], ...]:
-    """Return pairs of an operand's index and the number of its factors whose padding is filled before the call."""
+    """Return pairs of an operand's index, and the number of its factors whose padding is filled before the call.
+
+    A factor is an index of the sharding rule.
+    """
     if site.rule is None or not site.rule.padding:
         return ()
     wanted = fills(site.rule, strategy.splits(mesh), mesh)

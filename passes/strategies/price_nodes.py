@@ -2,8 +2,8 @@
 
 * A call takes the seconds of `cost_models.operators` for its local operands and results.
 * A collective takes the seconds of `cost_models.collectives` on the links of its group.
-* A bucket also takes the seconds to copy its members into it, but for members that are computed directly into it
-  (`fill_buckets`). A member that is split along a dim other than the first is copied once more.
+* A bucket also takes the seconds to copy its members into the bucket. Members that are computed directly into the
+  bucket are not copied (`fill_buckets`). A member that is split along a dim other than the first is copied once more.
 * A call that exchanges rows with other ranks also takes the seconds for which it waits for the rows.
 * A step of a reshard reads its operand and writes its result once (`StepPrice`). The calls that emit the step
   (`autoshard.ir.emit`) are not priced one by one.
@@ -49,7 +49,10 @@ class NodePrices:
     _calls: dict[Any, float] = field(default_factory=dict, repr=False)
 
     def sent_s(self, node: fx.Node) -> float:
-        """Return the seconds of a collective, or of a call's wait for exchanged rows; 0 for other nodes."""
+        """Return the seconds of the collective that a node starts, or of a call's wait for exchanged rows.
+
+        The result is 0 for all other nodes.
+        """
         if exchanges(node):
             links = self.cluster.group_links(dict(self.mesh.axes), group_axes(str(node.args[-1])))
             computed_s, overlap = self.computed_s(node), overlap_of(self.cluster)
@@ -59,8 +62,8 @@ class NodePrices:
     def computed_s(self, node: fx.Node) -> float:
         """Return the seconds of a rank's own computation and copies at a node, without communication.
 
-        A collective of a reshard takes the copies around it. Waits, and nodes that are no ATen or semantic operator,
-        take 0.
+        For the collective of a reshard, these are the copies before and after it. The result is 0 for waits, and for
+        nodes that are no ATen or semantic operator.
         """
         if not isinstance(node.target, OpOverload) or is_wait(node):
             return 0.0
@@ -95,7 +98,10 @@ class NodePrices:
 
 
 def _is_slice(node: fx.Node) -> bool:
-    """Whether a node is a `narrow` to the rank's piece, whose start other nodes compute from the rank's index."""
+    """Whether a node is a `narrow` to the rank's own piece.
+
+    Its start is a node that is computed from the rank's index.
+    """
     return node.target is _aten.narrow.default and isinstance(node.args[2], fx.Node)
 
 

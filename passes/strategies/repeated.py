@@ -65,7 +65,10 @@ BEFORE_GAP, AFTER_GAP = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class AlikeSites:
-    """The sites of one place in the four units, by name, and the number of units that the program leaves out."""
+    """The sites at one place of the four units, by name.
+
+    `left_out` is the number of units that the program leaves out.
+    """
 
     names: tuple[str, str, str, str]
     left_out: int
@@ -73,7 +76,10 @@ class AlikeSites:
 
 @dataclass(frozen=True, slots=True)
 class AlikeLinks:
-    """Four links that correspond, one into each unit: index of the link that stands for `left_out` units too."""
+    """Four links that correspond to each other, one into each of the four units.
+
+    `stand_in` is the index of the link that stands for the links into the `left_out` missing units too.
+    """
 
     stand_in: int
     left_out: int
@@ -87,8 +93,8 @@ class RepeatedUnits:
         sites: the sites of the four units of each repeat, one entry for each place.
         links: the links into these sites, one entry for the four links that correspond to each other.
         spots: position of each site of a repeated unit, by the site's name.
-        starts: (`Spot.repeat`, `Spot.place`) to a site. The sites of a and b at this place lie in two neighbouring
-            runs; the site is the first of the later run.
+        starts: (`Spot.repeat`, `Spot.place`) → a site. The sites of a and b at this place lie in two neighbouring runs.
+            The value is the first site of the later run.
     """
 
     sites: tuple[AlikeSites, ...] = ()
@@ -97,11 +103,17 @@ class RepeatedUnits:
     starts: Mapping[tuple[int, int], str] = field(default_factory=dict, repr=False)
 
     def site_counts(self) -> dict[str, int]:
-        """Return how many sites of the whole model a site stands for, by name; absent sites stand for themselves."""
+        """Return the number of sites of the whole model for which a site stands, by the site's name.
+
+        Absent sites stand for themselves alone.
+        """
         return {alike.names[AFTER_GAP]: 1 + alike.left_out for alike in self.sites}
 
     def link_counts(self) -> dict[int, int]:
-        """Return how many links of the whole model a link stands for, by index; absent links stand for themselves."""
+        """Return the number of links of the whole model for which a link stands, by the link's index.
+
+        Absent links stand for themselves alone.
+        """
         return {alike.stand_in: 1 + alike.left_out for alike in self.links}
 
 
@@ -157,7 +169,10 @@ def paths_where_run(space: SearchSpace, paths: Mapping[str, str], again: Collect
 
 
 def tie(representatives: Mapping[str, str], repeated: RepeatedUnits) -> dict[str, str]:
-    """Return `representatives` (`fold_blocks`) with one representative for the four sites of each place."""
+    """Return `representatives` with one common representative for the four sites at each place of repeated units.
+
+    `representatives` is the result of `fold_blocks`.
+    """
     merged: dict[str, str] = {}
 
     def last(name: str) -> str:
@@ -248,7 +263,7 @@ class _Units:
         return [AlikeSites(names, self.repeat.left_out) for names in zip(*self.columns, strict=True)]
 
     def links(self) -> Iterator[AlikeLinks]:
-        """Yield the four corresponding links for each operand of each place, in the order of the places."""
+        """Yield the four corresponding links for each operand of the sites at each place, in order of the places."""
         for names in zip(*self.columns, strict=True):
             for alike in zip(*(self.incoming[name] for name in names), strict=True):
                 indices, found = zip(*alike, strict=True)
@@ -257,9 +272,12 @@ class _Units:
                 yield AlikeLinks(indices[stand_in], self.repeat.left_out)
 
     def runs(self, order: Mapping[str, int]) -> Iterator[tuple[list[int], str]]:
-        """Yield the places of each run of a or b that directly follows the other's, and the later run's first site.
+        """Yield for each two neighbouring runs of a and b the places of their sites, and the later run's first site.
 
-        `order` has the index of each site in the program. `NotAlikeError`: a run has no counterpart beside it.
+        `order` has the index of each site in the program.
+
+        Raises:
+            NotAlikeError: a run of one unit is not beside the same run of the other unit.
         """
         names = [
             name
@@ -285,10 +303,10 @@ class _Units:
 
 
 def _agree(outer: Sequence[_Relation], inner: Sequence[_Relation], step: int) -> bool:
-    """Whether a site of an outer unit (n or m) reads from sources that correspond to those of the same site in a or b.
+    """Whether an outer unit (n or m) reads from the same sources as the inner unit beside it (a or b).
 
-    A source of the inner site that is `step` units away (-1 for n and a, 1 for m and b) is not compared. For the outer
-    site it would lie outside of the four units.
+    The arguments are the sources of two sites at the same place. A source of the inner site that is `step` units away
+    (-1 for n and a, 1 for m and b) is not compared. For the outer site it would lie outside of the four units.
     """
     if len(outer) != len(inner):
         return False

@@ -15,7 +15,10 @@ from passes.strategies.local_tracer import LocalTracer
 
 
 def emitted_call(site: Site, strategy: Strategy, mesh: Mesh) -> fx.Graph:
-    """Return a graph of the calls that each rank runs for a site's call, with a placeholder for each operand use."""
+    """Return a graph of the calls that each rank runs for a site's call under `strategy`.
+
+    The graph has one placeholder for each use of an operand.
+    """
     assert site.node is not None
     graph = fx.Graph()
     tracer = LocalTracer(graph)

@@ -13,7 +13,7 @@ from passes.strategies.operator_names import dtype_name
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a node's value, which is a tensor, a nested tuple or list, or anything else."""
+    """Yield the tensors in a node's value: a tensor, or a tuple or list of values. Anything else has none."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):

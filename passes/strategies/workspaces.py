@@ -28,7 +28,10 @@ def workspace_bytes(node: fx.Node) -> int:
 
 
 def workspace_of(node: fx.Node, operands: Sequence[TensorInfo]) -> int:
-    """Return the peak bytes of temporary memory of a call with workspace, if its operands were `operands`."""
+    """Return the peak bytes of temporary memory of a call on a rank, if its operands have the shapes of `operands`.
+
+    There must be a formula for the call (`has_workspace`).
+    """
     count = _count_of(node.target)
     assert count is not None, "the call has a workspace"
     arguments = tuple(fx.map_arg(node.args, lambda argument: None))
@@ -37,5 +40,8 @@ def workspace_of(node: fx.Node, operands: Sequence[TensorInfo]) -> int:
 
 @cache
 def _count_of(target: Any) -> Callable[..., float] | None:
-    """Cached, because walks over programs ask for every node."""
+    """Return the formula for the temporary memory of an operator; None if there is no formula.
+
+    The result is cached, because walks over programs ask for every node.
+    """
     return WORKSPACE_BYTES.get(str(target))

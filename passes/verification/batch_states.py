@@ -41,9 +41,8 @@ class Sum:
     """The value of the batch is a sum over the parts.
 
     Args:
-        terms: pairs (count, e). A part adds its own term, divided by m ** e. If the loss divides by a count, such as
-            the
-            number of targets, `count` is the node of the count; else None.
+        terms: pairs (count, e). Each part adds its own value, divided by m ** e. If the loss divides by a count, such
+            as the number of targets, `count` is the node of the count. Otherwise `count` is None.
         has_constant: whether the value also has an addend that does not depend on the parts.
     """
 

@@ -91,7 +91,11 @@ def _is_reduction(node: fx.Node, states: Mapping[fx.Node, Sequence[State]]) -> b
 
 
 def _is_known(node: fx.Node, twins: Mapping[fx.Node, fx.Node], reduced: Sequence[fx.Node]) -> bool:
-    """Whether a call has no literal that grows with the batch, or compares a sum over the batch with one that does."""
+    """Whether a call behind the reductions can be computed for the batch.
+
+    This is so if the numbers among its arguments do not depend on the size of the batch. It is also so if the call
+    compares a sum, one of the nodes `reduced`, with a number that grows with the batch.
+    """
     if node.op != "call_function" or not node.all_input_nodes:
         return False
     ours, theirs = _numbers(node), _numbers(twins[node])
@@ -106,7 +110,7 @@ def _numbers(node: fx.Node) -> list[Any]:
 
 
 def _between(first: Sequence[fx.Node], last: Sequence[fx.Node]) -> Iterator[fx.Node]:
-    """Return the nodes that compute `last` from `first`, in the order of the graph; nodes of `first` are left out."""
+    """Return the nodes that compute `last` from `first`, in the order of the graph, without the nodes `first`."""
     found, waiting = set[fx.Node](), list(last)
     while waiting:
         node = waiting.pop()

@@ -12,10 +12,12 @@ neither the plan nor the metadata of the lowered program:
    lowered program makes the calls on them that `autoshard.rules.emit_local` defines for this strategy. Then the results
    of the traced call are held under the strategy's specs.
 
-The calls of each definition are recorded once as a `LocalForm`, and then looked up in the lowered program.
+The *definition* of a reshard step or strategy is the list of calls that `emit` or `emit_local` makes for it. The calls
+are recorded once as a `LocalForm`, and then looked up in the lowered program.
 
-Several local values may hold one traced value under one spec, and a definition may read any of them. These local values
-are equal, or they are addends of one sum in which the strategy is linear. Specs are stored without axes of size one.
+Several local values may hold one traced value under one spec, and a definition may read any of these local values.
+They are equal, or they are addends of one sum in which the strategy is linear. Specs are stored without axes of size
+one.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ Holders = dict[PartitionSpec, set[int]]
 
 @dataclass(slots=True)
 class Derivation:
-    """Derives the values of a lowered program. Values are value numbers (`passes.preparation.number_values`).
+    """Derives the values of a lowered program. Values are named by value numbers (`passes.preparation.number_values`).
 
     Args:
         program: the traced program, in the form that was lowered.
@@ -77,7 +79,7 @@ class Derivation:
         return self.lowered.mesh
 
     def run(self) -> None:
-        """Fill `holders` with all that can be derived, starting from the placeholders."""
+        """Fill `holders`: derive the values that each call of the traced program gives, in the order of the program."""
         for number, node in enumerate(self.traced.nodes):
             if node.op == "placeholder":
                 self._hold_placeholder(number)
@@ -111,7 +113,10 @@ class Derivation:
             self._hold(number, PartitionSpec(), frozenset({local}))
 
     def _hold(self, number: int, spec: PartitionSpec, found: Numbers) -> None:
-        """Record that the local values `found` hold traced value `number` under `spec`, and derive their reshards."""
+        """Record that the local values `found` hold traced value `number` under `spec`.
+
+        Values that the lowered program makes from `found` by reshards are recorded too.
+        """
         self.covered |= found
         known = self.holders[number].setdefault(spec, set())
         fresh = found - known
@@ -129,7 +134,10 @@ class Derivation:
     # Calls.
 
     def _derive_call(self, number: int, node: fx.Node) -> None:
-        """Record a traced call's results under each strategy whose operands are held and whose calls are made."""
+        """Record the local values that hold a traced call's results.
+
+        They are found for each strategy of the call whose operands are held, and whose calls the lowered program makes.
+        """
         found: list[fx.Node] = []
         fx.map_arg((node.args, node.kwargs), found.append)  # repeated where a value is used twice
         holders = [self.holders[self.traced.numbers[operand]] for operand in found]
@@ -142,7 +150,11 @@ class Derivation:
             self.unruled.setdefault(str(node.target), node)
 
     def _derive_strategy(self, number: int, node: fx.Node, strategy: StrategyForm, holders: list[Holders]) -> bool:
-        """Record the held results if the lowered program makes the calls of `strategy`; return whether it does."""
+        """Record the results of a traced call under one strategy, and return True.
+
+        If the lowered program does not make the calls of the strategy, nothing is recorded, and False is returned.
+        `holders` has the local values that hold each operand.
+        """
         held = [frozenset(specs[spec]) for specs, spec in zip(holders, strategy.inputs, strict=True)]
         draw = self.traced.draw_of(number) if draws_numbers(node.target) else 0
         values = strategy.form.find(self.local, held, draw)
@@ -156,7 +168,7 @@ class Derivation:
         return True
 
     def _results(self, number: int, node: fx.Node) -> list[int | None]:
-        """Return the traced value number of each tensor result of a call; None for a result that nothing reads."""
+        """Return the value number of each tensor result of a traced call; None for a result that nothing reads."""
         if isinstance(node.meta["val"], torch.Tensor):
             return [number]
         values = tensor_values(node)

@@ -22,10 +22,12 @@ _TRITON_ADAM = "autoshard::triton_adam_updates_"
 
 
 def expand_buckets(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a graph with single updates in place of each bucket; the graph itself if it has no buckets.
+    """Return a copy of a graph with one update for each parameter in place of each bucket.
+
+    A graph without buckets is returned itself.
 
     Raises:
-        VerificationError: a bucket's numbers of parameters, gradients and state tensors of each kind differ.
+        VerificationError: a bucket has more tensors of one kind, such as parameters or gradients, than of another kind.
     """
     ones = {node: one for node in graph_module.graph.nodes for one in (_one_of(node),) if one is not None}
     if not ones:
@@ -52,7 +54,7 @@ def _write_out(graph: fx.Graph, node: fx.Node, one: Any, copies: Mapping[fx.Node
 
 
 def _one_of(node: fx.Node) -> Any:
-    """Return the operator that updates one parameter, if `node` updates many; None for any other node."""
+    """Return the operator that updates one parameter, for a call that updates many; None for any other node."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and target._schema.name == _TRITON_ADAM:
         return torch.ops.autoshard.adam_update_.default

@@ -31,7 +31,14 @@ _SPLIT, _SPLIT_ROWS = _aten.split_with_sizes.default, _aten.split_with_sizes_cop
 
 @dataclass(frozen=True, slots=True)
 class _PackedCollective:
-    """A bucket of `values`: its collective, their results' shapes, and the nodes between, for removal."""
+    """One collective for several values.
+
+    Args:
+        started: the node that starts the collective.
+        values: the values that it sends.
+        shapes: the shapes of the values' parts of the result.
+        inner: the nodes that only pack and unpack the values, for removal.
+    """
 
     started: Any
     values: Sequence[fx.Node]
@@ -82,7 +89,7 @@ def _bucket_of(split: fx.Node) -> _PackedCollective | None:
 
 
 def _shape_given(started: fx.Node, shape: list[int]) -> list[int]:
-    """Return the shape of a collective's result for a single operand of shape `shape`."""
+    """Return the shape of the result of the collective `started`, if its operand has the shape `shape`."""
     if started.target is ALL_REDUCE:
         return shape
     ranks: Any = started.args[1]
@@ -90,7 +97,10 @@ def _shape_given(started: fx.Node, shape: list[int]) -> list[int]:
 
 
 def _dims(rows: Sequence[int]) -> tuple[int, ...]:
-    """Return the dim argument of a bucket's `cat` or `split`: (1,) if `rows` has a number of ranks, else ()."""
+    """Return the dim argument of a bucket's `cat` or `split`, as a tuple.
+
+    It is (1,) if `rows` has a number of ranks, as for a reduce-scatter. Otherwise it is empty.
+    """
     return (1,) if rows else ()
 
 
@@ -102,9 +112,9 @@ def _operand(node: Any, target: OpOverload) -> Any:
 
 
 def _flat_values(packed: fx.Node, rows: Sequence[int]) -> Sequence[Any] | None:
-    """Return the flattened values that `packed` joins, or None if it is no bucket's `cat` of values of one dtype.
+    """Return the flattened values that `packed` joins; None if `packed` is not the `cat` of a bucket.
 
-    `rows` has the number of ranks for a reduce-scatter, in which each value has one row for each rank; else it is
+    For a reduce-scatter, `rows` has the number of ranks, and each value has one row for each rank. Otherwise `rows` is
     empty.
     """
     if packed.target is not _aten.cat.default or packed.args[1:] != _dims(rows) or packed.kwargs:
@@ -119,7 +129,12 @@ def _flat_values(packed: fx.Node, rows: Sequence[int]) -> Sequence[Any] | None:
 
 @dataclass(slots=True)
 class _Expanding:
-    """Builds the copy of a graph without buckets; `parts` has the joined value behind each part of a result."""
+    """Builds the copy of a graph without buckets.
+
+    Args:
+        made: the copy.
+        parts: for each part of a bucket's result, the packed value to which it belongs.
+    """
 
     graph: fx.Graph
     buckets: Mapping[fx.Node, _PackedCollective]
@@ -150,7 +165,7 @@ class _Expanding:
                 raise VerificationError(f"{node.format_node()} reads all parts of bucket {operand.name!r}.")
 
     def _value(self, part: fx.Node) -> fx.Node:
-        """Return the joined value to which `part`, a selected part of a bucket's result, belongs."""
+        """Return the packed value whose part of a bucket's result the node `part` selects."""
         source: Any = part.args[0]
         bucket, index = self.buckets[source], part.args[1]
         if not isinstance(index, int) or not 0 <= index < len(bucket.values):
@@ -158,7 +173,10 @@ class _Expanding:
         return bucket.values[index]
 
     def _collective(self, shaped: fx.Node) -> fx.Node:
-        """Emit the single collective, and its wait, in place of `shaped`, a reshaped part of a bucket's result."""
+        """Emit the collective of a single value, and the wait for it, in place of `shaped`. Return the wait.
+
+        `shaped` is a part of a bucket's result, reshaped to the value's shape.
+        """
         part: Any = shaped.args[0]
         value, bucket = self.parts[part], self.buckets[part.args[0]]
         if shaped.args[1:] != (bucket.shapes[part.args[1]],) or shaped.kwargs:

@@ -85,7 +85,10 @@ def _result(node: fx.Node, result: fx.Node | None) -> fx.Node:
 def _write_group(
     group: Group, graph: fx.Graph, node: fx.Node, environment: Mapping[fx.Node, fx.Node]
 ) -> tuple[fx.Node, ...]:
-    """Append the calls of a generated kernel's group to the copy `graph`; return the nodes of the kernel's results."""
+    """Append the calls of a generated kernel's group to `graph`, and return the nodes of the kernel's results.
+
+    `node` is the call of the kernel. `environment` has the copy of each of its operands.
+    """
     if len(node.args) != len(group.operands) or not all(isinstance(item, fx.Node) for item in node.args):
         raise VerificationError(
             f"node {node.name!r} calls {node.target} with {node.args}; it takes {len(group.operands)} operands."
@@ -100,7 +103,11 @@ def _write_group(
 
 
 def _write_out(graph: fx.Graph, node: fx.Node, environment: Mapping[fx.Node, fx.Node]) -> tuple[fx.Node | None, ...]:
-    """Append the calls of a fused kernel's form to `graph`; return its results, None where the form computes none."""
+    """Append the calls of a fused kernel's form to `graph`, and return the nodes of the kernel's results.
+
+    A result that the form does not compute is None. `node` is the call of the kernel. `environment` has the copy of
+    each of its operands.
+    """
     target: Any = node.target
     kernel = _FUSED[target]
     form = kernel.forms[node.meta[FORM]]

@@ -68,11 +68,11 @@ class FormCall:
     is_drawn: bool
 
     def find(self, local: Numbering, values: Sequence[Numbers], draw: int = 0) -> Numbers:
-        """Return the value numbers of the program's calls with this operator, these literals, and operands in `values`.
+        """Return the value numbers of the program's calls that match this call.
 
         Args:
             local: the value numbers of the program.
-            values: for each place, the numbers of the program's values at this place.
+            values: for each place, the numbers of the program's values at this place, which the call may read.
             draw: for a call that draws random numbers, the number of equal calls before it.
         """
         return local.find((*self.key, draw) if self.is_drawn else self.key, self.places, values)
@@ -80,13 +80,19 @@ class FormCall:
 
 @dataclass(frozen=True, slots=True)
 class LocalForm:
-    """The calls that a definition emits, and each result's place, or the call that selects it from a tuple."""
+    """The calls of a reshard step or strategy on a rank.
+
+    An entry of `results` is the place of the result. If a call returns a tuple, the entry is the call that selects the
+    result from the tuple.
+    """
 
     calls: Sequence[FormCall]
     results: Sequence[int | FormCall]
 
     def find(self, local: Numbering, held: Sequence[Numbers], draw: int = 0) -> list[Numbers] | None:
-        """Return, for each place, the numbers of the program's values there; None if a call of the form is missing.
+        """Look up the calls of the form in the program.
+
+        Return the value numbers at each place; None if a call is missing.
 
         Args:
             local: the value numbers of the program.
@@ -102,9 +108,9 @@ class LocalForm:
         return values
 
     def result(self, index: int, local: Numbering, values: Sequence[Numbers]) -> Numbers:
-        """Return the numbers of the values that are result number `index`; empty if no call of the program selects it.
+        """Return the value numbers of the program's values that are result number `index` of the form.
 
-        `values` has the numbers of the program's values at each place, as `find` returns them.
+        The result is empty if no call of the program selects it from a tuple. `values` is the result of `find`.
         """
         place = self.results[index]
         return values[place] if isinstance(place, int) else place.find(local, values)
@@ -112,9 +118,10 @@ class LocalForm:
 
 @dataclass(frozen=True, slots=True)
 class _ProxyMeaning:
-    """Stands in for the fx node of a proxy of `_Recording`; `index` is the proxy's place.
+    """Takes the place of the fx node of a proxy of `_Recording`; `index` is the proxy's place.
 
-    Emitters compute fake values from a node's `args` and `meta`. A stand-in has neither, so they compute none.
+    Emitters compute fake values from a node's `args` and `meta`. This object has neither, so they compute no fake
+    values.
     """
 
     index: int
@@ -123,7 +130,7 @@ class _ProxyMeaning:
 
 
 class _Recording(TracerBase):
-    """Records the calls of a definition as `FormCall`s, instead of adding nodes to a graph."""
+    """Records the calls of a reshard step or strategy as `FormCall`s, instead of adding nodes to a graph."""
 
     def __init__(self, operands: int) -> None:
         super().__init__()
@@ -159,7 +166,7 @@ class StrategyForm:
 
 @dataclass(frozen=True, slots=True)
 class CallForms:
-    """The strategies of a traced call, with the local forms that `emit_local` emits; equal calls share one object.
+    """The strategies of a traced call, with the local forms that `emit_local` emits. Equal calls share one object.
 
     `rule` is the bound rule of the calls; None if the operator has no rule.
     """
@@ -170,7 +177,10 @@ class CallForms:
     _by_held: dict[Held, Sequence[StrategyForm]] = field(default_factory=dict)
 
     def of_held(self, held: Held) -> Sequence[StrategyForm]:
-        """Return the strategies under which each operand's spec is in `held`, with their local forms."""
+        """Return the strategies, with their local forms, that need operands only in specs in which they are held.
+
+        `held` has these specs for each operand.
+        """
         if held not in self._by_held:
             self._by_held[held] = list(self._find(held))
         return self._by_held[held]
@@ -228,12 +238,12 @@ class LocalForms:
     def of_reshards(
         self, value: torch.Tensor, spec: PartitionSpec, readers: Collection[Any]
     ) -> Iterator[tuple[PartitionSpec, LocalForm]]:
-        """Yield each spec that one reshard step makes from `spec`, with a local form of the step.
+        """Yield each spec that one reshard step can make from `spec`, with a local form of the step.
 
         Args:
             value: the fake value, with global shape.
-            readers: operators that read the local values that hold the value. Only steps that may begin with one of
-                these operators are yielded.
+            readers: operators that read the local values of `value` in the program. Only steps that may begin with one
+                of these operators are yielded.
         """
         is_empty = 0 in value.shape
         if not is_empty and all(openings.isdisjoint(readers) for openings in _OPENINGS.values()):
@@ -276,7 +286,7 @@ class LocalForms:
         return ReshardStep(move.kind, move.axis, size, move.dim, move.to_dim, move.reduction, source, target, 0, 0)
 
     def _form_of_first(self, value: torch.Tensor, steps: Sequence[ReshardStep]) -> LocalForm:
-        """Return the calls that a reshard by all of `steps` emits for the first step, as a local form."""
+        """Return the local form of the first of `steps`: the calls that a reshard by all these steps emits for it."""
         recording = _Recording(1)
         reached: list[int] = []
 

@@ -1,9 +1,9 @@
-"""Teaches a value numbering that expert layers which save their received rows compute the same as layers which do not.
+"""Number the calls of expert layers that save their received rows, so that they equal layers which do not save rows.
 
 `passes.lowering.keep_rows` replaces `exchanged_experts` by `exchanged_experts_keeping` in the forward. This call has
 three further results (saved rows, first products, counts), which the backward's call takes in place of the tokens. The
-uncut program has neither call. With the added numbers, the new calls equal the old calls on the same operands. The
-backward must take the three saved values in their order.
+uncut program has neither call. With the added value numbers, the new calls equal the old calls on the same operands.
+The backward must take the three saved values in their order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _KEPT = ("rows", "u", "counts")
 
 
 def number_kept(joint: Numbering) -> None:
-    """Number calls that save rows as the uncut program's calls; saved values get names such as `experts_kept_rows`."""
+    """Add the value numbers of calls that save rows to `joint`, the value numbers of the uncut program.
+
+    The calls get the numbers of the calls that they replace. Saved values get names such as `experts_kept_rows`.
+    """
     graph, kept = fx.Graph(), dict[Key, list[Key]]()
 
     def add(name: str, key: Key) -> int:

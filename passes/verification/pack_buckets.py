@@ -37,7 +37,12 @@ _IN_ORDER = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.defau
 
 @dataclass(frozen=True, slots=True)
 class _Filled:
-    """A buffer that `writers` fill, in the order of its parts; the rewrite removes the `inner` nodes."""
+    """A buffer that calls fill part by part.
+
+    Args:
+        writers: the calls that fill the buffer, in the order of its parts.
+        inner: the nodes that the rewrite removes.
+    """
 
     buffer: fx.Node
     writers: Sequence[fx.Node]
@@ -70,7 +75,10 @@ def shaped_alike(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _rows_of(packed: fx.Node) -> list[int] | None:
-    """Return the rows of a bucket's members, [ranks] for a reduce-scatter, [] for an all-reduce; None for no bucket."""
+    """Return the number of ranks of a bucket for a reduce-scatter, as [ranks]; [] for a bucket of an all-reduce.
+
+    None is returned if the `packed` node is not the `cat` of a bucket.
+    """
     if packed.target is not _aten.cat.default or packed.kwargs:
         return None
     flat: Any = packed.args[0]
@@ -97,7 +105,10 @@ def _packed(graph_module: fx.GraphModule, found: Mapping[fx.Node, _Filled]) -> f
 
 
 def _filled(buffer: fx.Node, places: Mapping[fx.Node, int]) -> dict[fx.Node, _Filled]:
-    """Return a filled buffer by its collective; {} unless each part is written once, and whole, before it."""
+    """Return a filled buffer as a dict from its collective to the buffer.
+
+    The dict is empty unless each part of the buffer is written once, and whole, before the collective.
+    """
     splits = [user for user in buffer.users if user.target is _SPLIT]
     sent = [user for user in buffer.users if _is_reduction(user)]
     if (len(splits), len(sent), len(buffer.users), len(buffer.args), len(buffer.kwargs)) != (1, 1, 2, 2, 0):
@@ -122,7 +133,10 @@ def _is_part(node: fx.Node, index: int) -> bool:
 
 
 def _writer(part: fx.Node, shape: list[int], like: fx.Node) -> fx.Node | None:
-    """Return the one call that writes a part of a buffer whole, or None; `like` has the buffer's dtype and device."""
+    """Return the call that alone writes a part of a buffer, and writes it whole; None if there is no such call.
+
+    `shape` is the shape of the part. `like` is a node with the dtype and device of the buffer.
+    """
     if len(part.users) != 1:
         return None
     (user,) = part.users
@@ -158,12 +172,15 @@ def _cat(graph: fx.Graph, values: Sequence[fx.Node], rows: Sequence[int]) -> fx.
 
 
 def _dims(rows: Sequence[int]) -> tuple[int, ...]:
-    """Return the dim argument of a bucket's `cat` or `split`: (1,) if `rows` has a number of ranks, else ()."""
+    """Return the dim argument of a bucket's `cat` or `split`, as a tuple.
+
+    It is (1,) if `rows` has a number of ranks, as for a reduce-scatter. Otherwise it is empty.
+    """
     return (1,) if rows else ()
 
 
 def _in_any_shape(value: Any) -> Any:
-    """Return the first value from which `value` is made by calls of `_IN_ORDER` alone."""
+    """Return the value from which `value` is made by calls of `_IN_ORDER` alone. They change no order of elements."""
     while value.target in _IN_ORDER and not value.kwargs:
         value = value.args[0]
     return value

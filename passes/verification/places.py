@@ -27,15 +27,15 @@ def counts_from_zero(node: fx.Node) -> bool:
 
 
 def _is_beside(state: State, dim: int) -> bool:
-    """Whether a value is equal in all parts, or has its samples along dim `dim`."""
+    """Whether a value is equal in all parts, or is split into parts along dim `dim`."""
     return state == Same() or state == SlicedDim(dim)
 
 
 def read_at_places(node: fx.Node, states: Mapping[fx.Node, Sequence[State]]) -> State | None:
-    """Return the state of the result of a call of `READS_AT` or `WRITES_AT` that touches each sample at its own index.
+    """Return the state of the result of a call that reads or writes each sample only at the sample's own index.
 
-    The result is None for a call that may read or write other samples. `states` has the state of each result of each
-    node.
+    `node` calls an operator of `READS_AT` or `WRITES_AT`. `states` has the state of each result of each node. None is
+    returned if the call may read or write other samples.
     """
     source, indices = node.args[:2]
     assert isinstance(source, fx.Node)

@@ -37,7 +37,13 @@ def verify_cut_backward(phased: PhasedProgram) -> None:
 
 
 def _walk(numbering: Numbering, graph_module: fx.GraphModule, inputs: Sequence[int]) -> list[int]:
-    """Return the value numbers of a half's results, and check that each call is a call of the whole backward."""
+    """Return the value numbers of the results of one half of a backward.
+
+    `inputs` are the value numbers of its inputs.
+
+    Raises:
+        VerificationError: a call of the half is no call of the whole backward.
+    """
     placeholders = list(graph_module.graph.find_nodes(op="placeholder"))
     if len(placeholders) != len(inputs):
         raise VerificationError(f"A half of a backward takes {len(placeholders)} values, and is given {len(inputs)}.")

@@ -59,7 +59,9 @@ def verify_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapp
 
 @dataclass(slots=True)
 class _WrittenMemory:
-    """The content of memory during the walk. A place is named by the node that first had a value there.
+    """The content of memory during the walk through the graph that writes.
+
+    A place is named by the node that first had a value there.
 
     Args:
         written: index of the overwritten placeholder, by index of the result.
@@ -67,7 +69,7 @@ class _WrittenMemory:
         content: value number of each walked node.
         places: for each walked node, the places at which its value may lie.
         versions: for each walked node and place, the number of writes to the place when the node's value was made. The
-            node is stale if more writes have followed.
+            node is stale if the place has more writes now.
         writes: number of writes to each place so far.
         sent: for each started collective and place of its operand, the number of writes to the place at the start.
     """
@@ -141,7 +143,10 @@ class _WrittenMemory:
         self._write(target, self.content[source])
 
     def _update(self, node: fx.Node) -> None:
-        """Walk an in-place operator. Written operands get the value numbers of the functional operator's results."""
+        """Walk an in-place operator.
+
+        The operands that it writes get the value numbers of the results of the functional operator.
+        """
         overwritten = list(written_operands(node))
         operands: list[fx.Node] = []
         fx.map_arg((node.args, node.kwargs), operands.append)  # repeated where a value is used twice
@@ -164,7 +169,10 @@ class _WrittenMemory:
         self.versions[target] = {place: self.writes[place] for place in self.places[target]}
 
     def _hold(self, node: fx.Node, number: int, shared: frozenset[fx.Node] = frozenset()) -> None:
-        """Record the value number of a node. Its value lies at the places `shared`, or without them at a new place."""
+        """Record the value number of a node, and its places in memory.
+
+        The places are `shared`. If `shared` is empty, the node has a new place of its own.
+        """
         self.content[node], self.places[node] = number, shared or frozenset({node})
         self.versions[node] = {place: self.writes.setdefault(place, 0) for place in self.places[node]}
 

@@ -17,6 +17,8 @@ from autoshard.kernels.offload import from_host, to_host
 def verify_offload(graph: fx.Graph, held: Collection[fx.Node] = (), kept: Collection[fx.Node] = ()) -> None:
     """Check that only fetches read values on the host, and that fetched values are on the host.
 
+    A fetch is a copy from the host to the device.
+
     Args:
         held: placeholders whose values are on the host.
         kept: results that the graph may return on the host.

@@ -82,7 +82,11 @@ def verify_phases(phased: PhasedProgram) -> None:
 
 
 def _walk_hoisted(phased: PhasedProgram, joint: Numbering, inputs: Sequence[int]) -> list[int]:
-    """Return the value numbers of the hoisted phase's results, and check that all micro-batches share them."""
+    """Return the value numbers of the results of the hoisted phase.
+
+    Raises:
+        VerificationError: a result may differ between micro-batches, or a call is no call of the joint program.
+    """
     written = {slot.slot.name for slot in phased.lowered.outputs if slot.slot.kind == OutputKind.BUFFER_UPDATE}
     for index in phased.hoisted_inputs:
         slot = phased.lowered.inputs[index].slot
@@ -102,7 +106,10 @@ def _walk_hoisted(phased: PhasedProgram, joint: Numbering, inputs: Sequence[int]
 
 
 def _written_out(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return the graph of a phase with lowering's rewrites undone; triton is imported only for graphs with kernels."""
+    """Return the graph of a phase with the rewrites of lowering undone.
+
+    Triton is imported only if the graph has kernels.
+    """
     check_computed(graph_module.graph)
     graph_module = widen_reductions(expand_collectives(with_targets(graph_module, SEMANTIC)))
     graph_module = _without_purposes(expand_biases(graph_module))
@@ -114,12 +121,15 @@ def _written_out(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _without_purposes(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Name each communicator by its mesh axes alone, without its purpose."""
+    """Return a copy of a graph in which each communicator is named by its mesh axes alone, without its purpose."""
     return with_groups(graph_module, lambda node: without_purpose(str(node.args[-1])))
 
 
 def _check_parts(phased: PhasedProgram) -> None:
-    """Check that each input and output of the joint program is in its kind's phase, as tangents in the backward."""
+    """Raise `VerificationError` unless each input and output of the joint program belongs to the phase of its kind.
+
+    For example, tangents must be inputs of the backward.
+    """
     takes = [slot.slot.kind for slot in phased.lowered.inputs]
     gives = [slot.slot.kind for slot in phased.lowered.outputs]
     others = (*_FORWARD_RESULTS, *_UPDATE_RESULTS)
@@ -138,7 +148,10 @@ def _check_parts(phased: PhasedProgram) -> None:
 
 
 def _check_host(phased: PhasedProgram) -> None:
-    """Check that only fetches read values on the host, and that phases return none but the forward's saved values."""
+    """Raise `VerificationError` if values on the host are used wrongly.
+
+    Only fetches may read them, and only the saved values of the forward may be returned on the host.
+    """
     results, count = _results(phased.forward), len(phased.forward_outputs)
     returned, saved = results[:count], results[count:]
     verify_offload(phased.forward.graph, kept=[node for node in saved if node not in returned])
@@ -150,7 +163,13 @@ def _check_host(phased: PhasedProgram) -> None:
 
 
 def _walk(joint: Numbering, graph_module: fx.GraphModule, inputs: Sequence[int], phase: str) -> list[int]:
-    """Return the value numbers of a phase's results, and check that each call is a call of the joint program."""
+    """Return the value numbers of the results of a phase.
+
+    `inputs` are the value numbers of its inputs.
+
+    Raises:
+        VerificationError: a call of the phase is no call of the joint program.
+    """
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     if len(placeholders) != len(inputs):
         raise VerificationError(
@@ -180,13 +199,22 @@ def _check_equal(graph_module: fx.GraphModule, found: Sequence[int], expected: S
 
 
 def _check_kept(names: Mapping[str, int], kept: Sequence[str], found: Sequence[int], phase: str) -> None:
-    """Check that the values handed to the next phase are the joint nodes named in `kept`, in order."""
+    """Raise `VerificationError` unless a phase hands on the values of the joint program's nodes `kept`, in order.
+
+    Args:
+        names: the value number of each node of the joint program, by name.
+        found: the value numbers of the values that the phase `phase` hands on.
+    """
     if [names.get(name) for name in kept] != list(found):
         raise VerificationError(f"the {phase} program's last {len(found)} results are not {list(kept)}, in order.")
 
 
 def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
-    """Return the nodes that a graph returns; raise `VerificationError` if it returns anything else."""
+    """Return the nodes that a graph returns.
+
+    Raises:
+        VerificationError: the graph returns something that is no node.
+    """
     results = next(iter(reversed(graph_module.graph.nodes))).args[0]
     if not isinstance(results, (tuple, list)) or not all(isinstance(item, fx.Node) for item in results):
         raise VerificationError(f"a program returns a tuple of its values; found {results!r}.")

@@ -44,7 +44,7 @@ def verify_preparation(traced: Program, prepared: Program) -> None:
 
 
 def _check_results(program: Program) -> None:
-    """Check that the graph returns the nodes that the output slots name, in their order."""
+    """Raise `VerificationError` unless the graph returns the nodes that the output slots name, in order."""
     returned = [str(item) for item in program.graph.output_node().args[0]]  # type: ignore[union-attr]
     named = [slot.node for slot in program.outputs]
     if returned != named:

@@ -1,18 +1,20 @@
 """Verifies that a lowered program computes the results of the traced program, before it runs.
 
-The proof trusts the sharding rules, the definitions of reshards and `derive_values`, an induction over them. It reads
-neither the plan nor the metadata of the lowered program, and shares no code with lowering. Each node must be part of a
-definition, which is matched call by call with all arguments. So a wrong axis of a collective, a missing wait, a wrong
-offset or a wrong factor leaves a node without a proof. Each node without a proof is an error, even if no result depends
-on it.
+The proof trusts the sharding rules, the definitions of reshards (`autoshard.ir.emit`), and the derivation in
+`derive_values`. It reads neither the plan nor the metadata of the lowered program, and shares no code with lowering.
+
+The sharding rules say which calls each rank makes for an operator of the traced program. The definitions of reshards
+say the same for a change of spec. Each node of the lowered program must be one of these calls, with the same arguments.
+So a wrong axis of a collective, a missing wait, a wrong offset or a wrong factor leaves a node without a proof. Each
+node without a proof is an error, even if no result depends on it.
 
 The proof checks that
 
 * the inputs and outputs are those of the traced program, in order;
 * each result is the traced value's piece under the spec that its slot states;
 * gradients and updates have the spec of the parameter, buffer, input or optimizer state that they belong to;
-* values that are added up over micro-batches are values that the traced update reads from the backward, whole or as
-  addends of a sum. These values are gradients, which are linear in the loss.
+* each value that is added up over micro-batches is a gradient, which is linear in the loss. The traced update reads the
+  gradient, or a sum with the gradient as an addend, from the backward.
 """
 
 from __future__ import annotations
@@ -77,7 +79,10 @@ def verify_program(
 
 
 def _check_slots(program: Program, lowered: LoweredProgram) -> None:
-    """Check that both programs have the same slots, shapes and dtypes, and that each slot has an input or result."""
+    """Raise `VerificationError` unless both programs have the same slots, with the same shapes and dtypes.
+
+    Each slot must also have an input or result in the lowered graph.
+    """
     local, nodes = list(lowered.graph_module.graph.nodes), program.nodes_by_name()
     placeholders = [node for node in local if node.op == "placeholder"]
     results = _results(local[-1])
@@ -96,7 +101,7 @@ def _check_slots(program: Program, lowered: LoweredProgram) -> None:
 
 
 def _check_slot(value: torch.Tensor, lowered: LoweredProgram, slot: LocalSlot) -> None:
-    """Check that a slot has the shape and dtype of the traced value, and a spec that is possible on the mesh."""
+    """Raise `VerificationError` unless a slot has the traced value's shape and dtype, and a possible spec."""
     if slot.shape != tuple(value.shape) or slot.dtype != value.dtype:
         raise VerificationError(
             f"{_slot_text(slot.slot)} is promised with shape={slot.shape}, dtype={slot.dtype}; the traced value has "
@@ -142,9 +147,10 @@ def _check_results(derivation: Derivation) -> None:
 
 
 def _check_carried(derivation: Derivation, carried: Sequence[str]) -> None:
-    """Check that the traced update reads each carried value from the backward, whole or as addends of a sum.
+    """Raise `VerificationError` unless the traced update reads each value named in `carried` from the backward.
 
-    The sum over micro-batches is then the value for the whole batch.
+    The update reads the value itself, or a sum of which the value is an addend. So the sum of the value over
+    micro-batches is the value for the whole batch.
     """
     nodes = {node.name: node for node in derivation.lowered.graph_module.graph.nodes}
     unknown = [name for name in carried if name not in nodes]
@@ -172,7 +178,7 @@ def _read_by_update(derivation: Derivation) -> set[int]:
 
 
 def _sums_of(derivation: Derivation, number: int) -> Iterator[int]:
-    """Yield the local values that hold traced value `number`, whole or as addends of a sum."""
+    """Yield the local values that hold traced value `number` whole, or as addends of a sum over ranks."""
     for spec, held in derivation.holders[number].items():
         if all(reduction is Reduction.SUM for _, reduction in spec.partial):
             yield from held
@@ -186,7 +192,7 @@ def _results(output: fx.Node) -> tuple[object, ...]:
 
 
 def _collectives(lowered: LoweredProgram) -> Counter[str]:
-    """Return the number of a lowered program's collectives, by operator and communicator ("all_reduce over data")."""
+    """Return the number of collectives in a lowered program, by operator and communicator ("all_reduce over data")."""
     found: Counter[str] = Counter()
     for node in lowered.graph_module.graph.nodes:
         target = node.target
@@ -199,7 +205,10 @@ _OWN_NAMESPACES = ("aten", "prims", "autoshard")
 
 
 def _users_operators(derivation: Derivation) -> dict[str, fx.Node]:
-    """Return the first traced call of each operator that is neither PyTorch's nor ours, by the operator's name."""
+    """Return the first traced call of each operator of the user, by the operator's name.
+
+    These are the operators that come neither from PyTorch nor from this project.
+    """
     found: dict[str, fx.Node] = {}
     for node in derivation.traced.nodes:
         if isinstance(node.target, OpOverload) and node.target.namespace not in _OWN_NAMESPACES:
@@ -208,7 +217,10 @@ def _users_operators(derivation: Derivation) -> dict[str, fx.Node]:
 
 
 def _users_rule(node: fx.Node, inferred: Collection[str]) -> str:
-    """Return the words on who wrote a user operator's sharding rule; "" if it was inferred, or there is none."""
+    """Return the words of the report that name the author of a user operator's sharding rule.
+
+    The result is "" if the rule was inferred, or if there is no rule. `inferred` has the operators with inferred rules.
+    """
     author = author_of_rule(node.target)
     if author is None or str(node.target) in inferred:
         return ""

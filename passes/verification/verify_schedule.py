@@ -64,7 +64,10 @@ def verify_schedule(order: PipelineOrder, *, trains: bool = True) -> None:
 
 
 def _check_places(order: PipelineOrder, rank: int, slot: Slot) -> None:
-    """Check that all tasks of a slot belong to stages of the rank, and that its transfers lead to other ranks."""
+    """Raise `VerificationError` if a task of a slot is on a wrong rank.
+
+    Each task must belong to a stage of `rank`, and each transfer must lead to another rank.
+    """
     if len({task.work.is_transfer for task in slot}) != 1:
         raise VerificationError(f"rank {rank}: slot {_text(slot)} is empty, or computes and transfers at once.")
     for task in slot:
@@ -79,7 +82,10 @@ def _is_of_a_stage(order: PipelineOrder, task: StageTask) -> bool:
 
 
 def _check_work(order: PipelineOrder, stage: int, *, trains: bool) -> None:
-    """Check that a stage runs each micro-batch's forward and backward once, and forwards in the order of the batch."""
+    """Raise `VerificationError` unless a stage runs the forward and the backward of each micro-batch once.
+
+    Forwards must run in the order of the batch.
+    """
     slots = order.ranks[order.stage_ranks[stage]]
     tasks = [task for slot in slots for task in slot if task.stage == stage]
     expected = list(range(order.micro_batches))
@@ -130,7 +136,7 @@ class _ScheduleRun:
     Args:
         places: for each rank, the index of its next slot.
         issued: for each rank, the transfers under way, as a queue of slots.
-        messages: for each rank, the messages that it has made or received.
+        messages: for each rank, the messages that the rank has made or received.
         done: the finished tasks, as (work, stage, micro-batch).
     """
 
@@ -146,7 +152,11 @@ class _ScheduleRun:
         self.messages = [set() for _ in self.order.ranks]
 
     def to_the_end(self) -> None:
-        """Run all ranks, and transfer messages with both ends ready, until nothing moves; all must be done then."""
+        """Run all ranks, and transfer messages whose two ends are ready, until nothing moves.
+
+        Raises:
+            VerificationError: a rank has not finished its tasks then.
+        """
         ranks = range(len(self.order.ranks))
         pairs = [(rank, other) for rank in ranks for other in ranks if rank != other]
         while sum(map(self._run_next, ranks)) + sum(self._transfer(*pair) for pair in pairs):
@@ -156,7 +166,10 @@ class _ScheduleRun:
             raise VerificationError(f"the pipeline never ends: {'; '.join(waiting)}.")
 
     def _run_next(self, rank: int) -> bool:
-        """Run a rank's next slot of tasks, or issue its next slot of transfers; return whether this was possible."""
+        """Run a rank's next slot of tasks, or issue its next slot of transfers, and return True.
+
+        If the operands of a task are missing, nothing runs, and False is returned.
+        """
         slots, place = self.order.ranks[rank], self.places[rank]
         if place == len(slots) or not all(self._can_run(rank, task) for task in slots[place]):
             return False
@@ -171,7 +184,11 @@ class _ScheduleRun:
         return True
 
     def _can_run(self, rank: int, task: StageTask) -> bool:
-        """Whether the operands of a task are on the rank; a send of a message that is not made yet is an error."""
+        """Whether the operands of a task are on the rank.
+
+        Raises:
+            VerificationError: the task sends a message that the rank has not made yet.
+        """
         stage, number = task.stage, task.micro_batch
         match task.work:
             case Work.FORWARD:
@@ -187,7 +204,13 @@ class _ScheduleRun:
         return True
 
     def _transfer(self, rank: int, other: int) -> bool:
-        """Move the next message from `rank` to `other` if both have issued its transfer; return whether it moved."""
+        """Move the next message from `rank` to `other`, and return True.
+
+        If one of the two ranks has not issued the transfer, nothing moves, and False is returned.
+
+        Raises:
+            VerificationError: the ranks name different messages or tags.
+        """
         send, receive = self._next(rank, other, is_send=True), self._next(other, rank, is_send=False)
         if send is None or receive is None:
             return False
@@ -203,7 +226,11 @@ class _ScheduleRun:
         return True
 
     def _next(self, rank: int, other: int, *, is_send: bool) -> StageTask | None:
-        """Return the first transfer of `rank`'s oldest issued slot that is a send to `other`, or a receive from it."""
+        """Return the next transfer between `rank` and `other` in the oldest slot of transfers that `rank` has issued.
+
+        With `is_send`, it is a send to `other`, otherwise a receive from `other`. None is returned if the slot has
+        none.
+        """
         slot = self.issued[rank][0] if self.issued[rank] else ()
         fitting = (task for task in slot if task.work.is_send is is_send and self._other_end(task) == other)
         return next(fitting, None)
@@ -213,7 +240,7 @@ class _ScheduleRun:
         return self.order.stage_ranks[message.reader if task.work.is_send else message.stage]
 
     def _waiting(self, rank: int) -> str:
-        """Return a text with the slots that a rank cannot run or finish; "" if it has finished all."""
+        """Return a text that names the slots for which a rank waits; "" if the rank has finished all slots."""
         parts = []
         if self.places[rank] < len(self.order.ranks[rank]):
             parts.append(f"rank {rank} waits before {_text(self.order.ranks[rank][self.places[rank]])}")

@@ -44,9 +44,9 @@ _WAY_OUT = "Return a sum or a mean over samples, each of which is computed for i
 
 
 def weigh_step(program: Program, trace: Callable[[Request], Program], request: Request) -> LossWeights | None:
-    """Return the weights of micro-batches in the loss of a training call; None for a call without gradients or loss.
+    """Return the weights of micro-batches in the loss of a training call; None without gradients or loss.
 
-    `program` and `request` are of one micro-batch.
+    `program` and `request` are of one micro-batch. `trace` traces the call with two micro-batches at once.
     """
     if not request.grad or request.derivatives or _loss_of(program) is None:
         return None
@@ -86,7 +86,7 @@ def weigh_loss(part: Program, pair: Program) -> LossWeights:
 
 
 def _branches(part: Program, pair: Program) -> Branches | None:
-    """Return `combine_branches` of the model's guards; None without branches, or if the parts do not determine them."""
+    """Return `combine_branches` of the model's guards; None without guards, or if parts do not determine them."""
     if part.guard_program is None or pair.guard_program is None:
         return None
     nodes, theirs = (
@@ -101,12 +101,15 @@ def _branches(part: Program, pair: Program) -> Branches | None:
 
 
 def _is_copy(node: fx.Node) -> bool:
-    """Copies are not compared, because it depends on sizes whether a copy is needed."""
+    """Whether a node is a `clone`.
+
+    Copies are not compared, because the sizes of values decide whether a copy is needed.
+    """
     return node.target is aten.clone.default
 
 
 def _kind(node: fx.Node) -> Any:
-    """Return the operator of a call; all operators that reshape count as one, because sizes decide between them."""
+    """Return a call's operator. All operators that reshape count as one, because sizes decide between them."""
     if node.op != "call_function":
         return node.op
     return aten.view.default if node.target in (aten._unsafe_view.default, aten.reshape.default) else node.target
@@ -136,7 +139,7 @@ class _LossWalk:
 
     Args:
         program: the program of one part.
-        twins: node of the program of one part to the corresponding node of the program of two parts.
+        twins: node of the program of one part → the corresponding node of the program of two parts.
         states: for each node, the state of each of its results.
         counts: for each divisor of a loss, the graphs that compute it.
     """
@@ -216,7 +219,10 @@ class _LossWalk:
         return self._split(node, given, scale)
 
     def _scale(self, node: fx.Node) -> int | None:
-        """Return e if a number in the call makes a part's result m ** e times too large; None for any other effect."""
+        """Return e if a number among a call's arguments makes the result of a part too large by the factor m ** e.
+
+        None is returned if the number has any other effect that depends on the size of the batch.
+        """
         ours, theirs = (_literals(item) for item in (node, self.twins[node]))
         if ours == theirs or node.target in _SIZED:
             return 0
@@ -244,7 +250,10 @@ class _LossWalk:
     # Calls on places.
 
     def _of_places(self, node: fx.Node, given: Sequence[State]) -> State | None:
-        """Return the state of a call on sample indices that reshapes them or stays at each sample's own; else None."""
+        """Return the state of a call on indices of samples.
+
+        The result is None unless the call reshapes the indices or fulfils `read_at_places`.
+        """
         if node.target in (*READS_AT, *WRITES_AT):
             return read_at_places(node, self.states)
         rule = rule_of(self.twins[node])
@@ -259,7 +268,10 @@ class _LossWalk:
         return any(operand.name in seeds for operand in node.all_input_nodes)
 
     def _split(self, node: fx.Node, given: Sequence[State], scale: int) -> list[State]:
-        """Return the states of the results of a call that reads split values, by the operator's sharding rule."""
+        """Return the states of a call's results by its sharding rule.
+
+        Its operands are split; `scale` adds to exponents.
+        """
         rule = rule_of(self.twins[node])
         count = len(tensor_values(node))
         factor = None if rule is None else _factor(rule, given)
@@ -291,7 +303,7 @@ class _LossWalk:
         return Mixed(node, "is computed over the whole batch")
 
     def _exponent(self, node: fx.Node, rule: BoundRule, given: Sequence[State]) -> int | None:
-        """Return the results' exponent; None if the call is not linear in the operands whose exponent is not 0."""
+        """Return the exponent of a call's results; None if the call is not linear in operands with an exponent."""
         exponents = [state.exponent for state in given if isinstance(state, Same | SlicedDim)]
         places = frozenset(index for index, exponent in enumerate(exponents) if exponent)
         if not places:
@@ -354,7 +366,7 @@ class _LossWalk:
         ) and not any(_is_random(item) for item in _ancestors([node]))
 
     def _cut_out(self, divisor: fx.Node) -> Count:
-        """Return the graphs that compute a divisor for a part, and for the batch from sums over all parts."""
+        """Return the graphs that compute a divisor: for a part, and for the batch from sums over all parts."""
         sums = list(dict.fromkeys(self._sums_under(divisor)))
         slots = {slot.node: slot for slot in self.program.inputs}
         inputs = [node for node in _ancestors([divisor]) if node.op == "placeholder"]
@@ -383,7 +395,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def _factor(rule: BoundRule, given: Sequence[State]) -> str | None:
-    """Return the factor along which `SlicedDim` operands are split; None if it differs, or other operands have it."""
+    """Return the factor along which all operands of state `SlicedDim`, and no other operands, are split; else None."""
     found: str | None = None
     for state, dims in zip(given, rule.inputs, strict=True):
         if isinstance(state, SlicedDim):
@@ -399,7 +411,7 @@ def _factor(rule: BoundRule, given: Sequence[State]) -> str | None:
 
 
 def _reaches_across(node: fx.Node, rule: BoundRule, factor: str) -> bool:
-    """Whether the results for one sample depend on other samples, because the rule's rewrite communicates."""
+    """Whether results for one sample depend on other samples. Samples lie along `factor` of the sharding rule."""
     is_reduced = factor in rule.whole and rule.local is not None and node.target not in (*_MEANS, *_COUNTED)
     return factor in rule.exchanged or is_reduced
 
@@ -409,7 +421,7 @@ def _passes(rule: BoundRule, places: frozenset[int]) -> bool:
 
 
 def _grown(part: torch.Tensor | None, pair: torch.Tensor | None) -> int | None:
-    """Return the dim that is twice as large for two parts; None if the shapes are equal, -1 for any other change."""
+    """Return the dim that is twice as large in `pair`; None for equal shapes, -1 for any other change."""
     if part is None or pair is None or part.shape == pair.shape:
         return None
     dims = [dim for dim, (one, two) in enumerate(zip(part.shape, pair.shape, strict=True)) if one != two]
@@ -423,7 +435,7 @@ def _literals(node: fx.Node) -> list[Any]:
 
 
 def _loose(node: fx.Node) -> list[Any]:
-    """Return the numbers among a call's arguments that are not inside lists. Numbers in lists are sizes."""
+    """Return the numbers among a call's arguments that are not inside lists, because numbers in lists are sizes."""
     return [leaf for leaf in (*node.args, *node.kwargs.values()) if isinstance(leaf, int | float)]
 
 
@@ -432,7 +444,7 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _ancestors(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the nodes and all nodes from which they are computed, in the order of the graph."""
+    """Return `nodes`, and all nodes from which they are computed, in the order of the graph."""
     return _until((), nodes)
 
 
@@ -448,7 +460,7 @@ def _subgraph(module: fx.GraphModule, inputs: Sequence[fx.Node], results: Sequen
 
 
 def _until(inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the nodes that compute `results` from `inputs`, without `inputs`, in the order of the graph."""
+    """Return the nodes that compute `results` from `inputs`, in the order of the graph, without `inputs` themselves."""
     found: set[fx.Node] = set()
     waiting = [node for node in results if node not in inputs]
     while waiting:

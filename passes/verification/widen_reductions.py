@@ -1,8 +1,8 @@
 """Replaces reductions of gradients in 16 bits by reductions in float32, so that phases can be compared.
 
 It inverts `passes.lowering.narrow_reductions`. Before → after: `_to_copy(wait(all_reduce(_to_copy(x, bf16), "sum",
-"data/narrow_gradients")), float32)` → `wait(all_reduce(x, "sum", "data"))`. The user requested the rounding. The
-comparison shows that nothing else changes the value.
+"data/narrow_gradients")), float32)` → `wait(all_reduce(x, "sum", "data"))`. The user requested the rounding to 16 bits.
+The comparison shows that nothing else changes the value.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def widen_reductions(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a graph with float32 reductions of gradients; the graph itself if none is in 16 bits.
+    """Return a copy of a graph with float32 reductions of gradients in place of reductions in 16 bits.
+
+    If the graph has no reduction in 16 bits, the graph itself is returned.
 
     Raises:
-        VerificationError: a reduction in 16 bits is not of a value rounded from float32, or is not converted back.
+        VerificationError: the operand of a reduction in 16 bits is not rounded from float32, or its result is not
+            converted back.
     """
     starts = [node for node in graph_module.graph.nodes if _is_narrow(node)]
     if not starts:
@@ -56,7 +59,12 @@ def _is_narrow(node: fx.Node) -> bool:
 
 
 def _widened(start: fx.Node) -> fx.Node:
-    """Return the node that converts the sum of a reduction in 16 bits back to float32, and check the form around it."""
+    """Return the node that converts the result of a 16-bit reduction back to float32.
+
+    Raises:
+        VerificationError: the nodes around the reduction `start` do not have the form that the module's docstring
+            shows.
+    """
     narrow: Any = start.args[0]
     waits: list[Any] = list(start.users)
     results = [user for wait in waits for user in wait.users]

@@ -2,8 +2,8 @@
 
 CUDA's own functions keep a table on the stack for large angles. Here, every angle is reduced to [-pi/4, pi/4] in the
 same way (Payne, Hanek, "Radian reduction for trigonometric functions", SIGNUM 1983). The reduction multiplies x by 96
-bits of 1 / (2 pi), which x's exponent selects. The product has the quadrant of x and the reduced angle. The polynomials
-on [-pi/4, pi/4] are those of Cephes (Moshier, 1992).
+bits of 1 / (2 pi), which x's exponent selects. The product's first bits are the quadrant of x, and the other bits give
+the reduced angle. The polynomials on [-pi/4, pi/4] are those of Cephes (Moshier, 1992).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _turned(quadrant, x):
 
 @triton.jit
 def _reduce(x):
-    """Reduce a finite x. Return q, up to a multiple of 4, and r in [-pi/4, pi/4], with |x| = q pi / 2 + r."""
+    """Return q and r in [-pi/4, pi/4] with |x| = q pi / 2 + r, for a finite x. Only q modulo 4 is meaningful."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = tl.maximum(((bits >> 23) & 0xFF) - 126, 0)  # |x| = mantissa 2^(exponent - 24)
     mantissa = ((bits & 0x7FFFFF) | 0x800000).to(tl.int64)
@@ -60,7 +60,10 @@ def _reduce(x):
 
 @triton.jit
 def _word(index):
-    """Return 32 bits of 1 / (2 pi) as an integer, from bit 32 `index` after the binary point. Index -1 gives 0."""
+    """Return the 32 bits of 1 / (2 pi) that follow bit number 32 `index` after the binary point, as an integer.
+
+    For index -1, the bits are 0.
+    """
     word = tl.where(index == 0, 0x28BE60DB, 0).to(tl.int64)
     word = tl.where(index == 1, 0x9391054A, word)
     word = tl.where(index == 2, 0x7F09D5F4, word)

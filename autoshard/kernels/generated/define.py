@@ -41,7 +41,14 @@ _IMPORTS = {
 
 @dataclass(frozen=True, slots=True)
 class GeneratedKernel:
-    """A kernel that was generated for a group: torch's operator, the `@triton.jit` function, layout and file."""
+    """A Triton kernel that was generated for `group`.
+
+    Args:
+        operator: torch's operator that runs the kernel.
+        function: the `@triton.jit` function.
+        layout: the launch configuration.
+        path: the file with the generated source.
+    """
 
     group: Group
     operator: OpOverload
@@ -67,7 +74,12 @@ class GeneratedKernel:
 
 @dataclass(frozen=True, slots=True)
 class NamedGroup:
-    """A group with a name for each value, in the order of the values' numbers, and the first lines of a docstring."""
+    """A group of operators, and texts for its kernel's source.
+
+    Args:
+        names: a name for each value of the group: operands first, then the results of steps.
+        purpose: the first lines of the kernel's docstring.
+    """
 
     group: Group
     names: tuple[str, ...]
@@ -88,9 +100,10 @@ def generated_kernel(operator: Any) -> GeneratedKernel | None:
 
 
 def define_kernels(groups: Sequence[NamedGroup], title: str) -> Mapping[Group, GeneratedKernel]:
-    """Return a dict from each group to its kernel.
+    """Define kernels for groups of operators, and return a dict from each group to its kernel.
 
-    All sources are written to one file. A group without a kernel in this process gets a new operator.
+    All sources are written to one file, whose docstring begins with `title`. A group that has no kernel in this process
+    yet gets a new operator.
 
     Raises:
         KernelError: the file cannot be written, or its folder cannot be made private to this user.
@@ -151,30 +164,36 @@ def _launcher(group: Group, layout: ElementLayout, function: Any) -> Callable[..
 
 
 def _stored(group: Group, layout: ElementLayout, index: int) -> torch.dtype:
-    """Return the dtype in which a kernel stores result number `index`: float32 for parts of a split sum."""
+    """Return the dtype in which a kernel stores value number `index`: float32 for a split sum, else its own dtype."""
     return torch.float32 if index in layout.split else group.values[index].dtype
 
 
 def _empty_stored(group: Group, layout: ElementLayout, index: int, device: torch.device) -> Tensor:
-    """Return an empty result number `index`, float32 [chunks, rows] for the parts of a split sum."""
+    """Return an empty tensor in which a kernel stores value number `index` of a group.
+
+    A split sum is stored as its parts, float32 [chunks, rows].
+    """
     if index not in layout.split:
         return group.values[index].empty(device)
     return torch.empty(layout.chunks, layout.rows, dtype=torch.float32, device=device)
 
 
 def _sum_parts(group: Group, index: int, parts: Tensor) -> Tensor:
-    """Add `parts` [chunks, rows] over the chunks in order, so that the sum is the same in each run."""
+    """Return value number `index` of a group, the sum of `parts` [chunks, rows] over the chunks.
+
+    The order of the addends is fixed, so the sum is the same in each run.
+    """
     value = group.values[index]
     return parts.sum(0).to(value.dtype).view(value.shape)
 
 
 def _device_of(operands: Sequence[Tensor]) -> torch.device:
-    """Return the device of the first operand that is no scalar, because a scalar may be on the host."""
+    """Return the device of the first operand with dims, because operands without dims may be on the host."""
     return next((item.device for item in operands if item.dim()), operands[0].device)
 
 
 def _fit(operand: Tensor, form: ValueShape, device: torch.device) -> Tensor:
-    """Return `operand`, or a copy of it with the device and strides for which the kernel was written."""
+    """Return `operand`, or a copy of it on `device` with the strides `form`, for which the kernel was written."""
     if operand.device == device and form.describes(operand):
         return operand
     fitted = form.empty(device)

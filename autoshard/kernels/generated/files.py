@@ -20,13 +20,13 @@ _PACKAGE = "autoshard_generated"
 
 
 def cache_folder() -> Path:
-    """Return autoshard's folder in the user's cache, which may not exist yet."""
+    """Return autoshard's folder in the user's cache, whether or not it exists yet."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "autoshard"
 
 
 def source_folder() -> Path:
-    """Return the folder of generated sources, which may not exist yet."""
+    """Return the folder of generated sources, whether or not it exists yet."""
     return cache_folder() / "kernels"
 
 
@@ -53,7 +53,10 @@ def write_file(text: str) -> Path:
 
 
 def load_text(text: str, path: Path) -> ModuleType:
-    """Execute a program's generated source as a module. Tracebacks and Triton see `path` as the file of its lines."""
+    """Execute a program's generated source, and return the resulting module.
+
+    Tracebacks and Triton name `path` as the source's file, but the file is not read.
+    """
     linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
     module = ModuleType(f"{_PACKAGE}.{path.stem}")
     module.__file__ = str(path)

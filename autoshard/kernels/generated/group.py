@@ -57,7 +57,13 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """One call of an operator: its arguments, with a `Ref` in place of each tensor, and its result's `value`."""
+    """One call of an operator.
+
+    Args:
+        target: the operator.
+        args, kwargs: the arguments, with a `Ref` in place of each tensor.
+        value: shape, strides and dtype of the result.
+    """
 
     target: OpOverload
     args: tuple[Any, ...]
@@ -75,7 +81,10 @@ class GroupStep:
         return tuple(_refs((self.args, [item for _, item in self.kwargs])))
 
     def call(self, value_of: Callable[[int], Any], target: Callable[..., Any] | None = None) -> Any:
-        """Call `target`, by default the step's operator, with `value_of(index)` in place of `Ref(index)`."""
+        """Call `target`, by default the step's operator, with `value_of(index)` in place of `Ref(index)`.
+
+        Return the result of the call.
+        """
         args = map_refs(self.args, value_of)
         return (target or self.target)(*args, **{name: map_refs(item, value_of) for name, item in self.kwargs})
 
@@ -84,7 +93,10 @@ class GroupStep:
 class Group:
     """The operators of a generated kernel. Two groups are equal if their `text` is equal.
 
-    Each of `steps` reads operands and results of earlier steps. `results` are the numbers of the returned values.
+    Args:
+        operands: shape, strides and dtype of each operand.
+        steps: calls of operators. Each step reads operands and results of earlier steps.
+        results: the numbers of the values that the kernel returns.
     """
 
     operands: tuple[ValueShape, ...]
@@ -115,7 +127,7 @@ class Group:
 
     @cached_property
     def text(self) -> str:
-        """A text that is equal for equal groups only, the same in every process. It tells 0.0 from -0.0."""
+        """A text that is equal for equal groups only, and equal in every process. It tells 0.0 from -0.0."""
         lines = [f"operand {value} {list(value.stride)}" for value in self.operands]
         lines += [
             f"{step.target}{step.args}{step.kwargs} {step.value} {list(step.value.stride)}" for step in self.steps
@@ -131,7 +143,7 @@ class Group:
 
 
 def map_refs(item: Any, value_of: Callable[[int], Any]) -> Any:
-    """Return an argument with `value_of(index)` in place of each `Ref(index)`, also within tuples and lists."""
+    """Return an argument with `value_of(index)` in place of each `Ref(index)`, also inside nested tuples and lists."""
     if isinstance(item, Ref):
         return value_of(item.index)
     if isinstance(item, (tuple, list)):

@@ -1,4 +1,4 @@
-"""Finds the loops that a kernel needs to compute a group, from the shapes of the group's values.
+"""Finds the loops that a kernel needs to compute a group of operators, from the shapes of the group's values.
 
 A loop runs over an *axis*. Every dim of every value is a product of axes, major to minor, as in `(batch heads) -> batch
 heads`. Axes are found in three steps:
@@ -42,7 +42,7 @@ class Loops:
         rows, columns: the sizes of the row axes and of the column axes, major to minor. Reductions sum over columns.
         strides: from the number of an operand or result to its stride along each axis, in elements. Row axes come
             first. The stride is 0 if the value does not vary along the axis.
-        spans: for each value, whether it varies along rows, and whether it varies along columns.
+        spans: for each value, two bools: whether the value varies along rows, and whether it varies along columns.
     """
 
     rows: tuple[int, ...]
@@ -62,7 +62,9 @@ class Loops:
 
 
 def find_loops(group: Group) -> Loops:
-    """Return the loops of a group. Neighbouring axes are merged if every tensor is contiguous over both axes.
+    """Return the loops of a group.
+
+    Neighbouring axes are merged into one axis if every tensor is contiguous over both axes.
 
     Raises:
         NoLoopsError: the group has no loops.
@@ -121,7 +123,10 @@ class _Axes:
         return tuple(found)
 
     def equate(self, left: Iterable[int], right: Iterable[int]) -> None:
-        """Equate two lists of axes: split an axis that meets a smaller axis. Raise `NoLoopsError` if sizes differ."""
+        """Make two lists of axes equal, major to minor. An axis that meets a smaller axis is split into two axes.
+
+        Raise `NoLoopsError` if no such splits make the lists equal.
+        """
         firsts, seconds = deque(left), deque(right)
         while firsts and seconds:
             first, second = self._next(firsts), self._next(seconds)
@@ -184,14 +189,17 @@ def _apply_view(axes: _Axes, step: GroupStep, before: Dims, made: Dims) -> None:
 
 
 def _equate_aligned(axes: _Axes, operand: Dims, result: Dims) -> None:
-    """Align dims at the last dim, as in broadcasting. An operand's dim of size 1 has no axis."""
+    """Equate the axes of an operand's dims with those of the result's dims, aligned at the last dim as in broadcasting.
+
+    An operand's dim of size 1 has no axis, and is skipped.
+    """
     for before, after in zip(reversed(operand), reversed(result), strict=False):
         if before:
             axes.equate(before, after)
 
 
 def _reduced(axes: _Axes, summed: Sequence[tuple[int, Dims, tuple[int, ...]]]) -> frozenset[int]:
-    """Return the axes that all reductions sum over.
+    """Return the axes that all reductions sum over. Raise `NoLoopsError` if reductions sum over different axes.
 
     `summed` has, for each reduction, the number and dims of its operand, and the indices of the reduced dims.
     """
@@ -203,9 +211,10 @@ def _reduced(axes: _Axes, summed: Sequence[tuple[int, Dims, tuple[int, ...]]]) -
 
 
 def _order(group: Group, flat: Sequence[Sequence[int]]) -> list[int]:
-    """Return the axes of the first value that has all axes of the group, in this value's order.
+    """Return all axes of a group, in their order in a value that has all of them.
 
-    Results of the group are tried first, then the results of all steps, then operands.
+    `flat` has the axes of each value. The value is the first one with all axes among the group's results, then the
+    results of all steps, then the operands. Raise `NoLoopsError` if no value has all axes.
     """
     every = {axis for items in flat for axis in items}
     steps = range(len(group.operands), len(flat))
@@ -221,7 +230,10 @@ def _check_results(group: Group, flat: Sequence[Sequence[int]], rows: set[int]) 
 
 
 def _check_costly(group: Group, flat: Sequence[Sequence[int]], rows: set[int]) -> None:
-    """Refuse costly values that are broadcast along rows, because each row would compute them again."""
+    """Raise `NoLoopsError` if a kernel would compute a costly operator (`Pointwise.is_costly`) again for each row.
+
+    This is so if the operator's result does not vary along all axes `rows`. `flat` has the axes of each value.
+    """
     for index, step in enumerate(group.steps, len(group.operands)):
         entry = POINTWISE.get(step.target)
         if entry is not None and entry.is_costly and not rows.issubset(flat[index]):
@@ -244,7 +256,10 @@ def _collapse(
     strides: Mapping[int, tuple[int, ...]],
     spans: tuple[tuple[bool, bool], ...],
 ) -> Loops:
-    """Merge neighbouring axes if every tensor is contiguous over both axes."""
+    """Return loops in which neighbouring axes are merged if every tensor is contiguous over both axes.
+
+    `rows`, `columns`, `strides` and `spans` are the fields of `Loops` before axes are merged.
+    """
     sizes = [*rows, *columns]
     starts = [
         place

@@ -277,7 +277,7 @@ CONSTANTS = frozenset({_aten.full.default, _aten.scalar_tensor.default, _aten.ze
 
 
 def kind_of(target: Any) -> IndexKind | None:
-    """Return the kind of an operator, or None if generated kernels cannot compute it."""
+    """Return how an operator relates indices of operands and result, or None if generated kernels cannot compute it."""
     for kind, table in (
         (IndexKind.POINTWISE, POINTWISE),
         (IndexKind.REDUCTION, REDUCTIONS),
@@ -290,7 +290,7 @@ def kind_of(target: Any) -> IndexKind | None:
 
 
 def bound_arguments(step: GroupStep) -> dict[str, Any]:
-    """Return the value of each argument of a step's operator by the argument's name, including defaults."""
+    """Return the arguments of a step's call by name, with the operator's defaults for arguments that are not given."""
     parameters = step.target._schema.arguments
     bound = {parameter.name: parameter.default_value for parameter in parameters}
     bound.update(zip((parameter.name for parameter in parameters), step.args, strict=False))
@@ -336,9 +336,10 @@ def convert(text: str, before: str, after: str) -> str:
 
 
 def write_pointwise(step: GroupStep, values: tuple[ValueShape, ...], texts: Mapping[int, str]) -> str | None:
-    """Return the Triton expression of a pointwise step in its own dtype, or None if its arguments have none.
+    """Return the Triton expression of a pointwise step's result, or None if its arguments have no expression.
 
-    `values` has the shape of each value of the group. `texts` maps the number of an operand to its expression.
+    `values` has shape, strides and dtype of each value of the group. `texts` maps the number of an operand to its
+    expression.
     """
     entry = POINTWISE[step.target]
     if not _has_plain_arguments(step, values):
@@ -382,7 +383,11 @@ def _has_plain_arguments(step: GroupStep, values: tuple[ValueShape, ...]) -> boo
 
 
 def _computed_in(step: GroupStep, values: tuple[ValueShape, ...], entry: Pointwise) -> torch.dtype:
-    """Return ATen's promoted dtype for comparisons, bool for logical operators, else the result's dtype."""
+    """Return the dtype in which a pointwise step is computed.
+
+    It is ATen's promoted dtype of the operands for comparisons, bool for logical operators, and else the result's
+    dtype.
+    """
     if step.target in _LOGICAL or step.target is _aten.logical_not.default:
         return torch.bool
     if step.target in _COPIES:

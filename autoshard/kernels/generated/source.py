@@ -1,4 +1,4 @@
-"""Writes the Triton source of a group.
+"""Writes the Triton source of the kernel of a group of operators (`Group`).
 
 The kernel of a group without reductions walks all elements in one flat index, cut into blocks. The kernel of a group
 with reductions works on tiles of whole rows, which stay in registers between a sum and its readers.
@@ -79,23 +79,26 @@ class ElementLayout:
         return () if self.split else tuple(name for name in ("BLOCK", "BLOCK_R") if name in self.blocks)
 
     def grid(self, blocks: Mapping[str, int]) -> tuple[int, int]:
-        """Return the launch grid (programs, chunks) if tuning has changed the block sizes to `blocks`."""
+        """Return the launch grid (programs, chunks) for block sizes `blocks` by name, which tuning may have changed."""
         elements = self.programs * math.prod(self.blocks[name] for name in self.tunable)
         return math.ceil(elements / math.prod(blocks[name] for name in self.tunable)), self.chunks
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A group's kernel: the source text of its function, with the decorator, and its launch configuration."""
+    """The generated kernel of a group of operators: its source text, and its launch configuration.
+
+    The text is the `@triton.jit` function, decorator included.
+    """
 
     text: str
     layout: ElementLayout
 
 
 def lay_out(loops: Loops, sums: tuple[int, ...] = ()) -> ElementLayout:
-    """Return the launch configuration of a group's kernel, in which the value numbers `sums` may be split.
+    """Return the launch configuration of a group's kernel. Raise `NoLoopsError` if rows are too long for registers.
 
-    Raise `NoLoopsError` if rows are too long for registers.
+    `sums` has the value numbers of sums that may be split into chunks. The configuration says whether they are.
     """
     if not loops.columns:
         return ElementLayout({"BLOCK": _BLOCK}, math.ceil(loops.row_count / _BLOCK), 4)
@@ -116,7 +119,10 @@ def lay_out(loops: Loops, sums: tuple[int, ...] = ()) -> ElementLayout:
 
 
 def _lay_out_split(loops: Loops, sums: tuple[int, ...]) -> ElementLayout:
-    """Choose tiles of many rows, and enough chunks to keep a device busy."""
+    """Return the launch configuration of a kernel that splits the sums with the value numbers `sums`.
+
+    Tiles have many rows, and there are enough chunks to keep a device busy.
+    """
     rows = min(_SPLIT_ROWS, triton.next_power_of_2(loops.row_count))
     programs, width = math.ceil(loops.row_count / rows), _TILE // rows
     steps = max(1, math.ceil(loops.column_count * programs / (width * _SPLIT_PROGRAMS)))
@@ -126,9 +132,10 @@ def _lay_out_split(loops: Loops, sums: tuple[int, ...]) -> ElementLayout:
 
 
 def splittable_sums(group: Group, loops: Loops) -> tuple[int, ...]:
-    """Return the value numbers of the group's reductions if all may be split, else an empty tuple.
+    """Return the value numbers of the group's reductions if all of them may be split into chunks, else an empty tuple.
 
-    A reduction may be split if it is a sum of floats, it is a result stored row by row, and no step reads it.
+    A reduction may be split under three conditions. It is a sum of floats. It is a result of the group, stored row by
+    row. No step reads it.
     """
     read = {index for step in group.steps for index in step.operands}
     found = [index for index in range(len(group.operands), len(group.values)) if _reduces(group, index)]
@@ -168,7 +175,7 @@ def write_source(group: Group, names: Sequence[str], purpose: str) -> Source:
 
 
 def _identifiers(names: Sequence[str]) -> tuple[str, ...]:
-    """Add "_" to a name that is repeated or reserved in a kernel."""
+    """Return `names` with "_" appended to names that are repeated or reserved in a kernel."""
     found: dict[str, None] = {}
     for name in names:
         while name in found or name in _RESERVED:
@@ -249,7 +256,10 @@ class _KernelSource:
         return write_reduction(step, value, text, "inside")
 
     def _text(self, index: int) -> str:
-        """Return the expression of value number `index`. An operand's load is written before its first use."""
+        """Return the Triton expression of value number `index`.
+
+        For an operand that the kernel has not read yet, also write the line that loads the operand.
+        """
         if index not in self.texts:
             name, triton_type = self.names[index], TRITON_TYPES[self.group.values[index].dtype]
             place, mask = self._place(index)
@@ -267,7 +277,10 @@ class _KernelSource:
     # Indices.
 
     def _place(self, index: int) -> tuple[str, str]:
-        """Return the texts of offset and mask. The offset starts with " + ". Both are empty for a single element."""
+        """Return source texts of the offset and the mask with which a program loads or stores value number `index`.
+
+        The offset starts with " + ". Both texts are empty for a single element.
+        """
         strides = self.loops.strides[index]
         count = len(self.loops.rows)
         by_row = self._offset(self._flat, self.loops.rows, strides[:count], 0)
@@ -286,10 +299,14 @@ class _KernelSource:
         return "row" if self.loops.columns else "index"
 
     def _offset(self, flat: str, sizes: Sequence[int], strides: Sequence[int], first: int) -> str:
-        """Return the text of a tensor's offset along the rows or along the columns, empty if all strides are 0.
+        """Return the source text of a tensor's offset along the axes of the rows, or of the columns.
 
-        `flat` is the variable of the flat index: "row", "column" or "index". `first` numbers the first axis: `i0`,
-        `i1`, ...
+        For example, "row * 4" if the tensor is contiguous over the axes, "i0 * 8 + i1" if not, "" if all strides are 0.
+
+        Args:
+            flat: the variable with the flat index over the axes: "row", "column" or "index".
+            sizes, strides: size of each axis, and the tensor's stride along the axis, in elements.
+            first: number of the first axis. The index along axis number n is the variable `i{n}`.
         """
         if not any(strides):
             return ""
@@ -369,7 +386,10 @@ class _KernelSource:
 
 
 def _most_alive(group: Group, loops: Loops) -> int:
-    """Count the tiles alive at one time, each from right before its first use to its last use."""
+    """Return the greatest number of tiles that a kernel holds at one time.
+
+    A kernel holds the tile of a value from just before its first use to its last use.
+    """
     first = len(group.operands)
     last: dict[int, int] = {index: len(group.steps) for index in group.results}
     for at, step in enumerate(group.steps):
@@ -389,7 +409,10 @@ def _most_alive(group: Group, loops: Loops) -> int:
 
 
 def _digit(flat: str, sizes: Sequence[int], at: int) -> str:
-    """Compute the index along axis number `at` from the flat index over all axes of `sizes`."""
+    """Return the source text of the index along axis number `at`. `sizes` has the sizes of all axes, major to minor.
+
+    `flat` is the variable that has the flat index over all axes.
+    """
     below = math.prod(sizes[at + 1 :])
     divided = flat if below == 1 else f"{flat} // {below}"
     return divided if at == 0 else f"{divided} % {sizes[at]}"

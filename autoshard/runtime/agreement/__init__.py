@@ -1,1 +1,1 @@
-"""Ranks compare their calls before they run, and name the rank that does not come."""
+"""Ranks compare their calls before the calls run. If a rank does not come, all ranks raise an error that names it."""

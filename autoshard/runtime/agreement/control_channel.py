@@ -1,8 +1,8 @@
-"""`ControlChannel`: ranks send each other messages through the store of their run, within a time limit.
+"""`ControlChannel`: ranks send each other messages through the key-value store of their run, within a time limit.
 
 In each turn every rank sends one message, and all ranks receive all messages or raise the same error. A rank that works
-for long shows signs of life, and the other ranks wait for it beyond the time limit. A waiting rank can read which rank
-is missing. The verdict on a turn is one key that is written once: "all", or a text that names the missing ranks.
+for long writes a changing value to the store: a sign of life. The other ranks wait for it beyond the time limit.
+The verdict on a turn is one key that is written once: "all", or a text that names the missing ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autoshard.runtime.agreement.lost_ranks import naming_a_lost_store
 from autoshard.runtime.agreement.meeting import refuse_a_kept_store
 
 TIMEOUT_S = 60.0
-"""Seconds that ranks wait for a rank that shows no sign of life, by default."""
+"""The default seconds that ranks wait for a rank that neither comes nor shows a sign of life."""
 
 _ALL_CAME = "all"
 _SLICE_S = 0.25
@@ -40,6 +40,7 @@ class ControlChannel:
     """Exchanges messages among `ranks`, in turns. This process has one of the ranks.
 
     Args:
+        ranks: ranks of the default process group, in the order of the messages.
         timeout_s: seconds without a message or a sign of life after which a rank is lost.
     """
 
@@ -54,15 +55,20 @@ class ControlChannel:
         self._parts: dict[int, int] = {}
 
     def say(self, value: bytes) -> None:
-        """Send this rank's message of the next turn, without waiting for the other ranks."""
+        """Send this rank's message of the next turn. Unlike `exchange`, this does not wait for the other ranks."""
         with naming_a_lost_store(self.rank):
             self._say(value)
 
     def exchange(self, value: bytes, action: str, timeout_s: float | None = None) -> list[bytes]:
         """Send `value` in the next turn, and return the messages of all ranks, in the order of `ranks`.
 
-        `action`, which follows, is for messages. `timeout_s` is by default that of the channel. If a rank does not come
-        in time, raise `LostRankError` on every rank, also on a late one.
+        Args:
+            value: this rank's message.
+            action: the next action of the ranks, for error messages.
+            timeout_s: time limit of this turn in seconds; default: the channel's.
+
+        Raises:
+            LostRankError: on every rank, also on a late rank, if a rank does not come in time.
         """
         with naming_a_lost_store(self.rank):
             turn = self._say(value)
@@ -77,7 +83,7 @@ class ControlChannel:
 
     @contextmanager
     def showing_life(self, action: str) -> Iterator[None]:
-        """Within the context, show other ranks that this rank is working, so that they wait for it."""
+        """Within the context, a thread writes signs of life to the store, so that other ranks wait for this rank."""
         ended = threading.Event()
         thread = threading.Thread(target=self._show_life, args=(action, ended), daemon=True)
         thread.start()
@@ -100,7 +106,10 @@ class ControlChannel:
         return turn
 
     def _whole(self, turn: int, rank: int, first: bytes) -> bytes:
-        """Join the message from its `first` part, which begins with the number of parts, and the parts in the store."""
+        """Return a rank's message.
+
+        `first` is the number of its parts, and the first part. The other parts are in the store.
+        """
         (count,) = _COUNT.unpack_from(first)
         others = (self._store.get(f"{turn}/{rank}/{number}") for number in range(1, count))
         return b"".join((first[_COUNT.size :], *others))
@@ -120,7 +129,10 @@ class ControlChannel:
         return self._store.get(key).decode()
 
     def _has_come(self, key: str) -> bool:
-        """Wait up to `_slice_s` seconds for a key. The store's own wait would log a line for each time-out."""
+        """Wait up to `_slice_s` seconds for a key, and return whether the store has it.
+
+        The store's own wait would log a line for each time-out.
+        """
         end, pause_s = time.monotonic() + self._slice_s, _SHORTEST_PAUSE_S
         while not self._store.check([key]):
             if time.monotonic() >= end:
@@ -153,7 +165,7 @@ class ControlChannel:
             return  # the store is gone; the rank's next message raises the error
 
     def _forget(self, turn: int) -> None:
-        """Delete this rank's message of a turn, which all ranks have read."""
+        """Delete this rank's message of a turn from the store, once all ranks have read it."""
         if turn < 0:
             return
         self._store.delete_key(f"{turn}/{self.rank}")
@@ -162,9 +174,10 @@ class ControlChannel:
 
 
 def _store_of(ranks: tuple[int, ...], rank: int) -> dist.Store:
-    """Return the run's store, with a prefix that counts the channels of `ranks`, so that keys of two channels differ.
+    """Return the run's store, with a prefix that no other channel of `ranks` has.
 
-    All ranks make their channels in the same order, so they get equal prefixes.
+    The prefix counts the channels of `ranks`. All ranks make their channels in the same order, so they get equal
+    prefixes.
     """
     world = dist.group.WORLD
     assert world is not None, "there is a process group"

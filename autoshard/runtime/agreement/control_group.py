@@ -1,6 +1,7 @@
 """`ControlGroup`: ranks compare facts, and all ranks raise the same error if the facts differ.
 
-Ranks that run different programs would hang, or compute wrong values. So they compare each call before it runs.
+A fact is a named value, such as the shape of an input. Ranks that run different programs would hang, or compute wrong
+values. So they compare each call before it runs.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PieceFact:
-    """A fact that is compared only among the ranks that hold the same piece of a tensor.
+    """The name of a fact that is compared only among the ranks that hold the same piece of a tensor.
 
-    `place` is a text that is equal on ranks with the same piece, and differs on other ranks. `name` is for messages.
+    Args:
+        name: the fact's name in messages.
+        place: a text that is equal on ranks with the same piece, and differs on other ranks.
     """
 
     name: str
@@ -38,20 +41,21 @@ class PieceFact:
 
 
 Facts = Mapping[str | PieceFact, str]
-"""Values that ranks compare, as text, by name: for example the shape of an input."""
+"""Name of a fact → its value as text, which ranks compare: for example the shape of an input."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """Stands for the value of a rank that raised an error of its own."""
+    """The message of a rank that raised an error, in place of its value. `error` is the error's text."""
 
     error: str
 
 
 class ControlGroup:
-    """Ranks that compare and share small Python values before they run programs.
+    """A set of ranks that compare and share small Python values before they run programs.
 
     Args:
+        ranks: ranks of the default process group.
         timeout_s: seconds without a message or a sign of life after which a rank is lost.
     """
 
@@ -62,7 +66,7 @@ class ControlGroup:
 
     @cached_property
     def vectors(self) -> VectorExchange | None:
-        """A faster exchange of a few numbers, over direct connections; None if ranks cannot connect.
+        """A faster exchange of a few integers, over direct connections; None if ranks cannot connect.
 
         All ranks must read this property for the first time together, because the first read opens the connections.
         """
@@ -75,10 +79,12 @@ class ControlGroup:
         return found
 
     def agree(self, facts: Callable[[], Facts], action: str = "compile the same program") -> None:
-        """Raise `RankMismatchError` on every rank unless all ranks hold the same `facts`.
+        """Raise `RankMismatchError` on every rank if a fact's value differs between ranks.
 
-        A value named by a `PieceFact` is compared among the ranks that have an equal `PieceFact`. `action`, which
-        follows, is for the message if a rank is lost.
+        Args:
+            facts: returns this rank's facts. A fact named by a `PieceFact` is compared among the ranks with an equal
+                `PieceFact`.
+            action: the next action of the ranks, for the error message if a rank is lost.
         """
         everyone = self.gather(dict(facts()), action)
         names = dict.fromkeys(name for theirs in everyone for name in theirs)
@@ -94,9 +100,10 @@ class ControlGroup:
             )
 
     def share(self, compute: Callable[[], T], action: str = "take the first rank's plan") -> T:
-        """Run `compute` on the first rank; return its result, or raise its `AutoshardError`, on every rank.
+        """Run `compute` on the first rank only; return its result, or raise its `AutoshardError`, on every rank.
 
-        After any other error of `compute`, the other ranks raise `RankMismatchError`.
+        After any other error of `compute`, the other ranks raise `RankMismatchError`. `action` is the next action of
+        the ranks, for error messages.
         """
         mine: Any = None
         if self.channel.rank == self.channel.ranks[0]:
@@ -112,7 +119,7 @@ class ControlGroup:
 
     @contextmanager
     def telling_errors(self) -> Iterator[None]:
-        """Within the context, send an error of this rank to the ranks that wait for it."""
+        """Within the context, send an error of this rank to the other ranks, which then raise `RankMismatchError`."""
         if self._is_telling:
             yield
             return
@@ -129,12 +136,15 @@ class ControlGroup:
 
     @contextmanager
     def working(self, action: str) -> Iterator[None]:
-        """Within the context, show other ranks that this rank is working, and send them its error."""
+        """Within the context, other ranks wait for this rank without a time limit, and hear of its errors.
+
+        `action` is the work of this rank, for messages.
+        """
         with self.telling_errors(), self.channel.showing_life(action):
             yield
 
     def gather(self, value: T, action: str) -> list[T]:
-        """Return the value of each rank, in the order of ranks; `action` as for `agree`.
+        """Return the value of each rank, in the order of ranks. `action` is the next action, for error messages.
 
         Raises:
             RankMismatchError: a rank sent an error in place of a value (`telling_errors`).
@@ -149,7 +159,10 @@ class ControlGroup:
         return everyone
 
     def _describe(self, name: str | PieceFact, everyone: Sequence[Facts]) -> str:
-        """Say which ranks hold each value: `seed: 0 on ranks [0, 1], 1 on ranks [2]`."""
+        """Return a text such as `seed: 0 on ranks [0, 1], 1 on ranks [2]`, for the values of a fact.
+
+        `everyone` has the facts of each rank.
+        """
         holders: dict[str, list[int]] = {}
         for rank, theirs in zip(self.channel.ranks, everyone, strict=True):
             if name in theirs or not isinstance(name, PieceFact):
@@ -165,5 +178,8 @@ def _is_failed(said: object) -> bool:
 
 
 def _found(name: str | PieceFact, everyone: Sequence[Facts]) -> list[str | None]:
-    """Return a fact's value on each rank. A rank that lacks it gives None, or for a `PieceFact` is left out."""
+    """Return the values of a fact on all ranks.
+
+    The value is None on a rank without the fact. For a `PieceFact`, ranks without it are left out.
+    """
     return [theirs.get(name) for theirs in everyone if name in theirs or not isinstance(name, PieceFact)]

@@ -1,4 +1,4 @@
-"""Digests of tensors' bits. Equal tensors have equal digests on every rank; swapping two elements changes the digest.
+"""Digests of tensors' bits: equal on every rank for equal tensors, and different if two unequal elements are swapped.
 
 A digest of a whole tensor is a multilinear hash (Carter and Wegman 1979, section 3). Each 64-bit word is multiplied by
 the odd pseudo-random number of its position, and the products are summed modulo 2^64. Longer tensors than the table of
@@ -25,7 +25,10 @@ _WORD = torch.int64
 
 
 def words_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor as int64 words [bytes / 8], a view if possible; zeros fill up the last word."""
+    """Return the memory of a tensor as int64 words [bytes / 8]. Zeros fill up the last word.
+
+    The result is a view if the memory is contiguous and aligned.
+    """
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.stride(0) != 1:  # a single element is contiguous with any stride
         flat = flat.as_strided(flat.shape, (1,))
@@ -39,7 +42,7 @@ def words_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def digest_of_words(words: torch.Tensor) -> torch.Tensor:
-    """Return the digest of a row of int64 words as a 0-dim int64 tensor on the same device."""
+    """Return the digest of int64 words [n], a 0-dim int64 tensor on the same device."""
     count = words.numel()
     if count <= _BLOCK:
         return (words * table_on(words.device).narrow(0, 0, count)).sum()
@@ -59,9 +62,9 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 
 def digest_of_samples(tensors: Sequence[torch.Tensor], most: int, turn: int) -> int | torch.Tensor:
-    """Return a digest of tensors on one device, from the sum of each tensor's words and a sample of its bytes.
+    """Return a digest of tensors on one device that reads only samples of their bytes, and the sums of their words.
 
-    A tensor of at most `most` bytes is hashed whole. A swap of two values does not change the sum, and shows only if
+    A tensor of at most `most` bytes is read whole. A swap of two values does not change the sum, and shows only if
     the sample contains one of the values. Each `turn` samples other bytes. The digest is an int on the CPU, else a
     0-dim int64 tensor.
     """
@@ -75,7 +78,7 @@ def digest_of_samples(tensors: Sequence[torch.Tensor], most: int, turn: int) -> 
 
 
 def sample_of(words: torch.Tensor, most: int, turn: int) -> torch.Tensor:
-    """Return at most `most` of the words, spread over the whole row; each turn takes other words."""
+    """Return at most `most` of `words` [n], spread over all of them. Each turn takes other words."""
     if len(words) <= most:
         return words
     rows, length, start, width = _spread(len(words), most, turn)
@@ -90,15 +93,16 @@ def _sample_of_bytes(memory: npt.NDArray[np.uint8], most: int, turn: int) -> npt
 
 
 def _sum_of_words(memory: npt.NDArray[np.uint8]) -> bytes:
-    """Sum the 64-bit words modulo 2^64, and append the bytes after the last whole word."""
+    """Return the sum modulo 2^64 of the 64-bit words of `memory`, followed by its bytes after the last whole word."""
     whole = len(memory) // 8 * 8
     return memory[:whole].view(np.uint64).sum().tobytes() + memory[whole:].tobytes()
 
 
 def _spread(count: int, most: int, turn: int) -> tuple[int, int, int, int]:
-    """Cut the items into equal rows, of which the sample has the same columns.
+    """Cut `count` items into equal rows, and choose the columns of the rows that a sample takes.
 
-    Return the number of rows, their length, the first column of the sample, and the number of its columns.
+    The sample has at most `most` items. Return the number of rows, their length, the first column of the sample, and
+    the number of its columns.
     """
     rows = min(_PIECES, most)
     width, length = most // rows, count // rows
@@ -106,7 +110,7 @@ def _spread(count: int, most: int, turn: int) -> tuple[int, int, int, int]:
 
 
 def bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """Return the memory of a tensor as uint8 bytes on the CPU, [bytes]; a view if possible."""
+    """Return the memory of a tensor as uint8 bytes on the CPU, [bytes]; a view if possible without a copy."""
     known = (
         tensor
         if tensor.dtype in _OF_NUMPY
@@ -116,7 +120,7 @@ def bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 
 
 def digest_of_bytes(pieces: Iterable[Any]) -> int:
-    """Return a digest of buffers in their order. It fits in an int64, and is the same in every process."""
+    """Return one digest of several buffers, in their order. It fits in an int64, and is the same in every process."""
     found = hashlib.blake2b(digest_size=8)
     for piece in pieces:
         found.update(piece)
@@ -129,7 +133,7 @@ def digest_of_text(text: str) -> int:
 
 
 def combine(digests: Sequence[int]) -> int:
-    """Combine digests, in their order, into one digest that fits in an int64."""
+    """Return one digest of several digests, in their order. It fits in an int64."""
     return digest_of_text(",".join(map(str, digests))) if len(digests) != 1 else digests[0]
 
 
@@ -146,7 +150,7 @@ _OF_NUMPY |= {torch.float16, torch.float32, torch.float64, torch.complex64, torc
 
 @cache
 def table_on(device: torch.device) -> torch.Tensor:
-    """Return `_BLOCK` odd pseudo-random int64 numbers, equal on every rank, kept for the process (16 KiB)."""
+    """Return `_BLOCK` odd pseudo-random int64 numbers, equal on every rank. They take 16 KiB, and are made once."""
     generator = torch.Generator().manual_seed(0x5EED)
     bounds = torch.iinfo(_WORD)
     drawn = torch.randint(bounds.min, bounds.max, (_BLOCK,), generator=generator, dtype=_WORD, device="cpu")

@@ -1,4 +1,4 @@
-"""Read an accelerator's numbers without waiting for the accelerator: numbers of one call are read at the next call."""
+"""Read an accelerator's numbers without waiting for it: each call reads the numbers of the previous call."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ BEFORE = " of the call before"
 
 @dataclass(frozen=True, slots=True)
 class _OnTheirWay:
-    """Numbers that are being copied to `values`, int64 in pinned host memory.
+    """Numbers of one call, which the device is copying to the host.
 
-    `arrived` is an event that the device records after the copy.
+    Args:
+        names: the name of each number.
+        values: the copy, int64 in pinned host memory.
+        arrived: an event that the device records after the copy.
     """
 
     names: tuple[PieceFact, ...]
@@ -26,13 +29,13 @@ class _OnTheirWay:
 
 
 class LateNumbers:
-    """Reads numbers at each call; a number that an accelerator computes is returned at the next call."""
+    """Reads integers at each call. A number on an accelerator is returned one call later."""
 
     def __init__(self) -> None:
         self._before: _OnTheirWay | None = None
 
     def read(self, numbers: Mapping[PieceFact, int | torch.Tensor]) -> dict[PieceFact, int]:
-        """Return the integers of this call, and the accelerator's numbers of the previous call.
+        """Return the integers among `numbers`, and the accelerator's numbers of the previous call.
 
         Names of the previous call's numbers end with `BEFORE`. `numbers` are integers, or 0-dim int64 tensors on an
         accelerator.

@@ -1,4 +1,4 @@
-"""If a rank stops in mid-step, the other ranks end with one clear error.
+"""If a rank stops in mid-step, the other ranks raise one clear error.
 
 If a process ends, the backend soon tells its neighbours. If it runs but does not communicate, ranks wait as long as
 `init_process_group(timeout=...)` allows, by default 30 minutes with Gloo and 10 minutes with NCCL.
@@ -14,12 +14,12 @@ import torch.distributed as dist
 from autoshard.errors import LostRankError
 
 _GLOO = "gloo"
-"""A part of the text of Gloo's errors, which are plain `RuntimeError`s: the text names Gloo's source file."""
+"""A word in the text of Gloo's errors, which are plain `RuntimeError`s: the text names Gloo's source file."""
 
 
 @contextlib.contextmanager
 def naming_lost_ranks() -> Iterator[None]:
-    """Within the context, raise errors of communication between processes as `LostRankError`."""
+    """Within the context, errors of communication between processes become `LostRankError`s."""
     try:
         yield
     except RuntimeError as error:
@@ -34,7 +34,7 @@ def naming_lost_ranks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_a_lost_store(rank: int) -> Iterator[None]:
-    """Within the context, raise `LostRankError` if this rank cannot reach the store."""
+    """Within the context, errors of this rank's connection to the store become `LostRankError`s."""
     try:
         yield
     except RuntimeError as error:

@@ -3,9 +3,10 @@
 `torchrun` restarts all processes of a run when one of them ends, and keeps one store for all attempts. Keys of ended
 processes, such as addresses of Gloo, would mislead later processes. So processes meet before they make a process group:
 
-1. Each process adds a line to a list: its rank, and a random number.
-2. Rank 0 draws a token and publishes it with the latest number of each rank. It draws again whenever the list grows.
-3. A process that finds its own number beside the token confirms under the token.
+1. Each process adds a line to a list in the store: its rank, and a random number.
+2. Rank 0 draws a token, and publishes it with the latest number of each rank. When the list grows, it draws a new
+   token.
+3. A process that finds its own number beside the token writes a confirmation under the token.
 4. When all ranks have confirmed, rank 0 publishes that they met. The token is the prefix of all keys of the attempt.
 """
 
@@ -25,18 +26,18 @@ from autoshard.runtime.agreement.lost_ranks import naming_a_lost_store
 _CAME, _SHOWN, _SAID, _VERDICT = "autoshard/came", "autoshard/shown", "said", "verdict"
 _ALL_CAME = "all"
 _GRACE_S = 5.0
-"""Seconds that other ranks wait longer than rank 0, which names the missing ranks."""
+"""Seconds that other ranks wait longer than rank 0, so that they read which ranks rank 0 misses."""
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 
 
 def launcher_keeps_store() -> bool:
-    """Whether `torchrun` started this process and keeps a store that outlives a restart."""
+    """Whether `torchrun` started this process, and keeps one store for all attempts."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def refuse_a_kept_store(store: dist.Store) -> None:
-    """Raise `NotAvailableError` if the process group's `store` is the launcher's and has keys of an ended attempt."""
+    """Raise `NotAvailableError` if `store`, a process group's, is torchrun's and has keys of an earlier attempt."""
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if restarts and launcher_keeps_store() and _is_of_launcher_alone(store):
         raise NotAvailableError(
@@ -49,7 +50,7 @@ def refuse_a_kept_store(store: dist.Store) -> None:
 
 
 def _is_of_launcher_alone(store: dist.Store) -> bool:
-    """Whether `store` keeps its keys directly in the launcher's store, with no prefix but torch's own."""
+    """Whether `store` writes its keys into torchrun's store without any prefix but torch's own."""
     kept = store
     while isinstance(kept, dist.PrefixStore):
         kept = kept.underlying_store
@@ -63,17 +64,20 @@ def _is_of_launcher_alone(store: dist.Store) -> bool:
 
 
 _PREFIXES_OF_TORCH = ("default_pg/0//", "0//")
-"""Torch's prefixes of keys, for its default store and for a store that was passed to `init_process_group`.
+"""Torch's prefixes of keys: of its default store, and of a store that was passed to `init_process_group`.
 
 Torch below 2.13 puts the number of the attempt in front.
 """
 
 
 def meet(timeout_s: float) -> tuple[dist.Store, int, int]:
-    """Return a store of this attempt, this process's rank, and the number of ranks. All processes must call.
+    """Wait for the other processes of this attempt, all of which must call this.
+
+    Returns:
+        A store for this attempt alone, the rank of this process, and the number of ranks.
 
     Raises:
-        LostRankError: a rank did not come within `timeout_s`.
+        LostRankError: a rank did not come within `timeout_s` seconds.
     """
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -84,7 +88,10 @@ def meet(timeout_s: float) -> tuple[dist.Store, int, int]:
 
 
 def meet_in(store: dist.Store, rank: int, ranks: int, timeout_s: float) -> str:
-    """Meet the other ranks in `store`, as in the module's docstring, and return the token of the attempt."""
+    """Meet the other ranks by the steps in the module's docstring, and return the token of this attempt.
+
+    `store` outlives attempts. This process has rank `rank` of `ranks`.
+    """
     number = secrets.token_hex(8)
     store.append(_CAME, f"{rank} {number}\n")  # type: ignore[attr-defined]  (torch's stubs lack it)
     return _lead(store, number, ranks, timeout_s) if rank == 0 else _follow(store, rank, number, timeout_s)
@@ -137,12 +144,12 @@ def _lines(store: dist.Store, key: str) -> list[str]:
 
 
 def _read(store: dist.Store, key: str) -> str:
-    """Return the text under a key; it is empty if the key is missing."""
+    """Return the text under a key of the store, or "" if the key is missing."""
     return store.get(key).decode() if store.check([key]) else ""
 
 
 def _until(timeout_s: float) -> Iterator[None]:
-    """Yield repeatedly for `timeout_s` seconds, with growing pauses."""
+    """Yield repeatedly, with growing pauses, until `timeout_s` seconds have passed."""
     end, pause_s = time.monotonic() + timeout_s, _SHORTEST_PAUSE_S
     while time.monotonic() < end:
         yield

@@ -8,7 +8,7 @@ from autoshard.errors import NotAvailableError
 
 
 class OneThread:
-    """A context that one thread may enter, repeatedly if it wishes. Meanwhile another thread that enters gets an error.
+    """A context for one thread at a time. The thread may enter it repeatedly; another thread then gets an error.
 
     Example:
         >>> within = OneThread()

@@ -1,4 +1,4 @@
-"""Finds parameters and buffers that only some ranks changed in place between calls, or whose values differ by rank."""
+"""Finds parameters and buffers that only some ranks changed between calls, or whose values differ between ranks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ _ELEMENTS = 64
 
 
 class ParameterWatch:
-    """Computes digests of tensors, which ranks compare at each call.
+    """Computes digests of a model's tensors, which ranks compare at each call.
 
     `changes` returns a digest of in-place changes, which show in torch's version counters, also for parameters of other
     stages. Writes through `.data` do not show there. To find them, `sample` returns a digest of a few elements of a few
-    tensors, for the ranks with the same piece. Tensors are grouped by their sharding, so a new sharding needs a new
-    watch.
+    tensors, for the ranks that hold the same piece. Tensors are grouped by their sharding, so a new sharding needs a
+    new watch.
 
-    `ranks` is the number of ranks, in all pipeline stages together.
+    Args:
+        named: the tensors, each with its name in messages.
+        ranks: the number of ranks, in all pipeline stages together.
     """
 
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]], ranks: int) -> None:
@@ -46,19 +48,21 @@ class ParameterWatch:
         self._groups: list[tuple[str, list[_WatchedPart]]] = list(self._by_place())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterWatch:
-        """Return a watch of the copies of the tensors."""
+        """Return a watch of the copied tensors."""
         result = ParameterWatch(copy.deepcopy(self._named, memo), self._ranks)
         result._groups = result._groups if self._groups else []
         return result
 
     def changes(self) -> int:
-        """Return a digest of the number of in-place changes of each tensor since the last call; 0 without changes."""
+        """Return a digest of how often each tensor was changed in place since the last call; 0 without changes."""
         found, before = self._read_versions(), self._versions
         self._changes, self._versions = [*map(sub, found, before)], found
         return digest_of_bytes([array("q", self._changes)]) if found != before else 0
 
     def sample(self, turn: int) -> dict[PieceFact, int | torch.Tensor]:
-        """Return a dict with a digest of a few elements of one group of tensors, other elements at each `turn`.
+        """Return a dict with one entry: a digest of a few elements of one group of tensors.
+
+        Each `turn` reads other elements.
 
         The key says which piece of the tensors this rank holds, and which elements were read. The digest of elements on
         an accelerator is a tensor. The dict is empty if no other rank holds the same piece, or after `stop_sampling`.
@@ -73,7 +77,7 @@ class ParameterWatch:
         return {PieceFact(SAMPLE, place): digest_of_bytes(row.memory(first) for row in rows)}
 
     def elements(self, turn: int) -> dict[str, list[float]]:
-        """Return the elements that `sample` read at this turn and the previous turn, by the name of their tensor group.
+        """Return the elements that `sample` read at this turn and at the previous turn, by the name of their group.
 
         A complex element gives two numbers.
         """
@@ -84,14 +88,15 @@ class ParameterWatch:
         return found
 
     def stop_sampling(self) -> None:
-        """Let `sample` and `elements` return empty dicts from now on, so that values are no longer compared."""
+        """Make `sample` and `elements` return empty dicts from now on, so that values are no longer compared."""
         self._groups = []
 
     def facts(self) -> Facts:
         """Return facts that show which tensors differ, for the error message.
 
-        The facts are the digests of all pieces that this rank holds, and counts of in-place changes. The
-        counts are of tensors whose piece no other rank holds, and of tensors of which this rank holds no piece.
+        The facts are a digest of each piece that this rank holds, and counts of in-place changes. Only tensors that no
+        digest
+        compares have counts: this rank holds no piece, or no other rank holds the same piece.
         """
         names = [name for name, tensor in self._named if not tensor.is_inference()]
         changed = {
@@ -102,24 +107,30 @@ class ParameterWatch:
         return {**facts_of(self._named), **changed}
 
     def _copies(self, tensor: torch.Tensor) -> int:
-        """Count the ranks that hold the same piece. Only the ranks of one stage hold a parameter."""
+        """Return the number of ranks that hold this rank's piece of a tensor.
+
+        Only ranks of one stage hold a parameter.
+        """
         return copies_of(tensor, tensor.device_mesh.size() if isinstance(tensor, DTensor) else self._ranks)
 
     def _read_versions(self) -> list[int]:
         return [*map(_version_of, self._counted)]
 
     def _elements_at(self, turn: int) -> tuple[str, torch.Tensor]:
-        """Return the name of the tensor group whose turn it is, and a few elements of its tensors, joined."""
+        """Return the name of the tensor group whose turn it is, and a few elements of its tensors, concatenated."""
         place, rows = self._groups[turn % len(self._groups)]
         first = self._first_element(turn)
         return place, torch.cat([row.elements(first) for row in rows])
 
     def _first_element(self, turn: int) -> int:
-        """Return an index that moves on when each group has had its turn, and wraps around at a tensor's size."""
+        """Return the index of the first element to read at a turn. It moves on when each group has had its turn.
+
+        The index wraps around at the end of a tensor.
+        """
         return turn // len(self._groups) * _ELEMENTS
 
     def _by_place(self) -> Iterator[tuple[str, list[_WatchedPart]]]:
-        """Yield named groups of at most `_AT_ONCE` tensors that other ranks hold too.
+        """Yield groups of at most `_AT_ONCE` tensors that other ranks hold too, each with a name.
 
         The tensors of a group agree in stage, device, dtype, and the part of the whole tensor that this rank holds.
         """
@@ -140,7 +151,7 @@ class ParameterWatch:
 
 
 class _WatchedPart:
-    """A flat view of this rank's piece of a tensor, reused while a DTensor has the same local tensor."""
+    """A flat view of this rank's piece of a tensor. The view is kept as long as a DTensor has the same local tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.is_on_host = tensor.device.type == "cpu"
@@ -151,13 +162,16 @@ class _WatchedPart:
         self._bytes: Any = b""
 
     def elements(self, first: int) -> torch.Tensor:
-        """Return at most `_ELEMENTS` elements from index `first` on; the index wraps around."""
+        """Return `_ELEMENTS` neighbouring elements, or all elements if there are fewer.
+
+        The first has index `first`, modulo the number of possible starts.
+        """
         self._refresh_view()
         start, count = self._part(first)
         return self._flat.narrow(0, start, count)
 
     def memory(self, first: int) -> Any:
-        """Return the bytes of `elements(first)`, for a tensor on the CPU."""
+        """Return the bytes of the elements that `elements(first)` returns, for a tensor on the CPU."""
         self._refresh_view()
         start, count = self._part(first)
         size = self._flat.itemsize

@@ -1,4 +1,4 @@
-"""The piece of a tensor that this rank holds, and its coordinates, which are equal on ranks with the same piece."""
+"""The piece of a tensor that this rank holds, and the coordinates of the piece, equal on ranks with the same piece."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ WHOLE = str(())
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """This rank's piece of a tensor: `local` is the piece, or the whole tensor.
+    """This rank's piece of a tensor.
 
-    `shard_coordinates` has, for each mesh axis that splits the tensor, the number of the axis and this rank's index
-    along it. Ranks with equal coordinates hold the same piece.
+    Args:
+        local: the piece; the whole tensor if it is not split.
+        shard_coordinates: for each mesh axis that splits the tensor, the number of the axis and this rank's index along
+            it. Ranks with equal coordinates hold the same piece.
     """
 
     local: torch.Tensor
@@ -56,7 +58,7 @@ def _cut_dims(tensor: DTensor) -> list[int]:
 
 
 def facts_of(named: Iterable[tuple[str, torch.Tensor]]) -> Facts:
-    """Return the digest of this rank's piece of each tensor, as facts that ranks with the same piece compare."""
+    """Return a digest of this rank's piece of each named tensor, as facts. Ranks with the same piece compare them."""
     pieces = ((name, piece_of(tensor)) for name, tensor in named if not is_elsewhere(tensor))
     return {PieceFact(name, str(piece.shard_coordinates)): digest_of(piece.local) for name, piece in pieces}
 

@@ -2,14 +2,14 @@
 
 Before the first collective of its program, each call does the following:
 
-1. Each rank sends `LENGTH` numbers: digests of the call, the program, the hyperparameters, the seed and the inputs. Two
-   more are about in-place changes of parameters, and a few elements of them, other elements at each call.
+1. Each rank sends `LENGTH` integers: digests of the call, the program, the hyperparameters, the seed and the inputs.
+   Two more are about in-place changes of parameters, and a few elements of them, other elements at each call.
 2. Meanwhile, the rank gathers the inputs of the program.
-3. If numbers differ that should be equal, ranks exchange facts (the values behind the numbers), and raise one error.
+3. If integers differ that should be equal, ranks exchange facts (the values behind the digests), and raise one error.
 
 Sharded tensors are compared among the ranks that hold the same piece. Digests of tensors on an accelerator are compared
-one call later, so that no rank waits for its device. Numbers travel over a fast exchange (`VectorExchange`). For a few
-calls after a compiled call, they use the `ControlChannel`, on which ranks show signs of life.
+one call later, so that no rank waits for its device. The integers travel over a fast exchange (`VectorExchange`). For a
+few calls after a call that compiled, they use the `ControlChannel`, which waits for ranks that work for long.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Check(Enum):
-    """When ranks compare calls: at each call, at a program's first call, or never. They always agree to compile."""
+    """When ranks compare calls: at each call, at the first call of each program, or never.
+
+    Ranks compare the facts for a compilation in any case.
+    """
 
     ALWAYS = "always"
     FIRST = "first"
@@ -58,7 +61,7 @@ class AgreedCall:
         key: a value that is equal for calls that may share a program.
         describe: returns a text of the call, for messages.
         hyperparameters: the optimizer's hyperparameters as text.
-        tensors: the inputs by name; empty if no program is to run.
+        tensors: the inputs by name; empty if no program is run now.
     """
 
     key: Hashable
@@ -72,10 +75,11 @@ class _Posted:
     """The values that this rank sent about a call.
 
     Args:
+        call: the call.
         state: whether the call compiles, runs a program or evaluates guards, as text.
         seed: the position in the sequence of seeds, as text.
         values: digests of samples of tensors, by name.
-        numbers: the `LENGTH` numbers that the rank sent: digests of all fields above.
+        numbers: the `LENGTH` integers that the rank sent: digests of all fields above.
     """
 
     call: AgreedCall
@@ -108,24 +112,24 @@ class StepAgreement:
         self._watch = ParameterWatch([], 1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepAgreement:
-        """Return an agreement of the same ranks for the copy of a module, which has no optimizer."""
+        """Return an agreement among the same ranks, for the copy of a module. The copy has no optimizer."""
         result = StepAgreement(self._control, self._check)
         result._seen, result._watch = set(self._seen), copy.deepcopy(self._watch, memo)
         return result
 
     def __reduce__(self) -> tuple[type[StepAgreement], tuple[ControlGroup | None, Check]]:
-        """Pickle the agreement without its record of calls."""
+        """Pickle the ranks and the option `Check`, without the record of calls."""
         return StepAgreement, (self._control, self._check)
 
     def enter(self, key: Hashable, tensors: Mapping[str, torch.Tensor], describe: Callable[[], str]) -> None:
-        """Begin a call. The arguments are fields of `AgreedCall`."""
+        """Begin a call: record its key, its inputs by name, and a function that describes it in messages."""
         if self._check is not Check.OFF:
             self.settle()  # finish a call that failed
             self._call = AgreedCall(key, describe, self.describe_hyperparameters(), tensors)
             self._has_met = False
 
     def meet_for_guards(self, seeds: SeedSequence) -> None:
-        """Compare the call now, once per call, before guards are evaluated.
+        """Compare the call among ranks before this rank evaluates guards, unless this was done for the same call.
 
         Guards may gather the tensors that they read, so all ranks must evaluate them for the same call.
         """
@@ -135,7 +139,10 @@ class StepAgreement:
             self.settle()
 
     def post(self, executable: Executable | None, seeds: SeedSequence) -> None:
-        """Tell the other ranks which program is to run; None for a program that must be compiled."""
+        """Send the other ranks the digests of the present call and its program.
+
+        None: the program must be compiled first.
+        """
         if self._check is Check.OFF or self._call is None:
             return
         if executable is None:
@@ -146,7 +153,7 @@ class StepAgreement:
             self._post(self._call, f"runs program {executable.digest}", seed)
 
     def _is_new(self, call: AgreedCall, executable: Executable) -> bool:
-        """Record that this call runs this program; return whether this is the first time."""
+        """Record that this call runs this program, and return whether it is the first such call."""
         known = _identify(call, executable)
         is_new = known not in self._seen
         self._seen.add(known)
@@ -159,9 +166,11 @@ class StepAgreement:
             vectors.post(self._posted.numbers, partial(_action, call))
 
     def settle(self) -> None:
-        """Wait for the numbers of all ranks about the present call, if this rank has sent its numbers.
+        """Wait for the digests of all ranks for the present call, if this rank has sent its own, and compare them.
 
-        Raise `RankMismatchError` on every rank if ranks disagree, and `LostRankError` if a rank does not come in time.
+        Raises:
+            RankMismatchError: ranks disagree; raised on every rank.
+            LostRankError: a rank does not come in time.
         """
         posted, self._posted = self._posted, None
         if posted is None:
@@ -174,7 +183,10 @@ class StepAgreement:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Within the context, show other ranks that this rank is working, and send them its error."""
+        """Within the context, which compiles, other ranks wait for this rank without a time limit.
+
+        They also hear of its errors.
+        """
         if self._control is None:
             yield
             return
@@ -184,7 +196,7 @@ class StepAgreement:
     def add(self, executable: Executable, model: nn.Module) -> None:
         """Record the program compiled for the present call, and watch the model's tensors from now on.
 
-        A new `ParameterWatch` is made, because compiling may have sharded the tensors.
+        Compiling may have sharded the tensors, so the watch is a new `ParameterWatch`.
         """
         if self._check is not Check.OFF and self._call is not None:
             self._seen.add(_identify(self._call, executable))
@@ -197,7 +209,7 @@ class StepAgreement:
 
     @property
     def _vectors(self) -> VectorExchange | None:
-        """The fast exchange; None if there is none, or if a rank may work for long at this call."""
+        """The fast exchange; None if ranks cannot connect, or if a rank may work for long at this call."""
         return None if self._patience or self._check is not Check.ALWAYS else self._ranks.vectors
 
     def _measure(self, call: AgreedCall, state: str, seed: str) -> _Posted:
@@ -222,14 +234,17 @@ class StepAgreement:
         return [tuple(array("q", item)) for item in said]
 
     def _choose_way(self, *, is_patient: bool) -> None:
-        """Send the next `_PATIENCE` calls' numbers by the control channel, if `is_patient` on every rank."""
+        """Choose how the next calls send their digests: with `is_patient`, `_PATIENCE` calls use the control channel.
+
+        All ranks must pass the same value.
+        """
         self._patience = _PATIENCE if is_patient else max(0, self._patience - 1)
         _ = self._vectors
 
     def _differ_by_rounding(self, rows: Sequence[Row], posted: _Posted) -> bool:
-        """Whether only values of parameters and buffers differ, and only by rounding. If so, stop comparing values.
+        """Whether ranks differ only in values of parameters and buffers, by no more than rounding.
 
-        Ranks may round equal computations differently.
+        Then values are not compared any more, because ranks may round equal computations differently.
         """
         if not _are_alike([row[:_BEFORE_SAMPLE] for row in rows]):
             return False
@@ -254,16 +269,16 @@ class StepAgreement:
 _COMPILES = "must be compiled"
 
 _PATIENCE = 2
-"""The number of calls after a compiled call that use the control channel, because ranks may work for long."""
+"""This many calls after a call that compiled use the control channel, because ranks may work for long."""
 
 _MOST_BYTES = 16 << 10
 """At most about this many bytes of all inputs together are sampled at a call."""
 
 _COMMON = 5
-"""This many leading numbers must be equal on all ranks."""
+"""This many of a rank's integers, the first ones, must be equal on all ranks."""
 
 _BEFORE_SAMPLE = LENGTH - 2
-"""The number of numbers before the last two numbers, which are about the sample of parameters and buffers."""
+"""This many of a rank's integers come before the last two, which are about sampled parameters and buffers."""
 
 _NEAR = 1e-3
 
@@ -271,8 +286,8 @@ _NEAR = 1e-3
 def facts_to_compile(model: nn.Module, signature: str, mesh: Mesh, placed: Collection[str]) -> Facts:
     """Return the facts that must be equal on all ranks before they compile: the call, and every element of the model.
 
-    `signature` is the call as text. Parameters in `placed`, which an earlier program sharded, were compared then, and
-    are left out.
+    `signature` is the call as text. `placed` has the names of parameters that an earlier program sharded. They were
+    compared then, and are left out.
     """
     known = {f"parameter {name!r}" for name in placed}
     return {
@@ -285,7 +300,7 @@ def facts_to_compile(model: nn.Module, signature: str, mesh: Mesh, placed: Colle
 
 
 def _is_near(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> bool:
-    """Whether elements differ by at most a thousandth of the largest, in each tensor group of both ranks."""
+    """Whether the elements of two ranks differ by at most a thousandth of the largest element, in each tensor group."""
     return all(
         max(abs(x - y) for x, y in zip(one[place], other[place], strict=True)) <= _NEAR * max(map(abs, one[place]))
         for place in one.keys() & other.keys()
@@ -293,10 +308,10 @@ def _is_near(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -
 
 
 def _are_alike(rows: Sequence[Row]) -> bool:
-    """Whether the ranks that sent these numbers agree.
+    """Whether the ranks that sent these rows of integers agree.
 
-    The first `_COMMON` numbers must be equal. Then come pairs: a digest of the places of pieces, and a digest of their
-    values. Ranks with the same first number of a pair must have the same second number.
+    The first `_COMMON` integers must be equal. Then come pairs: a digest of the places of pieces, and a digest of their
+    values. Ranks whose first integer of a pair is equal must have the same second integer.
     """
     if len({row[:_COMMON] for row in rows}) > 1:
         return False
@@ -308,9 +323,9 @@ def _are_alike(rows: Sequence[Row]) -> bool:
 
 
 def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[PieceFact, int | torch.Tensor]:
-    """Return digests of the inputs of which other ranks hold the same piece, one per device type and place.
+    """Return digests of the inputs of which other ranks hold the same piece, one for each device type and place.
 
-    The key's name is the device type. A digest covers small inputs whole. For a large input, it covers the sum of its
+    The key's name has the device type. A digest covers small inputs whole. For a large input, it covers the sum of its
     words and a sample of its bytes, other bytes at each `turn`.
     """
     found: dict[tuple[str, str], list[torch.Tensor]] = {}
@@ -327,7 +342,7 @@ def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[PieceFact, int 
 
 
 def _at_their_place(values: Mapping[PieceFact, int]) -> tuple[int, int]:
-    """Return a digest of the set of places in the keys of `values`, and a digest of the values."""
+    """Return a digest of the set of places among the keys, and a digest of the values."""
     return _digest_of_places(frozenset(name.place for name in values)), combine(list(values.values()))
 
 
@@ -346,5 +361,5 @@ def _identify(call: AgreedCall, executable: Executable) -> int:
 
 @lru_cache(256)
 def _digest_of_key(key: Hashable) -> int:
-    """Return a digest of a key's text without memory addresses, which is the same in every process."""
+    """Return a digest of a key's text. Memory addresses are left out, so the digest is the same in every process."""
     return digest_of_text(re.sub(r" at 0x[0-9a-f]+", "", repr(key)))

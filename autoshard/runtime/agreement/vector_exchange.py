@@ -1,4 +1,4 @@
-"""An exchange of a few numbers among all ranks, at every step.
+"""An exchange of a few integers among all ranks, at every step.
 
 It is the all-gather of Bruck, Ho, Kipnis, Upfal and Weathersby (1997, section 3): log2(ranks) rounds of messages
 between pairs. The first round travels while the rank works. Messages travel over sockets that only the rank's own
@@ -29,24 +29,26 @@ from autoshard.runtime.agreement.control_channel import ControlChannel
 _LOGGER = logging.getLogger(__name__)
 
 LENGTH = 9
-"""The number of numbers that each rank sends."""
+"""The number of integers that each rank sends."""
 
 _BYTES = 8 * LENGTH
 
 _GRACE_S = 5.0
-"""If a rank is lost, the other ranks wait this many seconds for each other, to tell which rank is lost."""
+"""If a rank is lost, the other ranks wait this many seconds for each other, to find out which rank is lost."""
 
 _CONNECT_S = 10.0
-"""Seconds that ranks try to reach each other."""
+"""Seconds that ranks try to connect to each other."""
 
 Row = tuple[int, ...]
-"""The `LENGTH` numbers of one rank."""
+"""The `LENGTH` integers of one rank."""
 
 
 class VectorExchange:
-    """Exchanges `LENGTH` numbers of each rank: call `post`, then `collect`. `connect` makes it on all ranks together.
+    """Exchanges `LENGTH` integers of each rank, by `post` and then `collect`. All ranks make it together, by `connect`.
 
-    `channel` finds out which rank is lost. `links` has, for each round, the sockets to the receiver and to the sender.
+    Args:
+        channel: finds out which rank is lost.
+        links: for each round, the socket to the receiving rank and the socket from the sending rank.
     """
 
     def __init__(self, channel: ControlChannel, links: Sequence[tuple[socket.socket, socket.socket]]) -> None:
@@ -59,7 +61,7 @@ class VectorExchange:
         weakref.finalize(self, _close, [*chain(*links)])
 
     def post(self, numbers: Sequence[int], action: Callable[[], str]) -> None:
-        """Send this rank's numbers; `action` describes the call, for errors."""
+        """Send this rank's integers to the first receiver. `action` returns a text of the call, for errors."""
         self._said = array("q", numbers).tobytes()
         try:
             self._links[0][0].sendall(self._said)
@@ -67,10 +69,12 @@ class VectorExchange:
             self._name_the_lost(action, error)
 
     def collect(self, action: Callable[[], str]) -> list[Row]:
-        """Wait for the numbers of all ranks, and return them in rank order.
+        """Wait for the integers of all ranks, and return them in rank order.
+
+        `action` returns a text of the call, for errors.
 
         Raises:
-            LostRankError: on every remaining rank, if a rank does not send its numbers in time.
+            LostRankError: on every remaining rank, if a rank does not send its integers in time.
         """
         said = self._said
         try:
@@ -87,7 +91,7 @@ class VectorExchange:
         return rows[self._size - self._place :] + rows[: self._size - self._place]
 
     def _name_the_lost(self, action: Callable[[], str], error: OSError) -> NoReturn:
-        """Raise one error on all ranks, which names the lost ranks, or says that only a connection is lost."""
+        """Raise `LostRankError` on all ranks: it names the lost ranks, or says that only a connection is lost."""
         _reset(chain(*self._links))
         timeout_s = min(self._channel.timeout_s, _GRACE_S)
         self._channel.exchange(b"", f"{action()}, and lost another rank", timeout_s)
@@ -98,7 +102,7 @@ class VectorExchange:
 
 
 def connect(channel: ControlChannel) -> VectorExchange | None:
-    """Connect all ranks of a channel by sockets, or return None on every rank if a rank cannot reach another."""
+    """Connect all ranks of a channel by sockets. Return None on every rank if any two ranks cannot connect."""
     size, place = len(channel.ranks), channel.ranks.index(channel.rank)
     rounds = range((size - 1).bit_length())
     with _listen() as server:
@@ -132,7 +136,7 @@ def _listen() -> socket.socket:
 
 
 def _call(address: str, port: int, token: bytes, number: int) -> socket.socket:
-    """Connect to the rank that receives from this rank in round `number`."""
+    """Connect to the rank that receives this rank's messages in round `number`, and show it `token`."""
     end = socket.create_connection((address, port), _CONNECT_S)
     try:
         end.sendall(token + bytes([number]))
@@ -143,7 +147,10 @@ def _call(address: str, port: int, token: bytes, number: int) -> socket.socket:
 
 
 def _answer(server: socket.socket, token: bytes, rounds: int) -> dict[int, socket.socket]:
-    """Accept the ranks that send to this rank, by the number of the round. A connection without the token is closed."""
+    """Accept a connection from the sending rank of each round; return the sockets by the number of the round.
+
+    A connection without the token is closed.
+    """
     found: dict[int, socket.socket] = {}
     end = time.monotonic() + _CONNECT_S
     while len(found) < rounds:
@@ -199,7 +206,7 @@ def _receive(source: socket.socket, count: int) -> bytes:
 
 
 def _check_was_not_reset(source: socket.socket) -> None:
-    """Raise `OSError` if the other rank sent its numbers, waited for this rank, and then gave up.
+    """Raise `OSError` if the other rank has sent its integers, waited for this rank in vain, and reset the connection.
 
     A connection that was closed in order is no error.
     """
@@ -208,7 +215,7 @@ def _check_was_not_reset(source: socket.socket) -> None:
 
 
 def _reset(ends: Iterable[socket.socket]) -> None:
-    """Close connections with a reset, so that a late rank sees that this rank gave up."""
+    """Close connections with a reset, which tells a late rank that this rank has given up."""
     for end in ends:
         with suppress(OSError):  # it is closed
             end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -216,7 +223,10 @@ def _reset(ends: Iterable[socket.socket]) -> None:
 
 
 def _prepare(end: socket.socket, timeout_s: float) -> None:
-    """Let a socket send without delay, and raise after `timeout_s`. Python's own timeout would cost system calls."""
+    """Make a socket send without delay, and raise `OSError` after `timeout_s` seconds.
+
+    Python's own timeout would cost system calls.
+    """
     end.settimeout(None)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

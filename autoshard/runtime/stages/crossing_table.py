@@ -1,4 +1,4 @@
-"""Tables of the values that pipeline stages send each other, by stage and by pair of pipeline ranks."""
+"""Tables of the values that the stages of a pipeline send each other, by stage and by pair of pipeline ranks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ _MAKERS = (Work.FORWARD, Work.BACKWARD, Work.BACKWARD_INPUT)
 class CrossingMessage(NamedTuple):
     """A value that one stage sends to another, for one micro-batch.
 
-    `reader` is the number of the stage that reads the value. `is_forward` is true if forwards make and read the value,
-    and false if backwards do.
+    Args:
+        name: the value's name in programs.
+        reader: the number of the stage that reads the value.
+        is_forward: whether forwards make and read the value; if not, backwards do.
+        micro_batch: the number of the micro-batch.
     """
 
     name: str
@@ -28,13 +31,13 @@ class CrossingMessage(NamedTuple):
 
 
 class CrossingTable:
-    """Tables of the values that cross the stages of a program.
+    """Tables of the values that the stages of a program send each other.
 
     Attributes:
-        read: from (stage, whether in its forward) to the values that the stage reads from other stages.
-        sent: from (stage, whether in its forward) to the values that the stage sends.
-        places: from (stage, whether forward, micro-batch) to the position of this task in its rank's order.
-        makers: from (name of a value, whether of a forward) to the stage that makes the value.
+        read: (stage, whether in its forward) → the values that the stage reads from other stages.
+        sent: (stage, whether in its forward) → the values that the stage sends.
+        places: (stage, whether forward, micro-batch) → the position of this task in its rank's order.
+        makers: (name of a value, whether of a forward) → the stage that makes the value.
     """
 
     def __init__(self, staged: StagedProgram) -> None:
@@ -53,23 +56,23 @@ class CrossingTable:
                     self._slots[crossing.name, crossing.is_forward] = slot
 
     def slot(self, name: str, *, is_forward: bool) -> LocalSlot:
-        """Return the slot (spec, shape and dtype) of a crossing value among the results of the stage that makes it."""
+        """Return spec, shape and dtype (the slot) of a value, as the stage that makes it returns it."""
         return self._slots[name, is_forward]
 
     def messages(self, stage: int, micro_batch: int, *, is_forward: bool) -> list[CrossingMessage]:
-        """Return the messages that the forward or backward of a stage reads for a micro-batch."""
+        """Return the messages whose values the forward, or the backward, of a stage reads for a micro-batch."""
         found = self.read.get((stage, is_forward), ())
         return [CrossingMessage(item.name, stage, is_forward, micro_batch) for item in found]
 
     @cached_property
     def sums_squares(self) -> bool:
-        """Whether the update clips gradients to the norm over all stages, so that stages add their sums of squares."""
+        """Whether gradients are clipped to the norm over all stages, so that stages add their sums of squares."""
         slots = (slot for stage in self.staged.stages for slot in stage.phased.lowered.outputs)
         return any(slot.slot.kind == OutputKind.SQUARES for slot in slots)
 
     @cached_property
     def orders(self) -> Mapping[tuple[int, int], Sequence[CrossingMessage]]:
-        """For each pair (sending, receiving) of pipeline ranks, the messages of a step in the order of sending."""
+        """The messages of a step in the order of sending, by pair (sending, receiving) of pipeline ranks."""
         ranks = self.staged.order.stage_ranks
         pairs = sorted({(ranks[item.maker], ranks[item.reader]) for item in self.staged.crossings})
         return {pair: list(self._sent_over(pair)) for pair in pairs}

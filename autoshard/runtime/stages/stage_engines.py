@@ -30,7 +30,7 @@ def make_engines(
     finish_in_place: FinishInPlace | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> tuple[Engine, StageMessages | None]:
-    """Return the engine for programs on `mesh`, and the messages between pipeline stages.
+    """Return the engine that runs programs on `mesh`, and the object that carries messages between pipeline stages.
 
     Without an axis "pipeline", these are the engine of `make_engine` and None. With this axis, the engine runs the
     programs of stages, which use the other axes of the mesh. The arguments are those of `make_engine`.
@@ -52,7 +52,7 @@ def make_engines(
 
 
 def _with_an_axis_for_stages(mesh: DeviceMesh | Mesh) -> DeviceMesh | Mesh:
-    """Add an axis of size 1 to a mesh that has only the axis "pipeline", so that stages have an axis to run on."""
+    """Return the mesh, with one more axis of size 1 if its only axis is "pipeline". Stages need an axis to run on."""
     if isinstance(mesh, Mesh):
         return Mesh({PIPELINE_AXIS: mesh.size, ONLY_AXIS: 1}) if mesh.axis_names == (PIPELINE_AXIS,) else mesh
     if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names != (PIPELINE_AXIS,):

@@ -23,12 +23,12 @@ from autoshard.runtime.agreement.lost_ranks import naming_lost_ranks
 
 
 def is_elsewhere(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor of which only other ranks hold shards."""
+    """Whether a tensor is a DTensor whose shards are all on other ranks."""
     return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
 
 
 class OtherStageTensor(DTensor):
-    """A DTensor whose shards are only on other ranks.
+    """A DTensor whose shards are all on other ranks.
 
     On a rank outside a DTensor's mesh, `full_tensor` of torch returns an empty tensor. This class raises an error.
     Copies in modules and state dicts keep the class.
@@ -47,24 +47,24 @@ class OtherStageTensor(DTensor):
         self.redistribute()
 
     def to_local(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return a meta tensor of the whole shape. Torch writes each rank's part to it, which does nothing."""
+        """Return a meta tensor of the whole shape. Torch writes this rank's part to it, which has no effect."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def detach(self) -> OtherStageTensor:
-        """Return a detached tensor that is an `OtherStageTensor` too."""
+        """Return the detached tensor as an `OtherStageTensor`."""
         return as_other_stage_tensor(super().detach())
 
     def clone(self, **kwargs: Any) -> OtherStageTensor:
-        """Return a copy that is an `OtherStageTensor` too."""
+        """Return a copy as an `OtherStageTensor`."""
         return as_other_stage_tensor(super().clone(**kwargs))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a plain DTensor, which a process without autoshard can load."""
+        """Pickle the tensor as a plain DTensor, so that a process without autoshard can load it."""
         return DTensor(self._local_tensor, self._spec, requires_grad=self.requires_grad).__reduce_ex__(protocol)
 
 
 def as_other_stage_tensor(tensor: torch.Tensor) -> OtherStageTensor:
-    """Turn a DTensor on a mesh without this rank into an `OtherStageTensor`, which refuses to be gathered."""
+    """Return a DTensor, on a mesh without this rank, as an `OtherStageTensor`. Gathering it raises an error."""
     assert isinstance(tensor, DTensor), "a tensor on other ranks is a DTensor"
     made = OtherStageTensor(tensor._local_tensor, tensor._spec, requires_grad=tensor.requires_grad)
     assert isinstance(made, OtherStageTensor), "the class was called above"
@@ -78,8 +78,8 @@ class StageMeshes:
     Args:
         meshes: for each pipeline rank, the mesh of its processes, with all axes except "pipeline".
         pipeline_rank: the pipeline rank of this process.
-        group: the processes that differ from this process only along the axis "pipeline"; one per pipeline rank.
-        ranks: the global ranks of the processes of `group`.
+        group: the processes whose coordinates differ from this process's only along "pipeline".
+        ranks: the global ranks of the processes of `group`, in the order of pipeline ranks.
     """
 
     meshes: tuple[DeviceMesh, ...]
@@ -89,7 +89,7 @@ class StageMeshes:
 
     @classmethod
     def of(cls, whole: DeviceMesh) -> StageMeshes:
-        """Make the meshes of all pipeline ranks of a mesh with an axis "pipeline"."""
+        """Return the meshes of all pipeline ranks, from the mesh of all processes, which has an axis "pipeline"."""
         names = whole.mesh_dim_names or ()
         coordinate, dim = whole.get_coordinate(), names.index(PIPELINE_AXIS)
         assert coordinate is not None, "this process is on the mesh"
@@ -109,13 +109,13 @@ class StageMeshes:
         return self.meshes[self.pipeline_rank]
 
     def tensor_on_rank(self, like: torch.Tensor, placements: Sequence[Placement], pipeline_rank: int) -> DTensor:
-        """Return a tensor with the dtype and shape of `like`, whose shards are on pipeline rank `pipeline_rank`."""
+        """Return a DTensor with dtype and shape of `like`, whose shards are on another pipeline rank's processes."""
         return self.tensor_on_mesh(self.meshes[pipeline_rank], like.shape, like.dtype, placements)
 
     def tensor_on_mesh(
         self, mesh: DeviceMesh, shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Placement]
     ) -> DTensor:
-        """Return a tensor of this shape and dtype, whose shards are on the processes of `mesh`, one of `meshes`."""
+        """Return a DTensor of this shape and dtype whose shards are on the processes of `mesh`, another rank's mesh."""
         shape = torch.Size(shape)
         nothing = torch.empty(0 if shape else (), dtype=dtype, device=self.own.device_type)
         stride = torch.empty(shape, device="meta").stride()
@@ -126,10 +126,15 @@ class StageMeshes:
     def share(
         self, pipeline_rank: int, make: Callable[[], torch.Tensor], shape: Sequence[int], like: torch.Tensor
     ) -> torch.Tensor:
-        """Broadcast the result of `make` from pipeline rank `pipeline_rank` to all pipeline ranks, and return it.
+        """Run `make` on one pipeline rank, broadcast its result to all pipeline ranks, and return the result.
 
-        All ranks of the mesh must call. `make` runs on pipeline rank `pipeline_rank` only. `shape` is the result's
-        shape, and `like` has its dtype and device.
+        All ranks of the mesh must call this.
+
+        Args:
+            pipeline_rank: the pipeline rank that runs `make`.
+            make: returns the tensor.
+            shape: the tensor's shape.
+            like: a tensor with its dtype and device.
         """
         if pipeline_rank == self.pipeline_rank:
             value = make().detach().contiguous()
@@ -141,5 +146,5 @@ class StageMeshes:
 
 
 def _without_this_rank(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
-    """Return a mesh without process groups, because this process does not communicate on it."""
+    """Return a mesh of other ranks. It has no process groups, because this process does not communicate on it."""
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)

@@ -33,35 +33,44 @@ from autoshard.runtime.stages.crossing_table import CrossingMessage, CrossingTab
 
 
 class StageMessages(Protocol):
-    """Sends values between the stages of a step. All ranks call `connect`, `sum_over_stages`, `share` together."""
+    """Sends values between the stages of a step.
+
+    All ranks must call each of `connect`, `sum_over_stages` and `share` together.
+    """
 
     @property
     def rank(self) -> int | None:
-        """The pipeline rank of this process; None if it runs all stages."""
+        """The pipeline rank of this process; None if this process runs all stages."""
         ...
 
     def connect(self, staged: StagedProgram) -> CrossingTable:
-        """Prepare to send the values of a program; return the table of its messages, which `begin` takes."""
+        """Make the process groups that a program's messages need; return the table of its messages, for `begin`."""
         ...
 
     def begin(self, table: CrossingTable, weights: Sequence[float]) -> None:
-        """Begin a step of a program, given the result of `connect` and the weight of each micro-batch in the loss."""
+        """Begin a step of a program, given the table from `connect` and the weight of each micro-batch in the loss.
+
+        A micro-batch of weight zero has no backward, so its gradients are not sent.
+        """
         ...
 
     def send(self, crossing: Crossing, micro_batch: int, value: LocalValue) -> None:
-        """Send a value to the stage that reads it. The caller must not write to the value before `end`."""
+        """Send a micro-batch's value to the stage that reads it.
+
+        The caller must not write to the value before `end`.
+        """
         ...
 
     def expect(self, stage: int, micro_batch: int, *, is_forward: bool) -> None:
-        """Begin to receive the values that the forward or backward of a stage will read."""
+        """Begin to receive the values that the forward, or the backward, of a stage will read for a micro-batch."""
         ...
 
     def has_all(self, stage: int, micro_batch: int, *, is_forward: bool) -> bool:
-        """Whether `take` can return all values that a stage reads, perhaps after waiting for other processes."""
+        """Whether `take` can return all values that a stage reads now, or after waiting for other processes."""
         ...
 
     def take(self, name: str, stage: int, micro_batch: int, *, is_forward: bool) -> tuple[LocalValue, LocalSlot]:
-        """Return a value that `stage` reads, and the value's slot among the results of the stage that made it."""
+        """Return a value that `stage` reads for a micro-batch, and its spec, shape and dtype where it was made."""
         ...
 
     def end(self) -> None:
@@ -71,21 +80,22 @@ class StageMessages(Protocol):
     def sum_over_stages(self, addends: Mapping[int, torch.Tensor | None], stages: int) -> torch.Tensor:
         """Return the sum of one scalar per stage, added in the order of stages.
 
-        `addends` has, by stage number, the scalars of the stages that this process runs; None adds nothing. `stages` is
-        the number of all stages.
+        Args:
+            addends: number of a stage → its scalar, for the stages that this process runs. None adds nothing.
+            stages: the number of all stages.
         """
         ...
 
     def share(self, value: LocalValue | None, name: str, staged: StagedProgram) -> LocalValue:
-        """Return this rank's part of the result `name`, also on processes that do not run the result's stage.
+        """Return this rank's part of the program's result `name`, also on processes that do not run its stage.
 
-        `value` is this rank's part on processes that run the result's stage, and None on other processes.
+        `value` is this rank's part on processes that run the result's stage, and None on all others.
         """
         ...
 
 
 class MessagesInProcess:
-    """Messages between stages that all run in this process."""
+    """Messages between stages that all run in this process. They are kept in a dict."""
 
     def __init__(self) -> None:
         self._stored: dict[CrossingMessage, LocalValue] = {}
@@ -106,7 +116,7 @@ class MessagesInProcess:
         self._stored[CrossingMessage(crossing.name, crossing.reader, crossing.is_forward, micro_batch)] = value
 
     def expect(self, stage: int, micro_batch: int, *, is_forward: bool) -> None:
-        """Do nothing: `send` has stored the value."""
+        """Do nothing, because `send` has stored the value already."""
 
     def has_all(self, stage: int, micro_batch: int, *, is_forward: bool) -> bool:
         assert self._table is not None, "a step began"
@@ -129,7 +139,7 @@ class MessagesInProcess:
 
 
 def _in_order(addends: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Add scalars in their order; None adds nothing."""
+    """Return the sum of scalars, added in their order. None adds nothing."""
     total = torch.zeros((), dtype=torch.float32)
     for index, addend in enumerate(item for item in addends if item is not None):
         total = addend if index == 0 else total + addend
@@ -137,7 +147,7 @@ def _in_order(addends: Sequence[torch.Tensor | None]) -> torch.Tensor:
 
 
 class MessagesBetweenRanks:
-    """Messages between processes that run one pipeline rank each, on a mesh with an axis "pipeline"."""
+    """Messages between processes that each run one pipeline rank, on a mesh with an axis "pipeline"."""
 
     def __init__(self, device_mesh: DeviceMesh, groups: ProcessGroups) -> None:
         self._groups = groups
@@ -159,7 +169,7 @@ class MessagesBetweenRanks:
         return self._mine[PIPELINE_AXIS]
 
     def connect(self, staged: StagedProgram) -> CrossingTable:
-        """Make all process groups of the program, on all processes in one order; return the table of its messages.
+        """Make all process groups of the program, in one order on all processes; return the table of its messages.
 
         Every pair of pipeline ranks gets a group, even without messages. Torch names a group by the number of groups
         that a process has made, so all processes must make equally many.
@@ -213,7 +223,7 @@ class MessagesBetweenRanks:
             self._post(key)
 
     def _post(self, wanted: CrossingMessage) -> None:
-        """Begin to receive a value, and all values that its sender sends before it."""
+        """Begin to receive a value. Values that its sender sends earlier are received before it."""
         assert self._table is not None, "a step began"
         for pair, waiting in self._waiting.items():
             if wanted not in waiting:
@@ -239,7 +249,10 @@ class MessagesBetweenRanks:
         return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
     def has_all(self, stage: int, micro_batch: int, *, is_forward: bool) -> bool:
-        """Whether this process's own stages have made their values for `stage`; `take` waits for others' values."""
+        """Whether the stages of this process have made all values that `stage` reads from them.
+
+        `take` waits for values of other processes.
+        """
         assert self._table is not None, "a step began"
         places = self._table.staged.order.stage_ranks
         own = [
@@ -263,9 +276,10 @@ class MessagesBetweenRanks:
         return buffer, slot
 
     def _free_read_messages(self, received: CrossingMessage) -> None:
-        """Free sent messages that the sender of the message `received` had read before it made `received`.
+        """Free the memory of sent messages that were read, as the message `received` shows.
 
-        Their sends are complete, so the waits take no time.
+        Its sender had read them before it made `received`. So their sends are complete, and waiting for them takes no
+        time.
         """
         assert self._table is not None, "a step began"
         maker, places = self._table.makers[received.name, received.is_forward], self._table.places
@@ -283,7 +297,7 @@ class MessagesBetweenRanks:
         self._table = None
 
     def sum_over_stages(self, addends: Mapping[int, torch.Tensor | None], stages: int) -> torch.Tensor:
-        """All-reduce a row with one entry per stage, which is zero for stages of other ranks; return the row's sum."""
+        """Return the sum of the scalars of all stages, from an all-reduce of a row with one entry for each stage."""
         row = torch.zeros(stages, dtype=torch.float32, device=self._device)
         for number, addend in addends.items():
             if addend is not None:
@@ -309,7 +323,10 @@ class MessagesBetweenRanks:
 
 
 def _groups_of(staged: StagedProgram) -> Iterator[str]:
-    """Name the groups for collectives in stages, for reshards of received values, and for those of results."""
+    """Yield the names of all process groups that a program's stages use.
+
+    These are groups of collectives in stages, of reshards of received values, and of reshards of results.
+    """
     yield ",".join(staged.stages[0].phased.lowered.mesh.axis_names)
     graphs = [graph for stage in staged.stages for graph in stage.phased.phases.values()]
     for crossing in staged.crossings:
@@ -327,11 +344,11 @@ def _groups_of(staged: StagedProgram) -> Iterator[str]:
 
 
 def _handing_out(slot: LocalSlot, mesh: Mesh) -> Iterator[fx.GraphModule]:
-    """Yield reshards of a result to whole tensors, and to a sharding that torch's placements can express."""
+    """Yield graphs that reshard a result to the forms that users get: whole, or sharded by torch's placements."""
     for target in {PartitionSpec(), storage_spec(slot.spec, mesh)} - {slot.spec}:
         yield reshard_program(slot.spec, target, slot.shape, slot.dtype, mesh)
 
 
 def find_slot(slots: Sequence[LocalSlot], name: str) -> LocalSlot:
-    """Return the slot, of an input or result of a stage, with the given name."""
+    """Return the slot with this name among the inputs or results of a stage."""
     return next(slot for slot in slots if slot.slot.name == name)

@@ -32,7 +32,7 @@ from autoshard.runtime.weights.weight_files import INDEX, SINGLE
 from autoshard.runtime.weights.weight_names import names_by_tensor, persistent_tensors, to_write
 
 MAX_FILE_BYTES = 5_000_000_000
-"""The most bytes of tensors per file, by default."""
+"""The default for the most bytes of tensors in a file."""
 
 BLOCK_BYTES = 8 * 2**20
 """At most this many bytes are gathered and written at a time."""
@@ -60,9 +60,10 @@ def export_weights(
     merge: bool = False,
     pipeline_rank_of: Mapping[str, int] = NO_PIPELINE_RANKS,
 ) -> None:
-    """Write the weights of `model`, and the files that transformers needs beside them.
+    """Write the weights of `model`, and the files that transformers needs beside them. All ranks must call.
 
-    All ranks must call. The arguments are those of `HasWeights.export`, and of `Engine.place` for `pipeline_rank_of`.
+    The arguments are those of `HasWeights.export`. `pipeline_rank_of` has the pipeline rank that alone holds a
+    parameter, by the parameter's name.
     """
     if max_file_bytes < 1:
         raise WeightsError(f"max_file_bytes={max_file_bytes} holds no tensor; pass at least 1.")
@@ -89,7 +90,10 @@ def export_weights(
 
 @contextmanager
 def _removed_on_failure(aside: Path | None) -> Iterator[None]:
-    """Remove the temporary folder, which frees a full disk. It is None on ranks that do not write."""
+    """Remove the temporary folder `aside` if the context raises `WeightsError`, to free a full disk.
+
+    `aside` is None on ranks that do not write.
+    """
     try:
         yield
     except WeightsError:
@@ -99,7 +103,7 @@ def _removed_on_failure(aside: Path | None) -> Iterator[None]:
 
 
 def _tensors(model: nn.Module, engine: Engine, pipeline_rank_of: Mapping[str, int]) -> Mapping[str, Unread]:
-    """Name the tensors of the state dict, each of which is gathered when it is read."""
+    """Return the tensors of the model's state dict by name. Each is gathered only when it is read."""
 
     def unread_of(name: str, tensor: torch.Tensor) -> Unread:
         gather = partial(engine.gather_region, tensor, pipeline_rank=pipeline_rank_of.get(name))
@@ -110,10 +114,12 @@ def _tensors(model: nn.Module, engine: Engine, pipeline_rank_of: Mapping[str, in
 
 @dataclass(frozen=True, slots=True)
 class _FolderContent:
-    """The tensors of each file of a folder of weights, by the file's name and the tensor's name.
+    """The content of a folder of weights.
 
-    `write_beside` writes the other files, such as the configuration, into a folder. `replaced` matches the names of
-    files in an old folder that the new folder does not keep.
+    Args:
+        files: name of a file → name of a tensor → the tensor.
+        write_beside: writes the folder's other files, such as the configuration, into a folder.
+        replaced: matches the names of an old folder's files that the new folder does not keep.
     """
 
     files: Mapping[str, Mapping[str, Unread]]
@@ -122,7 +128,7 @@ class _FolderContent:
 
 
 def _adapters(model: nn.Module, engine: Engine, tensors: Mapping[str, Unread]) -> _FolderContent:
-    """Choose the adapters' files. Only the first rank asks peft for names, because peft may use the hub."""
+    """Return the content of a folder of adapters. Only the first rank asks peft for names, as peft may use the hub."""
     named = engine.share(lambda: peft_weights.adapters_of(model))
     files = {file: {name: tensors[own] for name, own in names.items()} for file, names in named.items()}
     for held in files.values():
@@ -131,7 +137,7 @@ def _adapters(model: nn.Module, engine: Engine, tensors: Mapping[str, Unread]) -
 
 
 def _weights(model: nn.Module, tensors: Mapping[str, Unread], max_file_bytes: int) -> _FolderContent:
-    """Choose the files of all weights, with adapters merged into them."""
+    """Return the content of a folder with all weights of a model, with adapters merged into them."""
     if peft_weights.has_adapters(model):
         model, tensors = peft_weights.merged(model, tensors)
     written = to_write(model, tensors, names_by_tensor(persistent_tensors(model)))
@@ -141,7 +147,10 @@ def _weights(model: nn.Module, tensors: Mapping[str, Unread], max_file_bytes: in
 
 
 def _files(tensors: Mapping[str, Unread], max_file_bytes: int) -> dict[str, dict[str, Unread]]:
-    """Share the tensors out to files of at most `max_file_bytes`. A larger tensor has a file of its own."""
+    """Return the tensors of each file by the file's name, with at most `max_file_bytes` of tensors in a file.
+
+    A larger tensor has a file of its own. The tensors of a file are a dict by tensor name.
+    """
     parts: list[dict[str, Unread]] = [{}]
     held_bytes = 0
     for name, tensor in tensors.items():
@@ -156,7 +165,7 @@ def _files(tensors: Mapping[str, Unread], max_file_bytes: int) -> dict[str, dict
 
 
 def _begin(path: Path, aside: Path) -> None:
-    """Undo an interrupted swap of the folder `path`, and make the empty temporary folder `aside`."""
+    """Undo an interrupted `_swap` of the folder `path`, and make the empty temporary folder `aside`."""
     if path.exists() and not path.is_dir():
         raise WeightsError(f"{path} is a file; export writes a folder. Name another.")
     _put_back(path)
@@ -165,7 +174,7 @@ def _begin(path: Path, aside: Path) -> None:
 
 
 def _write(path: Path | None, tensors: Mapping[str, Unread]) -> None:
-    """Write a file of tensors. A rank with `path=None` only takes part in gathering them."""
+    """Write a file of tensors. A rank with `path=None` writes nothing, and only takes part in gathering the tensors."""
     blocks = _blocks(tensors)
     try:
         if path is not None:
@@ -187,13 +196,13 @@ def _blocks(tensors: Mapping[str, Unread]) -> Iterator[tuple[Unread, Region]]:
 
 
 def _gather(blocks: Iterator[tuple[Unread, Region]]) -> None:
-    """Take part in gathering, on a rank that does not write, or whose write failed."""
+    """Take part in gathering tensors block by block, on a rank that does not write, or whose write failed."""
     for tensor, region in blocks:
         tensor.read(region)
 
 
 def _write_beside(model: nn.Module, files: Mapping[str, Mapping[str, Unread]], folder: Path) -> None:
-    """Write the index, if there are several files, and the model's configuration, if it has one."""
+    """Write the index of several files, and the model's configuration if it has one, into a folder."""
     if len(files) > 1:
         total_bytes = sum(tensor.nbytes for held in files.values() for tensor in held.values())
         places = {name: file for file, held in files.items() for name in held}
@@ -217,7 +226,7 @@ def _finish(content: _FolderContent, path: Path, aside: Path) -> None:
 
 
 def _keep_others(path: Path, aside: Path, replaced: re.Pattern[str]) -> None:
-    """Link the other files of the old folder, such as a tokenizer's, into the new folder."""
+    """Link the files of the old folder that the export does not replace, such as a tokenizer's, into the new folder."""
     for old in path.iterdir() if path.exists() else ():
         new = aside / old.name
         if new.exists() or replaced.fullmatch(old.name):
@@ -229,7 +238,7 @@ def _keep_others(path: Path, aside: Path, replaced: re.Pattern[str]) -> None:
 
 
 def _link(old: str | Path, new: str | Path) -> None:
-    """Make a hard link, or a copy if the file system has no links."""
+    """Make a hard link `new` to the file `old`; a copy if the file system has no links."""
     try:
         os.link(old, new, follow_symlinks=False)
     except OSError:
@@ -237,7 +246,10 @@ def _link(old: str | Path, new: str | Path) -> None:
 
 
 def _swap(path: Path, aside: Path) -> None:
-    """Rename the new folder to `path`. A crash in between leaves both folders complete; see `_put_back`."""
+    """Replace the folder `path` by the folder `aside`, by renaming both.
+
+    After a crash in between, both folders are complete, and `_put_back` restores the old one.
+    """
     replaced = _replaced(path)
     try:
         if path.exists():
@@ -269,7 +281,7 @@ def _replaced(path: Path) -> Path:
 
 
 def _sync(path: Path) -> None:
-    """Write a file's bytes, or the names in a folder, to the disk."""
+    """Wait until a file's bytes, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

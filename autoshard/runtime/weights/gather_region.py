@@ -1,4 +1,4 @@
-"""Gather a region of a DTensor on every rank, with memory for about the region only.
+"""Gather a region (a slice of each dim) of a DTensor on every rank, with memory for about the region only.
 
 `full_tensor` briefly takes two to six times the memory of the whole tensor, because it runs a collective for each axis
 that splits a dim. Here, the ranks that hold parts of the region broadcast them, one after another.
@@ -20,7 +20,7 @@ _C10D = torch.ops._c10d_functional
 
 @torch.no_grad()
 def gather_region(tensor: DTensor, region: Region, group: str) -> torch.Tensor:
-    """Return the values of a region of the whole `tensor`. All ranks of its mesh must call together.
+    """Return the values in a region of the whole tensor, on every rank of its mesh. All of them must call together.
 
     The tensor is sharded by `Shard` and `Replicate` only. `group` is torch's name of the process group of all ranks of
     the mesh, in rank order.
@@ -41,7 +41,7 @@ def gather_region(tensor: DTensor, region: Region, group: str) -> torch.Tensor:
 
 
 def _parts(tensor: DTensor) -> Iterator[tuple[tuple[int, ...], int, Region]]:
-    """Yield each distinct shard once: its first rank's coordinates and number on the mesh, and its region."""
+    """Yield each distinct shard of a tensor: the coordinates and the number of its first rank, and its region."""
     sizes = tuple(tensor.device_mesh.shape)
     for rank, place in enumerate(product(*map(range, sizes))):
         pairs = zip(place, tensor.placements, strict=True)
@@ -57,7 +57,7 @@ def _intersection(first: Region, second: Region) -> Region | None:
 
 
 def _within(region: Region, outer: Region) -> Region:
-    """Return `region` in indices relative to `outer`, which contains it."""
+    """Return `region` in indices that count from the start of `outer`, a region that contains it."""
     return tuple(
         slice(part.start - around.start, part.stop - around.start) for part, around in zip(region, outer, strict=True)
     )

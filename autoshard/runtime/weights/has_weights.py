@@ -11,11 +11,14 @@ from autoshard.runtime.weights.model_weights import InitFunction, Weights
 
 
 class HasWeights(ABC):
-    """A compiled model or step with weights. All ranks must call each method together."""
+    """A compiled model or step whose weights can be initialised, loaded and exported.
+
+    All ranks must call each method together.
+    """
 
     @abstractmethod
     def _model_weights(self) -> Weights:
-        """Return the weights of the user's model."""
+        """Return the weights of the user's model, on which the methods of this class act."""
 
     def init_weights(self, seed: int, init_fn: InitFunction | None = None) -> None:
         """Initialise parameters and buffers by the modules' own initialisers; each rank computes its shards.

@@ -1,6 +1,6 @@
 """Weights of a compiled model, computed by the initialisers of its modules; each rank computes its shards.
 
-The operations of initialisers are recorded without values (`Compiler.record_initialisation`), and computed for the
+The operators of initialisers are recorded without values (`Compiler.record_initialisation`), and computed for the
 rank's shards (`replay`). A random number depends on the seed, the number of the draw, and the element's global index.
 So weights are equal, bit by bit, under every plan and on any number of ranks.
 """
@@ -21,7 +21,7 @@ from autoshard.runtime.weights.local_part import LocalPart
 from autoshard.runtime.weights.replay import Replay
 
 Record = Callable[[], Initialisation]
-"""Runs the initialisers of a model, and returns the record of their operations."""
+"""Function that runs the initialisers of a model, and returns the record of their operations."""
 
 
 @torch.no_grad()
@@ -34,12 +34,18 @@ def init_weights(
     only: Collection[str] | None = None,
     pipeline_rank_of: Mapping[str, int] = NO_PIPELINE_RANKS,
 ) -> None:
-    """Initialise the weights of a model, sharded over the ranks, by its initialisers. All ranks must call.
+    """Initialise the weights of a model, which are sharded over ranks, by its modules' initialisers.
+
+    All ranks must call.
 
     Args:
+        model: the model.
+        engine: the engine that shards its weights.
+        record: returns the record of the model's initialisers.
+        seed: the seed of random numbers.
         unset: names of weights without values, on any rank.
         only: names of the weights to initialise; None: all.
-        pipeline_rank_of: see `Engine.place`.
+        pipeline_rank_of: name of a parameter → the pipeline rank that alone holds it.
 
     Raises:
         TraceError: an initialiser cannot be recorded, or an unset weight has no initialiser.
@@ -59,7 +65,10 @@ def init_weights(
 
 
 def _write(weight: torch.Tensor, name: str, replay: Replay) -> None:
-    """Write this rank's part, even if it is empty: a write raises the version, which marks a weight as set."""
+    """Write initial values into this rank's part of a weight, even if it is empty.
+
+    A write raises the tensor's version, which marks the weight as set.
+    """
     part = LocalPart.of(weight)
     box = Box(part.offset, tuple(part.tensor.shape))
     for piece, value in replay.pieces(name, box, part.tensor):
@@ -79,7 +88,13 @@ def _check_have_sources(names: list[str], sources: dict[str, frozenset[str]], un
 
 
 def _in_order(names: list[str], sources: dict[str, frozenset[str]]) -> list[str]:
-    """Write each weight after all weights computed from its previous value; raise `TraceError` for a cycle."""
+    """Return the names in an order in which each weight is written after all weights that read its old value.
+
+    `sources` maps a weight to the weights from whose old values it is computed.
+
+    Raises:
+        TraceError: weights are computed from each other's old values.
+    """
     waiting, result = dict.fromkeys(names), []
     while waiting:
         free = [name for name in waiting if not any(name in sources[other] for other in waiting if other != name)]

@@ -1,4 +1,4 @@
-"""Load weights from files into a sharded model: each rank reads the regions of its shards.
+"""Load weights from files into a sharded model: each rank reads only its shards.
 
 Before any weight is changed, all weights are checked: names, shapes and dtypes, and whether all names of a tied
 parameter have equal values. Ranks exchange the problems that they find, so all ranks raise the same error.
@@ -33,10 +33,12 @@ BLOCK_BYTES = 8 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A tensor of a model, with the tensors in files from which to load it.
+    """A tensor of a model, and the tensors in files from which it can be loaded.
 
-    `names` are the tensor's names in the model, several if it is tied. `sources` has the files' tensors, one for each
-    of these names that the files have.
+    Args:
+        names: the tensor's names in the model, several if it is tied.
+        tensor: the model's tensor.
+        sources: a tensor in files for each of these names that the files have.
     """
 
     names: Sequence[str]
@@ -47,7 +49,10 @@ class Found:
 @in_normal_mode
 @torch.no_grad()
 def load_weights(model: nn.Module, engine: Engine, path: str | Path, *, strict: bool, cast: bool) -> None:
-    """Load parameters and persistent buffers of `model` from files; see `HasWeights.load_weights`."""
+    """Load parameters and persistent buffers of `model` from files.
+
+    The arguments are those of `HasWeights.load_weights`.
+    """
     check_is_placed(model, "load_weights")
     found, text = together(engine, f"read {path}", lambda: _found(model, path, strict=strict, cast=cast))
     texts = _everyone(engine, text, f"read {path}")
@@ -57,10 +62,10 @@ def load_weights(model: nn.Module, engine: Engine, path: str | Path, *, strict: 
 
 
 def together(engine: Engine, action: str, make: Callable[[], T]) -> T:
-    """Return the result of `make` if it succeeds on every rank; else raise the same `WeightsError` on all.
+    """Run `make` on every rank, and return its result; if it fails on any rank, raise `WeightsError` on all.
 
-    While `make` runs, other ranks see that this rank is working. An error of another class is sent to them too.
-    `action` names the action in errors.
+    The error has the texts of all ranks. While `make` runs, other ranks wait for this rank. An error of another class
+    is sent to them too. `action` names the action in errors.
     """
     made, failure = [], ""
     with nullcontext() if engine.control is None else engine.control.working(action):
@@ -83,7 +88,7 @@ def _everyone(engine: Engine, said: str, action: str) -> list[str]:
 
 
 def _found(model: nn.Module, path: str | Path, *, strict: bool, cast: bool) -> tuple[list[Found], str]:
-    """Match and check the files' tensors; return the tensors to load, and a text of the files, which ranks compare.
+    """Match and check the tensors in files; return the tensors to load, and a text of the files that ranks compare.
 
     Raises:
         WeightsError: tensors are missing, unexpected, or of another shape or dtype, or tied tensors differ.
@@ -126,7 +131,7 @@ def _unlike(found: Sequence[Found], trait: Callable[[torch.Tensor | Unread], obj
 
 
 def _untied(found: Sequence[Found]) -> Iterator[str]:
-    """Yield names of tied parameters whose values in files differ from name to name, on this rank."""
+    """Yield the names of each tied parameter for which the files have unequal values, in this rank's part."""
     for item in found:
         if len(item.sources) > 1:
             blocks = [there for _, there in _blocks(LocalPart.of(item.tensor))]
@@ -151,7 +156,10 @@ def _take_all(found: Sequence[Found]) -> None:
 
 
 def _blocks(part: LocalPart) -> Iterator[tuple[Region, Region]]:
-    """Yield regions of the part and of the whole tensor, which span at most about `BLOCK_BYTES` in the file."""
+    """Yield regions that make up a part, each in indices of the part and in indices of the whole tensor.
+
+    A region spans at most about `BLOCK_BYTES` in the file.
+    """
     held = part.tensor.shape
     if not held.numel():
         return

@@ -14,10 +14,12 @@ from autoshard.errors import NotAvailableError
 
 @dataclass(frozen=True, slots=True)
 class LocalPart:
-    """This rank's part of a tensor of `shape`; empty if only other ranks hold the tensor.
+    """This rank's part of a tensor; empty if only other ranks hold the tensor.
 
-    `tensor` is the rank's own memory; writes to it are writes to the whole tensor. `offset` is the global index of its
-    first element.
+    Args:
+        tensor: the part in the rank's own memory; writes to it are writes to the whole tensor.
+        offset: index of the part's first element in the whole tensor.
+        shape: shape of the whole tensor.
     """
 
     tensor: torch.Tensor
@@ -27,7 +29,11 @@ class LocalPart:
     @staticmethod
     @torch.no_grad()
     def of(tensor: torch.Tensor) -> LocalPart:
-        """Return this rank's part of a DTensor, which may not be partial (`NotAvailableError`), or a plain tensor."""
+        """Return this rank's part of a DTensor; of a plain tensor, the whole.
+
+        Raises:
+            NotAvailableError: the DTensor is partial.
+        """
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
             return LocalPart(tensor.detach(), (0,) * len(shape), shape)
@@ -40,7 +46,7 @@ class LocalPart:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """The position of the part as slices: `whole[part.index]` equals `part.tensor`."""
+        """The position of the part in the whole tensor, as slices: `whole[part.index]` equals `part.tensor`."""
         sizes = zip(self.offset, self.tensor.shape, strict=True)
         return tuple(slice(start, start + size) for start, size in sizes)
 
@@ -48,9 +54,13 @@ class LocalPart:
 def offset_of(
     shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the global index of the first element of a DTensor's shard on a rank.
+    """Return the index, in the whole tensor, of the first element of one rank's shard of a DTensor.
 
-    `shape` is the shape of the whole tensor. `placements`, `sizes` and `coordinate` have an entry per dim of the mesh.
+    Args:
+        shape: shape of the whole tensor.
+        placements: torch's placements, one for each dim of the mesh.
+        sizes: the sizes of the mesh's dims.
+        coordinate: the rank's index along each dim of the mesh.
 
     Example:
         >>> offset_of((9,), (Shard(0), Shard(0)), (2, 2), (1, 0))
@@ -62,7 +72,9 @@ def offset_of(
 def index_of(
     shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[slice, ...]:
-    """Return the position of a DTensor's shard on a rank, as slices of the whole; arguments as for `offset_of`.
+    """Return the position of one rank's shard of a DTensor, as slices of the whole tensor.
+
+    The arguments are those of `offset_of`.
 
     Example:
         >>> index_of((9,), (Shard(0), Shard(0)), (2, 2), (1, 0))

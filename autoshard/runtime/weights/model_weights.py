@@ -1,4 +1,4 @@
-"""The weights of a compiled model: their sharding, whether they have values, and their initialisation."""
+"""The weights of a compiled model: where they are, whether they have values, and their initialisation."""
 
 from __future__ import annotations
 
@@ -23,25 +23,34 @@ InitFunction = Callable[[nn.Module], Any]
 
 @dataclass(slots=True)
 class Weights:
-    """Parameters and buffers of a compiled model: their places and initialisers, and those without values yet."""
+    """The parameters and buffers of a compiled model.
+
+    Args:
+        model: the user's model.
+        engine: shards the parameters.
+        compiler: records the model's initialisers.
+        unset: the weights that have no values yet.
+    """
 
     model: nn.Module
     engine: Engine
     compiler: Compiler
     unset: UnsetWeights = field(default_factory=UnsetWeights)
     pipeline_rank_of: dict[str, int] = field(default_factory=dict)
-    """By each name of a parameter, the pipeline rank (index along the axis "pipeline") that alone holds the parameter.
+    """Name of a parameter → the pipeline rank (index along the axis "pipeline") that alone holds it.
 
-    It is empty without a pipeline.
+    A tied parameter is there under each of its names. The dict is empty without a pipeline.
     """
 
     def place(self, specs: Mapping[str, PartitionSpec]) -> None:
-        """Shard parameters by `specs`, by name. Weights on the meta device get memory on the ranks that hold them."""
+        """Shard parameters by their spec in `specs`. Weights on meta get memory on the ranks that hold them."""
         with self.unset.getting_memory(self.model):
             self.engine.place(self.model, specs, self.pipeline_rank_of)
 
     def assign_to_pipeline_ranks(self, staged: StagedProgram) -> None:
-        """Choose each parameter's pipeline rank: that of its stage in `staged`, or 0 if no stage has read it so far.
+        """Set the pipeline rank that holds each parameter: the rank of its stage in `staged`.
+
+        A parameter that no stage has read so far goes to pipeline rank 0.
 
         Raises:
             NotAvailableError: an earlier program has a parameter on another pipeline rank.
@@ -64,15 +73,18 @@ class Weights:
         return self.pipeline_rank_of.get(name, 0) if stage is None else ranks[stage]
 
     def check_are_placed(self, action: str) -> None:
-        """Raise `NotAvailableError` if `action` would write weights that have no memory yet."""
+        """Raise `NotAvailableError` if a weight that `action` would write has no memory yet."""
         check_is_placed(self.model, action)
 
     def refuse_use(self) -> None:
-        """Raise `TraceError`, on every rank, if a weight has no values, but initialise non-persistent buffers."""
+        """Raise `TraceError`, on every rank, if a weight has no values yet on any rank.
+
+        If only non-persistent buffers have no values, initialise them instead.
+        """
         self.unset.refuse_use(self.model, self.engine, partial(self._init, 0, None))
 
     def init(self, seed: int, init_fn: InitFunction | None) -> None:
-        """Initialise the weights; see `HasWeights.init_weights`."""
+        """Initialise all weights by the modules' initialisers, then `init_fn` (`HasWeights.init_weights`)."""
         self.check_are_placed("init_weights")
         self._init(seed, init_fn, None)
 

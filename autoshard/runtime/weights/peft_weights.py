@@ -1,8 +1,8 @@
 """Adapters of the library peft, for export: in the format of peft's own files, or merged into the model's weights.
 
 The library peft knows which tensors belong to an adapter, and merges layers. This module calls its functions with
-outlines (meta tensors of the same shape and dtype), or with one layer at a time. It never imports peft before the user
-does.
+outlines (meta tensors of the same shape and dtype), or with one layer at a time. It imports peft only after the user
+has.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """The names of the two files of an adapter: its tensors and its configuration."""
 
 _PREFIX = "base_model.model."
-"""The prefix of tensor names in peft's files. Names in a model that is not a `PeftModel` lack the prefix."""
+"""The prefix of tensor names in peft's files. Tensors of a model that is no `PeftModel` have names without it."""
 
 _MERGE = "export(path, merge=True) writes the model with its adapters merged into its weights."
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether at least one module of a model is of the library peft."""
+    """Whether a module of the model is a layer or a model of the library peft."""
     return _layer_of_peft(model) is not None
 
 
 def adapters_of(model: nn.Module) -> dict[str, dict[str, str]]:
-    """Return, for each adapter's file, a dict from the names of its tensors in the file to their names in the model.
+    """Return, for each adapter's file, a dict from the names of tensors in the file to their names in the model.
 
     Raises:
         WeightsError: peft does not write this kind of adapter, or computes the tensors that it writes.
@@ -68,10 +68,12 @@ def write_configurations(model: Any, path: Path) -> None:
 
 
 def merged(model: nn.Module, tensors: Mapping[str, Unread]) -> tuple[nn.Module, dict[str, Unread]]:
-    """Return the model without peft's layers, on the meta device, and its tensors with active adapters merged.
+    """Return the model without peft's layers, on meta, and its tensors by name, with active adapters merged.
 
-    A layer is merged when one of its tensors is read. `tensors` are those of the model's state dict, by name. Raise
-    `WeightsError` if an adapter cannot be merged, or would be merged into a tied weight.
+    A layer is merged when one of its tensors is read. `tensors` are those of the model's state dict, by name.
+
+    Raises:
+        WeightsError: an adapter cannot be merged, or would be merged into a tied weight.
     """
     every = [*model.named_parameters(), *model.named_buffers()]
     outlines: dict[int, Any] = {id(item): _outline(item) for _, item in every}
@@ -94,7 +96,7 @@ def merged(model: nn.Module, tensors: Mapping[str, Unread]) -> tuple[nn.Module, 
 
 
 class _Merging:
-    """Merges a layer of `model` when one of its tensors is read, and keeps the last merged layer."""
+    """Merges the adapters of a layer of `model` when a tensor of the layer is read; keeps the last merged layer."""
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, Unread]) -> None:
         self._model = model
@@ -102,7 +104,7 @@ class _Merging:
         self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
 
     def reading(self, path: str, name: str) -> Callable[[Region], torch.Tensor]:
-        """Return a function that merges the layer at `path` and reads a region of its tensor `name`."""
+        """Return a function that reads a region of the tensor `name` of the layer at `path`, with adapters merged."""
 
         def read(region: Region) -> torch.Tensor:
             if self._last[0] != path or not self._last[1]:
@@ -126,10 +128,13 @@ class _Merging:
 
 
 def _without_layers(module: Any, path: str, at: str, layers: dict[str, str]) -> nn.Module:
-    """Replace each peft layer in a module of an outlined model by a plain layer.
+    """Return a module, whose tensors are on meta, with each peft layer in it replaced by a plain layer.
 
-    `path` and `at` are the module's names in the model with and without peft. `layers` gets an entry for each replaced
-    layer, from its name without peft to its name with peft.
+    Args:
+        module: the module.
+        path: the module's name in the model with peft.
+        at: the module's name in the model without peft.
+        layers: gets, for each replaced layer, its name without peft → its name with peft.
     """
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer  # type: ignore[import-not-found]
     from peft.utils.other import AuxiliaryTrainingWrapper  # type: ignore[import-not-found]
@@ -150,7 +155,7 @@ def _without_layers(module: Any, path: str, at: str, layers: dict[str, str]) -> 
 
 
 def _unloaded(layer: Any, *, merge: bool) -> nn.Module:
-    """Return the plain layer that replaces a peft layer, with active adapters merged if `merge`."""
+    """Return the plain layer inside a peft layer. With `merge`, active adapters are merged into it."""
     unload = getattr(layer, "unload_and_optionally_merge_module", None)
     if unload is not None:
         return unload(merge=merge, safe_merge=False, adapter_names=None)
@@ -160,11 +165,16 @@ def _unloaded(layer: Any, *, merge: bool) -> nn.Module:
 
 
 def _untie(model: nn.Module, base: Any, tied: Iterable[Sequence[str]], layers: Mapping[str, str]) -> None:
-    """Untie the head of `base` from its embedding, also in the configuration, if their adapters differ.
+    """Untie the head of `base` from its embedding, also in the configuration, if only one of them has an adapter.
 
-    `base` is `model` without peft's layers. `tied` has the names of each tensor of `base`. `layers` maps the name of a
-    tensor of `base` to the name of its peft layer in `model`. Raise `WeightsError` if another weight with an adapter is
-    tied.
+    Args:
+        model: the model with peft's layers.
+        base: the same model without them.
+        tied: all names of each tensor of `base`.
+        layers: name of a tensor of `base` → name of its peft layer in `model`.
+
+    Raises:
+        WeightsError: another weight with an adapter is tied.
     """
     embedding, head = _embedding_and_head(base)
     for names in tied:
@@ -182,14 +192,17 @@ def _untie(model: nn.Module, base: Any, tied: Iterable[Sequence[str]], layers: M
 
 
 def _embedding_and_head(base: Any) -> tuple[Any, Any]:
-    """Return embedding and head; None twice if a model is not of transformers, or has no head."""
+    """Return the embedding and the head of a transformers model; (None, None) for a model without a head."""
     if not transformers_weights.applies_to(base) or base.get_output_embeddings() is None:
         return None, None
     return base.get_input_embeddings(), base.get_output_embeddings()
 
 
 def _configurations(model: nn.Module) -> dict[str, tuple[str, Any]]:
-    """Return each adapter's folder (a prefix of file names, such as "other/") and configuration, by its name."""
+    """Return each adapter's folder, such as "other/", and its configuration, by the adapter's name.
+
+    The folder is a prefix of file names.
+    """
     configurations = getattr(model, "peft_config", None)
     if not isinstance(configurations, Mapping):
         raise WeightsError(

@@ -28,19 +28,19 @@ _EMPTY = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_str
 
 
 class _NotByPartsError(Exception):
-    """Raised for a value that cannot be computed by parts."""
+    """A value cannot be computed part by part."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """A formula: random numbers of an operation that can draw any part of the whole."""
+    """A formula: random numbers, drawn by an operation that can draw any part of a tensor alone."""
 
     operation: Operation
 
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """A formula: the weight's value before initialisation, or uninitialised memory if it `is_empty`."""
+    """A formula: the weight's value before initialisation. If `is_empty`, it is uninitialised memory."""
 
     dtype: torch.dtype
     is_empty: bool
@@ -48,7 +48,7 @@ class _Before:
 
 @dataclass(frozen=True, slots=True)
 class _Applied:
-    """A formula: an elementwise operator. Operands are formulas, scalars, or None for the written tensor."""
+    """A formula: the result of an elementwise operation. An operand of None is the tensor that the operation writes."""
 
     operation: Operation
     operands: tuple[_Formula | torch.Tensor | None, ...]
@@ -56,9 +56,9 @@ class _Applied:
 
 @dataclass(frozen=True, slots=True)
 class _BoxedValue:
-    """A formula: a value (`first`) into which boxes are written, one by one.
+    """A formula: a value, `first`, into which boxes are written, one by one.
 
-    A write has the written box, the dims of the box that the written tensor has, and the operator that writes. The
+    A write has the written box, the dims of the box that the written tensor has, and the operation that writes. The
     other dims of the box have size 1.
     """
 
@@ -71,10 +71,14 @@ _Formula = _Drawn | _Before | _Applied | _BoxedValue
 
 @dataclass(slots=True)
 class Replay:
-    """Computes the values of a record, on the device of `seed`, the seed of random numbers.
+    """Computes initial values of weights from a record of initialisers.
 
-    `whole_of` takes the name of a weight, and returns its whole value before initialisation. All ranks must call it for
-    the same weights in the same order.
+    All ranks must read the same weights in the same order.
+
+    Args:
+        record: the record.
+        seed: the seed of random numbers, a 0-dim tensor. Values are computed on its device.
+        whole_of: takes the name of a weight, and returns its whole value before initialisation.
     """
 
     record: Initialisation
@@ -93,9 +97,9 @@ class Replay:
         self._names.update((view.memory, name) for name, view in self.record.begins.items())
 
     def pieces(self, name: str, part: Box, before: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Yield the values of a part of a weight, piece by piece: a box, relative to the part, and the values in it.
+        """Yield boxes that make up a part of a weight, in indices of the part, each with its initial values.
 
-        `part` may be empty. `before` has its values before initialisation.
+        `part` may be empty. `before` has the part's values before initialisation.
         """
         end, time = self.record.ends[name], len(self.record.operations)
         try:
@@ -110,8 +114,10 @@ class Replay:
     def _formula(self, view: StridedView, time: int, root: int) -> _Formula:
         """Return the formula of the tensor `view` as it is before operation number `time`.
 
-        `root` is the number of the memory that the weight has before initialisation. Raise `_NotByPartsError` if the
-        tensor cannot be computed by parts.
+        `root` is the number of the memory that the weight has before initialisation.
+
+        Raises:
+            _NotByPartsError: the tensor cannot be computed part by part.
         """
         memory = view.memory
         if not view.is_in_order(self.record.numels[memory]):
@@ -122,7 +128,7 @@ class Replay:
         return _BoxedValue(first, found) if found else first
 
     def _first(self, view: StridedView, root: int) -> _Formula:
-        """Return the formula of the value before the first write to the tensor's memory."""
+        """Return the formula of a tensor's value before the first write to its memory."""
         if view.memory == root:
             return _Before(view.dtype, False)
         index, created = self._creations.get(view.memory, (0, None))
@@ -144,7 +150,7 @@ class Replay:
         return *found, self._apply(self.record.operations[index], index, written, root)
 
     def _apply(self, operation: Operation, index: int, result: StridedView, root: int) -> _Applied:
-        """Return the formula of operation number `index`, which must be elementwise."""
+        """Return the formula of the result of operation number `index`; `_NotByPartsError` unless it is elementwise."""
         given = [item for item in operation.args if isinstance(item, StridedView)]
         leaves = pytree.tree_leaves((operation.args, dict(operation.kwargs)))
         is_plain = len(given) == sum(isinstance(leaf, StridedView) for leaf in leaves)
@@ -164,7 +170,7 @@ class Replay:
         return self._formula(item, index, root)
 
     def _relevant(self, memory: int, time: int) -> tuple[list[tuple[int, StridedView]], bool]:
-        """Return the writes to a memory before operation number `time` that no later write overwrites as a whole.
+        """Return the writes to a memory before operation number `time`, except those that a later write replaces.
 
         Each write is the number of its operation and the written view. The second result says whether the first of
         these writes fills the whole memory.
@@ -177,7 +183,10 @@ class Replay:
         return writes, False
 
     def _value(self, formula: _Formula, box: Box, before: torch.Tensor) -> torch.Tensor:
-        """Compute a box in new memory. `before` is the same box of the weight before initialisation."""
+        """Return the values of a formula in a box, in new memory.
+
+        `before` is the same box of the weight before initialisation.
+        """
         match formula:
             case _Drawn(operation):
                 distribution, parameters, site, *_, shape = operation.args[1:]
@@ -197,7 +206,10 @@ class Replay:
                 return value
 
     def _call(self, applied: _Applied, written: torch.Tensor | None, box: Box, before: torch.Tensor) -> torch.Tensor:
-        """Run an operator on a box. `written` is the tensor that it writes, `before` the weight's initial box."""
+        """Run an elementwise operation on a box, and return its result.
+
+        `written` is the tensor that it writes, or None. `before` is the box of the weight before initialisation.
+        """
 
         def value_of(operand: _Formula | torch.Tensor | None) -> torch.Tensor | None:
             if operand is None:
@@ -212,7 +224,7 @@ class Replay:
         return _at(view, self._memory(view.memory, time))
 
     def _memory(self, memory: int, time: int) -> torch.Tensor:
-        """Return the whole memory, flat, as it is before operation number `time`."""
+        """Return a whole memory as a flat tensor, as it is before operation number `time`."""
         writes, is_filled = self._relevant(memory, time)
         count = sum(index < time for index, _ in self._writes.get(memory, ()))
         if (memory, count) in self._wholes:
@@ -228,7 +240,7 @@ class Replay:
         return flat
 
     def _before_first_write(self, memory: int, *, is_written: bool) -> torch.Tensor:
-        """Return the whole memory before its first write, flat; a copy if it will be written."""
+        """Return a whole memory as a flat tensor, as it is before its first write; a copy if `is_written`."""
         if memory in self._creations:
             if (memory, 0) not in self._wholes:
                 self._run_creating(self._creations[memory][0])
@@ -242,7 +254,7 @@ class Replay:
         return found.clone() if is_written else found
 
     def _run_creating(self, index: int) -> None:
-        """Run operation number `index`, which creates memories, and keep their whole values in `_wholes`."""
+        """Run operation number `index`, which creates memories, and keep the values of these in `_wholes`."""
         operation = self.record.operations[index]
         if operation.name == _RANDOM:
             (view,) = operation.results
@@ -260,9 +272,9 @@ class Replay:
                 self._wholes[view.memory, 0] = flat
 
     def _run(self, operation: Operation, index: int, own: dict[int, torch.Tensor]) -> Any:
-        """Run operation number `index` on whole tensors.
+        """Run operation number `index` on whole tensors, and return its result.
 
-        `own` maps the numbers of memories to flat tensors, which the operation may write. It writes to copies of other
+        `own` maps numbers of memories to flat tensors, which the operation may write. It writes to copies of all other
         memories.
         """
 
@@ -283,14 +295,14 @@ def _at(view: StridedView, flat: torch.Tensor) -> torch.Tensor:
 
 
 def _in_dims(tensor: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    """Drop all dims but `dims`; the dropped dims have one element each."""
+    """Return the tensor with only the dims `dims`. Its other dims have size 1."""
     for dim in reversed(range(tensor.dim())):
         tensor = tensor if dim in dims else tensor.select(dim, 0)
     return tensor
 
 
 def _cut(box: Box) -> Iterator[Box]:
-    """Cut a box into boxes of at most `_AT_ONCE` elements, in order; an empty box stays as it is."""
+    """Yield boxes of at most `_AT_ONCE` elements that make up a box, in order. An empty box is yielded as it is."""
     if box.numel <= _AT_ONCE:
         yield box
         return

@@ -28,19 +28,22 @@ _ALIGNMENT = 8
 
 
 def check_types(tensors: Mapping[str, Unread]) -> None:
-    """Raise `WeightsError` for tensors whose dtype the format lacks."""
+    """Raise `WeightsError` if a tensor has a dtype that the format lacks."""
     without = [f"{name!r} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in _NAMES]
     if without:
         raise WeightsError(f"Safetensors files have no dtype for {', '.join(without)}. Convert the model first.")
 
 
 def in_file_order(tensors: Mapping[str, Unread]) -> list[str]:
-    """Return names in the order of writing: wide dtypes first, so that offsets are multiples of dtypes' sizes."""
+    """Return the tensors' names in the order of the file: wide dtypes first, so that values are aligned."""
     return sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
 
 
 class SafetensorsWriter:
-    """Writes the file `path`. Pass the values of `tensors` to `write` in blocks, in the order of `in_file_order`."""
+    """A context that writes the file `path`.
+
+    Pass the values of `tensors` to `write` in blocks, in the order of `in_file_order`.
+    """
 
     def __init__(self, path: Path, tensors: Mapping[str, Unread]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -56,7 +59,7 @@ class SafetensorsWriter:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, values: torch.Tensor) -> None:
-        """Append the values of the next block."""
+        """Append the values of the next block to the file."""
         flat = values.detach().cpu().contiguous().reshape(-1)
         if flat.numel():
             self._file.write(flat.view(torch.uint8).numpy().data)
@@ -67,7 +70,7 @@ class SafetensorsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the file. Without an error, first wait until the whole file is on the disk."""
+        """Close the file. If the context raised no error, first wait until the whole file is on the disk."""
         try:
             if error is None:
                 self._file.flush()

@@ -1,8 +1,8 @@
 """Convert between the tensors of a transformers model and the tensors of its files.
 
 Files may have older names, or other tensors, such as one matrix per expert. The library transformers (version 5) knows
-for each class how to convert. This module calls its functions with tensors that are not read yet, and imports it only
-after the user.
+for each class how to convert. This module calls its functions with tensors that are not read yet. It imports
+transformers only after the user has.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ def applies_to(model: nn.Module) -> bool:
 
 
 def converted(model: Any, names: Collection[str], stored: Mapping[str, Unread]) -> tuple[dict[str, Unread], list[str]]:
-    """Convert the tensors of files, `stored`, to the form of a transformers model, whose tensors have `names`.
+    """Convert the tensors of files, `stored`, to the tensors of a transformers model, which have `names`.
 
-    Return the converted tensors by the model's names, and the names in the files that the model lacks. Raise
-    `WeightsError` if several tensors of the files are one tensor of the model.
+    Return the converted tensors by the model's names, and the names in the files that the model lacks.
+
+    Raises:
+        WeightsError: several tensors of the files are one tensor of the model.
     """
     from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -66,7 +68,7 @@ def converted(model: Any, names: Collection[str], stored: Mapping[str, Unread]) 
 
 
 def reverted(model: Any, tensors: Mapping[str, Unread], tied: Iterable[tuple[str, ...]]) -> dict[str, Unread]:
-    """Convert a model's tensors to the form of `save_pretrained`, and return them by their names in files.
+    """Convert a model's tensors to those that `save_pretrained` writes, and return them by their names in files.
 
     `tied` has all names of each tensor. A tied tensor is written once.
     """
@@ -80,12 +82,12 @@ def reverted(model: Any, tensors: Mapping[str, Unread], tied: Iterable[tuple[str
 
 
 def optional_among(model: Any, names: Iterable[str]) -> frozenset[str]:
-    """Return those of a model's tensor `names` that files may lack, according to the model's class."""
+    """Return those of the model's tensor `names` that files may lack, by the rules of the model's class."""
     return frozenset(name for name in names if _fits(model._keys_to_ignore_on_load_missing, name))
 
 
 def without_obsolete(model: Any, names: Iterable[str]) -> list[str]:
-    """Remove the names that the model's class allows from the unexpected `names` in files, and return the rest."""
+    """Return the unexpected `names` in files, except those that the model's class allows there."""
     buffers = [name for name, _ in model.named_buffers()]
     computed = {path for end, path in _COMPUTED.items() if any(name.endswith(end) for name in buffers)}
     patterns = {*(model._keys_to_ignore_on_load_unexpected or ()), *computed}
@@ -93,7 +95,7 @@ def without_obsolete(model: Any, names: Iterable[str]) -> list[str]:
 
 
 def write_config(model: Any, folder: Path) -> None:
-    """Write the configuration that `from_pretrained` reads, and the generation configuration."""
+    """Write the model's configuration for `from_pretrained`, and its generation configuration, into a folder."""
     config = deepcopy(model.config)
     config.dtype = str(model.dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
@@ -105,7 +107,7 @@ def write_config(model: Any, folder: Path) -> None:
 _COMPUTED = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
 """Buffers that models now compute, but old files contain.
 
-The keys are the ends of buffers' names in the model; the values are patterns of tensor names in files.
+A key is the end of a buffer's name in the model, and its value is a pattern of the buffer's names in files.
 """
 
 

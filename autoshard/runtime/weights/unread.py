@@ -22,16 +22,18 @@ Region = tuple[slice, ...]
 """A slice of each dim, with a start and a stop, and a step of 1."""
 
 Read = Callable[[Region], torch.Tensor]
-"""Returns the values of a region of one tensor."""
+"""Function that returns the values of a region of one tensor."""
 
 
 def whole_region(shape: Sequence[int]) -> Region:
-    """Return the region that covers a whole tensor of the given shape."""
+    """Return the region that covers a whole tensor of this shape."""
     return tuple(slice(0, size) for size in shape)
 
 
 def blocks_of(shape: Sequence[int], itemsize: int, most_bytes: int) -> Iterator[Region]:
-    """Yield regions of at most `most_bytes` that make up a tensor of this shape, in row-major order.
+    """Yield regions of at most `most_bytes` each that make up a tensor of this shape, in row-major order.
+
+    `itemsize` is the bytes of an element.
 
     Example:
         >>> list(blocks_of((3, 2), 4, 16))
@@ -80,11 +82,11 @@ class Unread:
         return self.shape.numel() * self.dtype.itemsize
 
     def read(self, region: Region | None = None) -> torch.Tensor:
-        """Return the values of a region, by default of the whole tensor. They may share memory with the source."""
+        """Return the values of a region; None: of the whole tensor. They may share memory with their source."""
         return self._read(whole_region(self.shape) if region is None else region)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method of `torch.Tensor` for this unread tensor; it runs as functions do (`__torch_function__`)."""
+        """Return a method of `torch.Tensor` that acts on this unread tensor as a torch function does."""
         method = getattr(torch.Tensor, name) if not name.startswith("__") else None
         if not callable(method):
             raise AttributeError(f"a tensor that is not read yet has no {name!r}")
@@ -94,12 +96,15 @@ class Unread:
     def __torch_function__(
         cls, function: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Apply a torch function to unread tensors; the result is unread too."""
+        """Apply a torch function to unread tensors, and return an unread result."""
         return _call(function, args, kwargs or {})
 
 
 def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Apply a function. If it only moves values, reading a result reads regions of operands, else whole operands."""
+    """Apply a torch function to unread tensors, and return an unread result.
+
+    If the function only moves values, reading a region of the result reads regions of operands, else whole operands.
+    """
     moved = _MOVES.get(getattr(function, "__name__", ""), _computed_by(function))
     return moved(*args, **kwargs)
 
@@ -144,7 +149,7 @@ def _unsqueezed(tensor: Unread, dim: int) -> Unread:
 
 
 def _squeezed(tensor: Unread, dim: int | None = None) -> Unread:
-    """Apply `torch.squeeze` to one dim, or to all dims without `dim`."""
+    """Return the tensor without dim `dim`, if its size is one; with None, without all dims of size one."""
     if dim is None:
         return reduce(_squeezed, range(len(tensor.shape) - 1, -1, -1), tensor)
     dim %= len(tensor.shape)
@@ -201,9 +206,9 @@ def _size(tensor: Unread, dim: int | None = None) -> Any:
 
 
 def _computed_by(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function to run on whole operands when its result is read.
+    """Return a function with unread results, which calls `function` on whole operands when a result is read.
 
-    It runs once on the meta device at the call, for the shapes and dtypes of its results.
+    At the call, `function` runs once on the meta device, for the shapes and dtypes of its results.
     """
 
     def compute(*args: Any, **kwargs: Any) -> Any:
@@ -254,4 +259,4 @@ _MOVES: Mapping[str, Callable[..., Any]] = {
     "dim": lambda tensor: len(tensor.shape),
     "numel": lambda tensor: tensor.shape.numel(),
 }
-"""Functions that only move values, or return a shape, by their names in torch."""
+"""Name of a torch function that only moves values, or returns a shape → its version for unread tensors."""

@@ -1,8 +1,8 @@
 """Keep track of weights that have memory but no values yet, in a model that was built on the meta device.
 
-Such weights are zeros from the placement of the first program until they are written in place, by `init_weights`,
-`load_weights`, `load_state_dict`, `torch.distributed.checkpoint`, or the user. Torch counts the write in a tensor's
-version. A call of the model raises an error until all weights are written.
+The first program's placement gives these weights memory with zeros. They are unset until they are written in place, by
+`init_weights`, `load_weights`, `load_state_dict`, `torch.distributed.checkpoint`, or the user. Torch counts the write
+in a tensor's version. A call of the model raises an error until all weights are written.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class UnsetWeights:
         self._may_be_some = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> UnsetWeights:
-        """Return the unset weights of a copy of the model, whose tensors have versions of their own."""
+        """Return the unset weights of a copied model, whose tensors have versions of their own."""
         result = UnsetWeights()
         result._may_be_some = self._may_be_some
         for name, (tensor, version) in self._found.items():
@@ -45,7 +45,7 @@ class UnsetWeights:
 
     @contextmanager
     def getting_memory(self, model: nn.Module) -> Iterator[None]:
-        """Record as unset the weights of `model` to which the caller gives memory within the context."""
+        """Record as unset the weights of `model` that are on meta before the context, and have memory after it."""
         names = on_meta(model)
         yield
         if names:
@@ -55,7 +55,7 @@ class UnsetWeights:
             self._may_be_some = True
 
     def names(self, model: nn.Module) -> list[str]:
-        """Return the names of unset parameters and buffers of `model` on this rank."""
+        """Return the names of the parameters and buffers of `model` that are unset on this rank."""
         if self._found:
             tensors = dict(_named(model))
             self._found = {
@@ -66,7 +66,7 @@ class UnsetWeights:
         return list(self._found)
 
     def names_everywhere(self, model: nn.Module, engine: Engine) -> list[str]:
-        """Return the names of weights that are unset on any rank. All ranks must call."""
+        """Return the names of the weights of `model` that are unset on any rank. All ranks must call this."""
         if not self._may_be_some:
             return []
         mine = self.names(model)
@@ -76,8 +76,7 @@ class UnsetWeights:
     def refuse_use(self, model: nn.Module, engine: Engine, make: Callable[[Collection[str]], None]) -> None:
         """Raise `TraceError`, on every rank, if a weight of `model` is unset on any rank.
 
-        If weights were loaded and only non-persistent buffers are unset, call `make` with their names to initialise
-        them.
+        If only non-persistent buffers are unset, call `make` with their names instead, which initialises them.
         """
         if not self._may_be_some:
             return
@@ -99,7 +98,7 @@ def on_meta(model: nn.Module) -> list[str]:
 
 
 def check_is_placed(model: nn.Module, action: str) -> None:
-    """Raise `NotAvailableError` if `action` would write weights that are still on the meta device."""
+    """Raise `NotAvailableError` if a weight that `action` would write is still on the meta device."""
     names = on_meta(model)
     if names:
         raise NotAvailableError(

@@ -30,9 +30,12 @@ _MOST_MAPPED_BYTES = 32 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class _IndexedFiles:
-    """Files to read. `index` lists them, or is None.
+    """The files to read.
 
-    `promised` is the file of each tensor according to the index, by the tensor's name.
+    Args:
+        paths: the files.
+        index: the file that lists them, or None.
+        promised: name of a tensor → its file, according to the index.
     """
 
     paths: tuple[Path, ...]
@@ -44,8 +47,8 @@ class WeightFiles:
     """The tensors of a set of safetensors files: of a folder, a file, or an index.
 
     Attributes:
-        tensors: the tensors by name; their values are read when needed.
-        homes: the file of each tensor, by the tensor's name.
+        tensors: name → tensor; values are read when needed.
+        homes: name of a tensor → its file.
 
     Raises:
         WeightsError: the message names each missing or damaged file, and each tensor that is not where the index says.
@@ -61,11 +64,11 @@ class WeightFiles:
             raise WeightsError(f"{self.path} cannot be read: {'; '.join(problems)}.")
 
     def describe(self) -> str:
-        """Return the names, shapes and dtypes of all tensors as text."""
+        """Return a text with the names, shapes and dtypes of all tensors."""
         return ", ".join(f"{name}: {describe(tensor)}" for name, tensor in sorted(self.tensors.items()))
 
     def _find_all(self, found: _IndexedFiles) -> Iterator[str]:
-        """Add the tensors of each file to `tensors` and `homes`; yield a text for each problem."""
+        """Add the tensors of all files to `tensors` and `homes`; yield a text for each problem."""
         for path in found.paths:
             try:
                 tensors = {name: _outline(file, name) for file in [_opened(path)] for name in file.keys()}  # noqa: SIM118
@@ -85,7 +88,7 @@ class WeightFiles:
 
 
 class _RegionReader:
-    """Reads regions of tensors in files, and keeps the last file open."""
+    """Reads regions of tensors in files, and keeps the file that was read last open."""
 
     def __init__(self) -> None:
         self._path: Path | None = None
@@ -104,13 +107,17 @@ class _RegionReader:
 
 
 def _touched_bytes(values: torch.Tensor) -> int:
-    """Count the bytes in the file from the first to the last of the values."""
+    """Return the bytes in the file from the first to the last of `values`, which are a view of it."""
     steps = zip(values.shape, values.stride(), strict=True)
     return (sum((size - 1) * stride for size, stride in steps) + 1) * values.itemsize if values.numel() else 0
 
 
 def _opened(path: Path) -> Any:
-    """Open a file; the library checks its header and its length. Raise `WeightsError` for a missing or damaged file."""
+    """Return an open safetensors file. The library checks its header and its length.
+
+    Raises:
+        WeightsError: the file is missing or damaged.
+    """
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError as error:
@@ -128,7 +135,7 @@ def _outline(file: Any, name: str) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 def _find(path: Path) -> _IndexedFiles:
-    """Find the files of a path: a file, the files of an index, or the files of a folder."""
+    """Return the files at a path: a file, the files of an index, or the files of a folder."""
     if path.is_file():
         return _of_index(path) if path.name.endswith(".json") else _IndexedFiles((path,), None, {})
     if not path.is_dir():
@@ -175,5 +182,5 @@ def _stays_inside(file: str) -> bool:
 
 
 def describe(tensor: torch.Tensor | Unread) -> str:
-    """Return dtype and shape as text, such as `float32[4, 2]`."""
+    """Return a tensor's dtype and shape as text, such as `float32[4, 2]`."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -18,9 +18,12 @@ from autoshard.runtime.weights.unread import Unread
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """The files' tensors by their names in the model, and the names that do not match.
+    """The tensors in files that match tensors of a model.
 
-    `unexpected` are names in files that the model lacks. `optional` are names in the model that files may lack.
+    Args:
+        sources: name in the model → tensor in files.
+        unexpected: names in files that the model lacks.
+        optional: names in the model that files may lack.
     """
 
     sources: dict[str, Unread] = field(default_factory=dict)
@@ -29,7 +32,7 @@ class Matched:
 
 
 def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that files can hold: parameters, under each of their names, and persistent buffers."""
+    """Return the tensors that files can have, by name: parameters, under each of their names; persistent buffers."""
     named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(recurse=False):
@@ -39,7 +42,7 @@ def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def names_by_tensor(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
-    """Return a tuple of all names for each tensor; tensors and names are in the order of `tensors`."""
+    """Return all names of each distinct tensor. Tensors and names are in the order of `tensors`."""
     found: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         found.setdefault(id(tensor), []).append(name)
@@ -47,9 +50,9 @@ def names_by_tensor(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]
 
 
 def match(model: nn.Module, names: Iterable[str], stored: Mapping[str, Unread]) -> Matched:
-    """Find the stored tensor for each of the model's `names`.
+    """Return the tensor in files for each of the model's `names`.
 
-    An equal name matches. For a transformers model, the files' tensors are first converted to the model's form.
+    Equal names match. For a transformers model, the files' tensors are first converted to the model's form.
     """
     names = frozenset(names)
     if transformers_weights.applies_to(model):
@@ -61,7 +64,7 @@ def match(model: nn.Module, names: Iterable[str], stored: Mapping[str, Unread]) 
 
 
 def to_write(model: nn.Module, tensors: Mapping[str, Unread], tied: Iterable[tuple[str, ...]]) -> Mapping[str, Unread]:
-    """Return the tensors to write into files, by their names there.
+    """Return the tensors to write into files, by their names in files.
 
     A tied tensor is written once, under a name from which loading finds its other names. `tied` has all names of each
     tensor.

@@ -1,8 +1,8 @@
-"""Find the calls of a folded program that run as one fused kernel in the usual libraries, and the kernel's operands.
+"""Find the calls of a folded program that usual training libraries run as one fused kernel, and the kernel's operands.
 
-A chain of pointwise operators is one kernel. A softmax may end the chain. Norms that are one operator are kernels of
-their own. Intermediate values of a chain are neither written nor saved. The backward computes them again from the
-chain's operands.
+A chain of pointwise operators is one kernel. A softmax may end the chain. A norm that is one operator is a kernel of
+its own. Intermediate values of a chain are neither written nor saved. The backward computes them again from the chain's
+operands.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ class Chains:
         self.last = self._chains() if fused else {}
 
     def chain_of(self, call: fx.Node) -> str:
-        """Return the name of the last call of the chain that has `call`, which names the chain."""
+        """Return the name of the chain that contains `call`. A chain has the name of its last call."""
         return self.last.get(call.name, call.name)
 
     def readers(self, node: fx.Node, index: int | None = None) -> list[fx.Node]:
-        """Return the calls that read the results of a node from memory, or only result `index`.
+        """Return the calls that read the results of a node from memory; with `index`, only the readers of this result.
 
-        Backward calls that recompute the value instead do not read it.
+        Calls of the backward that recompute the value are left out.
         """
         return [item for item in readers_of(node, index) if not self._is_remade(node, item)]
 
     def operands(self, chain: Sequence[fx.Node]) -> tuple[tuple[fx.Node, int], ...]:
-        """Return the values that a chain reads from memory, as (call of the chain, index of the call's operand).
+        """Return the values that a chain reads from memory, each as (call of the chain, index of the call's operand).
 
-        A chain of several calls reads each value once. A value that a backward chain recomputes counts as an operand
-        too.
+        A chain of several calls reads each value once. A forward value that a backward chain recomputes is also
+        returned.
         """
         inside = {node.name for node in chain}
         found: dict[tuple[str, int], tuple[fx.Node, int]] = {}
@@ -71,8 +71,8 @@ class Chains:
     def _cheap_values(self) -> frozenset[str]:
         """Return the names of forward calls whose results the backward recomputes instead of reading them.
 
-        They are pointwise, their operands are saved anyway or constant, and only memory-bound calls of the backward
-        read them.
+        These calls are pointwise. Their operands are constant or saved anyway, and in the backward only memory-bound
+        calls read their results.
         """
         cheap: set[str] = set()
         for node in self.folded.single.graph.nodes:

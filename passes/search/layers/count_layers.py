@@ -59,7 +59,7 @@ class Sized:
         first: the global shape for one sequence.
         step: the growth of each dim with each further sequence.
         itemsize, dtype: bytes of an element, and the name of the dtype.
-        splits: for each dim, the axes that split it.
+        splits: for each dim, the axes of the recipe that split the dim.
     """
 
     first: tuple[int, ...]
@@ -88,9 +88,9 @@ class LayerKernel:
     """A kernel on the device: one call, or a fused chain of calls.
 
     Args:
-        operator: its name in the cost models; `FUSED` for a chain.
+        operator: name of the call's operator in the cost models; `FUSED` for a chain.
         inputs, outputs: tensors that the kernel reads and writes.
-        arguments: positional arguments of the call, with None for tensors, see `cost_models.operators.work`.
+        arguments: positional arguments of the call, with None for tensors, as `cost_models.operators.work` takes them.
         has_weight: whether an operand is a parameter, or a view of one.
         makes_gradient: whether a result is a parameter's gradient.
         is_core: whether all its calls belong to attention's core, between its first and its last product.
@@ -107,7 +107,10 @@ class LayerKernel:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A collective of an axis. `value` is the exchanged tensor, split by all axes but this axis."""
+    """A collective over one axis.
+
+    `value` is the exchanged tensor as if this axis did not split it. All other axes split it as in the layout.
+    """
 
     axis: str
     kind: MoveKind
@@ -146,7 +149,7 @@ class LayerClass:
         entering: the values of other layer classes that the forward reads. A recomputed layer keeps only these values.
         parameters: the parameters by qualified name.
         expert_parameters: the names of the parameters that the expert axis splits.
-        workspaces: for each kernel, the values that it reads or writes and that are not kept between the phases.
+        workspaces: for each kernel, the values that it reads or writes and that are freed before the next phase.
     """
 
     forward: Phase
@@ -159,7 +162,10 @@ class LayerClass:
 
     @property
     def splits(self) -> frozenset[tuple[int, tuple[str, ...]]]:
-        """The dims of tensors that axes split, as pairs of a dim's size for one sequence and the axes that split it."""
+        """The dims that axes split in the tensors of the layer class.
+
+        A pair has the dim's size for one sequence, and the axes that split the dim.
+        """
         kernels = (*self.forward.kernels, *self.backward.kernels)
         values = [*self.parameters.values(), *(each for item in kernels for each in (*item.inputs, *item.outputs))]
         dims = (pair for value in values for pair in zip(value.first, value.splits, strict=True))
@@ -170,7 +176,7 @@ def count_layers(folded: FoldedProgram, layouts: Mapping[str, AxisLayout], *, fu
     """Return every layer class of a folded program, by name.
 
     Args:
-        layouts: each axis' split of the program, by axis.
+        layouts: axis → how the axis splits the program.
         fused: whether a chain of memory-bound calls is one kernel.
     """
     counter = _LayerCounter(folded, layouts, fused=fused)
@@ -205,7 +211,7 @@ class _LayerCounter:
         return Phase(tuple(kernels), tuple(self._sent(layer, phase)))
 
     def _chains_in(self, layer: str, phase: str) -> list[list[fx.Node]]:
-        """Return the calls of a layer class in a phase that run on the device, one list for each chain."""
+        """Return the calls of a layer class that run kernels in a phase, one list for each chain."""
         chains: dict[str, list[fx.Node]] = {}
         for node in self.calls.get((layer, phase), ()):
             chains.setdefault(self.chains.chain_of(node), []).append(node)
@@ -227,12 +233,18 @@ class _LayerCounter:
         )  # fmt: skip
 
     def _operator(self, node: fx.Node) -> str:
-        """Return the operator's name in the cost models, which differs for experts that are shared out over ranks."""
+        """Return the name of a call's operator in the cost models.
+
+        A layer of experts that are shared out over ranks has another name than a layer with all experts.
+        """
         is_shared = node.target in LAYERS and "expert" in self.layouts
         return str(_EXCHANGED[node.target]) if is_shared else operator_name(node)
 
     def _rows(self, layer: fx.Node, width: int | None = None) -> Sized:
-        """Return the tensor of rows of `width` elements (None: as a token), one for each token and its experts."""
+        """Return a tensor with one row for each token and each of its experts.
+
+        `layer` is the call of the experts' operator. A row has `width` elements; None: as many as a token.
+        """
         is_backward = layer.target is kernels.experts_backward
         x, index = (self._operand(layer, place + is_backward) for place in (0, 1))
         each, splits = index.first[1], (x.splits[0], ())
@@ -262,7 +274,10 @@ class _LayerCounter:
         return _sized(one, two, specs)
 
     def _sized(self, node: fx.Node, index: int) -> Sized:
-        """Return result `index` of a node, where absent results (None) count too."""
+        """Return the tensor that is result number `index` of a node.
+
+        `index` also counts results that are None.
+        """
         values = tensor_values(node)
         one = values[index]
         assert one is not None
@@ -291,7 +306,10 @@ class _LayerCounter:
         return [item for item in self.chains.readers(node, index) if item.meta["phase"] == "backward"]
 
     def _workspaces(self, layer: str) -> tuple[tuple[Sized, ...], ...]:
-        """Return, for each kernel, the values that take memory only while the phase runs; views count as one value."""
+        """Return for each kernel of a layer class the values that are in memory only within the kernel's phase.
+
+        A value and its views count once.
+        """
         found: dict[tuple[Sized, ...], None] = {}
         for phase in ("forward", "backward"):
             for chain in self._chains_in(layer, phase):
@@ -305,7 +323,10 @@ class _LayerCounter:
         return tuple(found)
 
     def _inside(self, layer: fx.Node) -> Sized:
-        """Return a tensor as large as the memory that a call of experts needs while it runs; dim 0 has tokens' rows."""
+        """Return a tensor as large as the temporary memory of a call of experts.
+
+        Dim 0 has one row for each token and expert.
+        """
         rows = self._rows(layer, 1)
         width = math.ceil(workspace_bytes(layer) / (math.prod(rows.first) * rows.itemsize))
         return replace(rows, first=(rows.first[0], width))
@@ -315,7 +336,10 @@ class _LayerCounter:
         return chain[-1].name in self.gradients and all(node.target is aten.add.Tensor for node in chain)
 
     def _passes(self, node: fx.Node, index: int, phase: str) -> bool:
-        """Whether a value is made in a phase and not kept after the phase, e.g. because the backward recomputes it."""
+        """Whether result `index` of a node is made in the phase `phase`, and freed before the next phase.
+
+        An example is a value that the backward recomputes.
+        """
         if node.op != "call_function" or node.name not in self.varying or node.meta["phase"] != phase:
             return False
         return phase == "backward" or not self._late_readers(node, index)
@@ -349,10 +373,10 @@ class _LayerCounter:
         return sent + self._exchanged(layer, phase)
 
     def _exchanged(self, layer: str, phase: str) -> list[Sent]:
-        """Return the all-to-alls of calls of experts in a phase.
+        """Return the all-to-alls that the experts of a layer class need in a phase.
 
-        In the forward, tokens' rows go to the ranks of their experts, and results come back. In the backward, rows and
-        gradients of results go to the experts' ranks, and gradients of rows come back.
+        In the forward, the rows of tokens go to the ranks of their experts, and results come back. In the backward,
+        rows and gradients of results go to the experts' ranks, and gradients of rows come back.
         """
         if "expert" not in self.layouts:
             return []
@@ -361,7 +385,10 @@ class _LayerCounter:
         return [Sent("expert", MoveKind.EXCHANGE, self._rows(node)) for node in layers] * times
 
     def _base_value(self, key: _Key) -> Sized:
-        """Return the value that owns the memory of `key`, or the value of `key` itself if it views only a part."""
+        """Return the tensor that owns the memory of the value `key`.
+
+        If the value is a view of only a part of that tensor, return the value itself.
+        """
         node = self.nodes[key[0]]
         present = [index for index, value in enumerate(tensor_values(node)) if value is not None]
         value = tensor_values(node)[present[key[1]]]
@@ -377,7 +404,10 @@ class _LayerCounter:
 
 
 def _works(node: fx.Node, varying: frozenset[str]) -> bool:
-    """Whether a node is a call that runs a kernel in each step."""
+    """Whether a node is a call that runs a kernel in each step.
+
+    `varying` has the names of the values that depend on inputs or parameters.
+    """
     return node.op == "call_function" and node.name in varying and not is_free(node) and not _is_bias(node)
 
 

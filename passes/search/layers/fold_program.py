@@ -40,7 +40,7 @@ class FoldedProgram:
         layer_of: for the name of each node, its layer class: "before", "after" or "list:kind". It is "" in a block that
             another block stands for.
         blocks: the layer class of every block of the whole model, in order.
-        parameters: for each layer class, the names of its parameters' placeholders.
+        parameters: layer class → the names of the placeholders of its parameters.
         lists: the model's lists of blocks.
     """
 
@@ -52,9 +52,9 @@ class FoldedProgram:
     lists: tuple[BlockList, ...] = ()
 
     def names_of(self, name: str) -> tuple[str, ...]:
-        """Return the qualified names of parameters of the whole model that one of the shortened model stands for.
+        """Return the names of the whole model's parameters for which a parameter of the shortened model stands.
 
-        Empty for a parameter of a block that another block stands for.
+        The result is empty for a parameter of a block that another block stands for.
         """
         for item in self.lists:
             prefix, _, rest = name.removeprefix(f"{item.path}.").partition(".")
@@ -119,12 +119,21 @@ def _named(node: fx.Node | None) -> str:
 
 
 def _size_before(two: Any, three: Any) -> Any:
-    """Return a call's argument for one sequence, an int extrapolated from its values for two and three sequences."""
+    """Return a call's argument for one sequence, from the same argument for two and for three sequences.
+
+    An int is extrapolated: 2 * two - three. Any other argument is returned unchanged.
+    """
     return 2 * two - three if type(two) is int and type(three) is int else two
 
 
 def _value_before(node: fx.Node, two: Any, three: Any) -> Any:
-    """Return a node's value for one sequence, with shape and strides extrapolated from two and three sequences."""
+    """Return the value of a node for one sequence, from its values for two and for three sequences.
+
+    Shape and strides of a tensor are extrapolated.
+
+    Raises:
+        TraceError: a size would be negative, or the numbers of dims differ.
+    """
     if not isinstance(two, torch.Tensor):
         return _size_before(two, three)
     shape = [2 * first - second for first, second in zip(two.shape, three.shape, strict=False)]
@@ -148,13 +157,16 @@ _COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten.view.default, 
 
 
 def _kind_of(item: BlockList, index: int) -> tuple[int, bool]:
-    """Return the kind of block `index` of the shortened model, and whether it is the last block of the kind."""
+    """Return the kind of block number `index` of the shortened model, and whether it is the last block of this kind."""
     kinds = [item.kinds[position] for position in item.kept]
     return kinds[index], kinds[index] not in kinds[index + 1 :]
 
 
 def _places(lists: Sequence[BlockList]) -> dict[str, str]:
-    """Return each block's layer class by the block's path; "" if the block is not the last of its kind."""
+    """Return the layer class of each block, by the block's path.
+
+    It is "" if the block is not the last of its kind, because the last block stands for it.
+    """
     places: dict[str, str] = {}
     for item in lists:
         for index in range(len(item.kept)):
@@ -164,7 +176,10 @@ def _places(lists: Sequence[BlockList]) -> dict[str, str]:
 
 
 def _block_of(path: str, places: Mapping[str, str]) -> str | None:
-    """Return the path of the block that contains a module or parameter with this path, or None."""
+    """Return the path of the block that contains the module or parameter `path`; None outside of blocks.
+
+    `places` has the paths of all blocks.
+    """
     parts = path.split(".")
     prefixes = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
     return next((prefix for prefix in prefixes if prefix in places), None)
@@ -195,7 +210,10 @@ def _layers(program: Program, places: Mapping[str, str]) -> dict[str, str]:
 
 
 def _inherited(node: fx.Node, blocks: Mapping[str, str | None]) -> str | None:
-    """Return the block of a sum of gradients, that of its last operand in a block; None for any other call."""
+    """Return the block of a sum of gradients: the block of its last operand that is in a block.
+
+    None is returned for all other calls.
+    """
     if node.meta["phase"] == "forward" or "add" not in str(node.target):
         return None
     known = [blocks[item.name] for item in node.all_input_nodes if blocks.get(item.name) is not None]
@@ -207,7 +225,7 @@ def _is_constant(node: fx.Node) -> bool:
 
 
 def _extent(order: Sequence[fx.Node], blocks: Mapping[str, str | None], phase: str) -> tuple[int, int]:
-    """Return the positions in `order` of the first and the last call of a phase that lies in a block."""
+    """Return the positions in `order` of the first and the last call that lies in a block and has the phase `phase`."""
     inside = [
         index for index, node in enumerate(order) if node.meta["phase"] == phase and blocks[node.name] is not None
     ]
@@ -215,7 +233,10 @@ def _extent(order: Sequence[fx.Node], blocks: Mapping[str, str | None], phase: s
 
 
 def _parameters(program: Program, places: Mapping[str, str], layer_of: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return the parameters' placeholders by layer class: that of their block, or else of their first reader."""
+    """Return the names of the placeholders of parameters, by layer class.
+
+    A parameter belongs to the class of its block. Outside of blocks, it belongs to the class of its first reader.
+    """
     found: dict[str, list[str]] = {}
     nodes = program.nodes_by_name()
     for slot in program.inputs_of(InputKind.PARAMETER):

@@ -40,8 +40,8 @@ Sizes = Mapping[str, int]
 class Busy:
     """Seconds of a device in kernels of each kind (products, attention, memory-bound), and the number of kernels.
 
-    `weight_gradient_s` is the part of `matmul_s` in products that make parameters' gradients, which no other kernel
-    waits for. `weight_gradient_kernels` is the number of these products.
+    Products that make parameters' gradients also count in `weight_gradient_s` and `weight_gradient_kernels`. No other
+    kernel waits for them.
     """
 
     matmul_s: float = 0.0
@@ -63,9 +63,11 @@ class Busy:
 
 @dataclass(frozen=True, slots=True)
 class AxisTraffic:
-    """A collective: its axis, kind, and bytes of the value that each rank would hold if the axis did not split it.
+    """A collective over one axis.
 
-    `copies` says how often `bytes` counts each token: once, or once for each of its experts.
+    Args:
+        bytes: bytes of the value that each rank would hold if the axis did not split it.
+        copies: how often `bytes` counts each token: once, or once for each of the token's experts.
     """
 
     axis: str
@@ -140,7 +142,10 @@ class KernelPricer:
     separate_experts: bool = False
 
     def price(self, kernel: LayerKernel, batch: int, sizes: Sizes, *, is_block: bool) -> Busy:
-        """Return one rank's time of a kernel for `batch` sequences; only products in blocks run in 8 bits."""
+        """Return one rank's time of a kernel for `batch` sequences, with axes of the given sizes.
+
+        `is_block` says whether the kernel is in a block. Only products in blocks run in 8 bits.
+        """
         # an exchange keeps the number of a rank's tokens; of weights a rank has its share
         alone = {**sizes, EXPERT: 1}
         inputs, outputs = (
@@ -184,7 +189,10 @@ class KernelPricer:
 
 
 def _shared_out(done: Work, kernel: LayerKernel, ranks: int) -> Work:
-    """Return one rank's work of a kernel with experts shared out: fewer experts, each for the tokens of all ranks."""
+    """Return the work of one rank in a kernel whose experts are shared out over `ranks` ranks.
+
+    The rank has fewer experts, but each expert gets tokens from all ranks.
+    """
     batch = max(1, max(item.first[0] for item in kernel.inputs) // ranks)
     dim = "k" if kernel.makes_gradient else "m"
     shared = (item._replace(**{"batch": batch, dim: getattr(item, dim) * ranks}) for item in done.products)
@@ -193,7 +201,9 @@ def _shared_out(done: Work, kernel: LayerKernel, ranks: int) -> Work:
 
 @dataclass(slots=True)
 class _KernelGroup:
-    """Kernels of a phase whose price depends on the same axes, and on the micro-batch if it `varies`.
+    """Kernels of a phase whose prices depend on the sizes of the same `axes`.
+
+    With `varies`, they also depend on the micro-batch.
 
     Args:
         kernels: pairs of a kernel and three flags: whether it counts in the phase's `busy`, `core` and `tail`.
@@ -226,7 +236,14 @@ class _Held(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """A layer class prepared for pricing: each phase's kernels, its values, and the axes on which its price depends."""
+    """A layer class prepared for pricing.
+
+    Args:
+        groups: phase → its kernels, in groups.
+        held: its values.
+        axes: the axes on whose sizes its price depends.
+        is_block: whether it is a kind of block.
+    """
 
     groups: Mapping[str, list[_KernelGroup]]
     held: _Held
@@ -253,7 +270,10 @@ class LayerPricer:
     _prices: dict[tuple[object, ...], LayerPrice] = field(default_factory=dict)
 
     def price(self, key: Key, layer: LayerClass, batch: int, sizes: Sizes) -> LayerPrice:
-        """Return the price of the layer class `layer`, known as `key`, for `batch` sequences on axes of these sizes."""
+        """Return the price of a layer class for `batch` sequences, on axes of the given sizes.
+
+        Layer classes with equal `key` are equal, and are prepared once.
+        """
         if key not in self._parts:
             self._parts[key] = self._parts_of(layer, is_block=key[1] not in (BEFORE, AFTER))
         parts = self._parts[key]
@@ -291,7 +311,10 @@ class LayerPricer:
         return _Parts(groups, held, tuple(sorted(axes)), is_block)
 
     def _groups_in(self, phase: Phase) -> list[_KernelGroup]:
-        """Return the kernels of a phase in groups. Kinds of recipes with the same kernels share the group objects."""
+        """Return the kernels of a phase in groups.
+
+        Equal groups of several kinds of recipes are one object with shared prices.
+        """
         alone = {"tensor": 1, "context": 1, EXPERT: 1}
         products = [self.kernel_pricer.price(kernel, 1, alone, is_block=False).matmul_s > 0 for kernel in phase.kernels]
         lasts = [place for place, kernel in enumerate(phase.kernels) if products[place] and kernel.has_weight]
@@ -305,7 +328,10 @@ class LayerPricer:
 
 
 def _traffic(sent: Sent, batch: int, sizes: Sizes, entering: int) -> AxisTraffic:
-    """Return a collective for `batch` sequences, with `copies` from the bytes that enter the layer class."""
+    """Return a collective for `batch` sequences, on axes of the given sizes.
+
+    `entering` has the bytes of values that enter the layer class, from which `copies` follows.
+    """
     size = sent.value.local_bytes(batch, {**sizes, EXPERT: 1})
     copies = max(1.0, size / entering) if sent.axis == EXPERT and entering else 1.0
     return AxisTraffic(sent.axis, sent.kind, size, copies)
@@ -336,12 +362,15 @@ def _held(layer: LayerClass, *, is_narrow: bool) -> _Held:
 
 
 def _whole(item: Sized) -> Sized:
-    """Return a value of tokens' rows without the expert axis, whose exchange keeps each rank's number of rows."""
+    """Return a tensor of tokens' rows as if the expert axis did not split it.
+
+    The exchange over this axis leaves each rank as many rows as before.
+    """
     return replace(item, splits=tuple(tuple(axis for axis in axes if axis != EXPERT) for axes in item.splits))
 
 
 def _held_sizes(held: _Held, batch: int, sizes: Sizes) -> dict[str, int]:
-    """Return the fields of a `LayerPrice` that are bytes or numbers of parameters, by the field's name."""
+    """Return the fields of a `LayerPrice` that are bytes or numbers of parameters, by name, for `batch` sequences."""
     shapes = np.array([value.local_bytes(batch, sizes) for value in held.values], dtype=np.int64)
     saved, core, entering, *workspaces = (held.kept @ shapes).tolist()
     elements = np.array([math.prod(value.shape(1, sizes)) for value in held.values], dtype=np.int64)

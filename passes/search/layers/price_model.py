@@ -54,7 +54,7 @@ class CountedModel:
     Args:
         blocks: the layer class of every block, in order.
         tokens: elements of the first integer input of one sequence; 0 without such an input.
-        count: the layer classes of a kind of recipe, by name.
+        count: function from a kind of recipe to its layer classes by name.
         has_experts: whether the model has experts to share out.
     """
 
@@ -69,7 +69,10 @@ class CountedModel:
     _cores: dict[RecipeKind, bool] = field(default_factory=dict, init=False, repr=False)
 
     def splits(self, kind: RecipeKind) -> frozenset[tuple[int, tuple[str, ...]]]:
-        """Return the split dims of blocks (without blocks: of all classes), as (size, axes that split it)."""
+        """Return the dims that axes split in the blocks, as pairs (size for one sequence, axes that split the dim).
+
+        For a model without blocks, the dims of all layer classes are returned.
+        """
         if kind not in self._splits:
             self._splits[kind] = frozenset().union(*(each.splits for each in self._blocks_of(kind)))
         return self._splits[kind]
@@ -112,7 +115,7 @@ class PricedModel:
 
     @cached_property
     def counted(self) -> CountedModel:
-        """The data for prices that need the traced program no more."""
+        """The part of the model's data from which recipes are priced. It does not refer to the traced program."""
         return CountedModel(self.folded.blocks, self.tokens, self.layers, bool(self._experts))
 
     @cached_property

@@ -83,7 +83,10 @@ class AxisLayout:
     moves: tuple[AxisMove, ...]
 
     def dim_of(self, key: _Key) -> int | None:
-        """Return the dim that the axis splits of a value (node's name, index of its result); None if it is whole."""
+        """Return the dim of a value that the axis splits; None if the value is whole.
+
+        `key` is (name of the node that makes the value, index of the result).
+        """
         return self.results[key[0]][key[1]].dim_of(AXIS)
 
 
@@ -126,7 +129,7 @@ def _without_exchanges(site: Site) -> Site:
 
 
 def _exchanges(target: object, inputs: Sequence[PartitionSpec]) -> bool:
-    """Whether a strategy with these operand specs exchanges tokens or keys with other ranks while the call runs."""
+    """Whether a call of `target` with these operand specs exchanges tokens or keys with other ranks while it runs."""
     if is_ring(target, inputs):
         return True
     return target in LAYERS and all(spec.dim_of(AXIS) == 0 for spec in (inputs[0], inputs[-1]))
@@ -146,7 +149,7 @@ def propagate_axis(space: SearchSpace, policy: Policy) -> AxisLayout:
 
 
 class _SplitInVainError(Exception):
-    """An activation must be gathered because `parameters` are split; these must stay whole."""
+    """An activation would have to be gathered in the forward if `parameters` were split: they must stay whole."""
 
     def __init__(self, parameters: frozenset[str]) -> None:
         super().__init__(*parameters)
@@ -159,10 +162,10 @@ class _Propagation:
 
     Args:
         whole: names of parameters that must not be split.
-        operands, results, moves: the layout so far, see `AxisLayout`.
+        operands, results, moves: the fields of `AxisLayout` for the calls visited so far.
         state: the spec in which each value was made; None for a value that is still free.
         origins: for each value, the parameters because of which it is split.
-        viewed: for each view of a free value, the viewed value.
+        viewed: view of a free value → the viewed value.
         base: for each value, the value that owns its memory.
         reduced: for each partial value that was reduced, its spec since then.
         gathered: pairs of a value and the phase in which a whole copy of it exists; on the expert axis (value, "").
@@ -186,7 +189,7 @@ class _Propagation:
     parameters: frozenset[str] = frozenset()
 
     def run(self) -> None:
-        """Fill in the layout, or raise `_SplitInVainError` if some parameters should not have been split."""
+        """Fill in the layout; raise `_SplitInVainError` if some parameters should not have been split."""
         program = self.space.program
         self.parameters = frozenset(slot.node for slot in program.inputs_of(InputKind.PARAMETER))
         self.gradients = _gradient_owners(self.space, self.parameters)
@@ -201,7 +204,7 @@ class _Propagation:
                 self._place(name)
 
     def _place(self, name: str) -> None:
-        """Set the spec of a placeholder to the policy's spec, to whole, or to None for a parameter that is free."""
+        """Set the spec of a placeholder. It is None for a parameter whose spec the first reader decides."""
         key = (name, 0)
         self.base[key] = key
         if name in self.parameters:
@@ -214,7 +217,7 @@ class _Propagation:
         self.results[name] = (self.state[key] or WHOLE,)
 
     def _call(self, site: Site, read: list[_Key]) -> None:
-        """Record the cheapest strategy of a call, and the collectives that its operands `read` need for it."""
+        """Choose the cheapest strategy of a call, and record it with the collectives that its operands `read` need."""
         for index in range(len(site.results)):
             is_same = site.is_alias and read and self._size((site.name, index)) == self._size(read[0])
             self.base[site.name, index] = self.base[read[0]] if is_same else (site.name, index)
@@ -234,14 +237,17 @@ class _Propagation:
             self.origins[site.name, index] = origin if spec.dims else frozenset()
 
     def _stay_free(self, site: Site, read: _Key) -> None:
-        """Keep a view of a free parameter free; the view's first reader decides the specs of view and parameter."""
+        """Keep the spec of a view open if the spec of the viewed parameter is open.
+
+        The first reader of the view then decides both specs.
+        """
         key = (site.name, 0)
         self.state[key], self.origins[key] = None, self.origins[read]
         self.operands[site.name], self.results[site.name] = (WHOLE,), (WHOLE,)
         self.viewed[key] = read
 
     def _settle(self, key: _Key, spec: PartitionSpec) -> None:
-        """Fix the spec of a free value, and of the parameter that it is a view of."""
+        """Fix the spec of a value whose spec is open, and of the parameter that it is a view of."""
         self.state[key] = spec
         self.results[key[0]] = (spec,)
         parent = self.viewed.get(key)
@@ -253,7 +259,7 @@ class _Propagation:
                 self._settle(parent, before)
 
     def _before_view(self, site: Site, spec: PartitionSpec) -> PartitionSpec | None:
-        """Return the operand's spec with which a view has a result of spec `spec`; None without such a strategy."""
+        """Return the operand's spec for which a view's result has the spec `spec`; None if there is none."""
         return next((item.inputs[0] for item in site.strategies if item.outputs[0] == spec), None)
 
     def _is_new(self, key: _Key) -> bool:
@@ -262,7 +268,10 @@ class _Propagation:
         return node is not None and node.target in _NEW
 
     def _can_settle(self, key: _Key, spec: PartitionSpec) -> bool:
-        """Whether a free value may get a spec: each parameter that it is a view of must get a fitting spec too."""
+        """Whether a value whose spec is open may get the spec `spec`.
+
+        If the value is a view, each value that it is a view of must be able to get a fitting spec.
+        """
         parent = self.viewed.get(key)
         if parent is None:
             return self.state[key] is None or self.state[key] == spec
@@ -270,7 +279,7 @@ class _Propagation:
         return before is not None and self._can_settle(parent, before)
 
     def _have(self, key: _Key) -> PartitionSpec | None:
-        """Return a value's spec as made, or as reduced since if it was partial; None if the value is free."""
+        """Return the present spec of a value, after its reduction if it was partial; None if its spec is open."""
         have, now = self.state[key], self.reduced.get(self.base[key])
         if have is None or now is None or not have.is_partial:
             return have
@@ -280,7 +289,7 @@ class _Propagation:
         return WHOLE if dim is None else _split_at(dim)
 
     def _cost(self, site: Site, strategy: Strategy, read: list[_Key]) -> tuple[float, ...]:
-        """Return the cost of a strategy, items by falling weight; infinity forbids the strategy.
+        """Return the cost of a strategy as a tuple, whose first items weigh most; infinity forbids the strategy.
 
         * Number of weights that become split; more are better. Vectors follow the other operands, and do not count.
         * Whether a parameter's gradient has other split dims than the parameter.
@@ -312,10 +321,10 @@ class _Propagation:
         return (-free, is_misplaced, is_partial, moved, cuts, is_split)
 
     def _exchange_cost(self, site: Site, strategy: Strategy, read: list[_Key], moved: float) -> tuple[float, ...]:
-        """Return the cost of a strategy on the expert axis, as a tuple like that of `_cost`.
+        """Return the cost of a strategy on the expert axis, as a tuple whose first items weigh most.
 
-        A call may be split only if it reads a split operand, and no value may be partial, because each expert works
-        alone. A gradient is made where its parameter lies.
+        `moved` is the bytes that the call's operands move. A call may be split only if it reads a split operand, and no
+        value may be partial, because each expert works alone. A gradient is made on the ranks that have its parameter.
         """
         specs = (*strategy.inputs, *strategy.outputs)
         is_inside = any(self._have(key) not in (None, WHOLE) for key in read)
@@ -342,11 +351,17 @@ class _Propagation:
         return any(partial) and not (all(partial) and len(partial) > 1)
 
     def _may_split(self, site: Site, need: PartitionSpec) -> bool:
-        """Whether a call may read a free operand split as `need`; lookup tables need indices from inputs."""
+        """Whether a call may read an operand whose spec is open, split as `need`.
+
+        The table of a lookup may be split only if its indices are computed from inputs.
+        """
         return need.is_fully_replicated or not _is_lookup(site) or _reads_inputs(site)
 
     def _move_cost(self, key: _Key, have: PartitionSpec, need: PartitionSpec, site: Site) -> float:
-        """Return the bytes of changing a value's spec from `have` to `need` for a call; infinity forbids the change."""
+        """Return the bytes moved by a change of a value's spec from `have` to `need`; infinity forbids the change.
+
+        `site` is the call that reads the value.
+        """
         if self._needs_no_move(key, have, need, site):
             return 0.0
         if need.is_partial or (key[0] in self.parameters and not need.is_fully_replicated):
@@ -375,7 +390,11 @@ class _Propagation:
         return float(math.prod(value.shape) * value.itemsize)
 
     def _bring(self, site: Site, key: _Key, need: PartitionSpec) -> None:
-        """Change the spec of an operand to `need`, unless a split parameter is to blame (`_SplitInVainError`)."""
+        """Record the change of an operand's spec to `need`, and the collective that makes it.
+
+        Raises:
+            _SplitInVainError: a split parameter is to blame for a gather in the forward.
+        """
         have = self._have(key)
         if have is None or self._is_new(key):
             self._settle(key, need)
@@ -397,10 +416,10 @@ class _Propagation:
             self.gathered.add((self.base[key], site.phase))
 
     def _needs_no_move(self, key: _Key, have: PartitionSpec, need: PartitionSpec, site: Site) -> bool:
-        """Whether a call needs no collective for an operand.
+        """Whether a call needs no collective for its operand `key`, which has the spec `have`.
 
-        The operand has the right spec, is new (`_is_new`), or has a whole copy from this phase, or the call reads only
-        its shape. On the expert axis, one exchange in any phase is enough.
+        The operand has the spec `need`, or is new (`_is_new`), or the call reads only its shape. An operand that was
+        gathered for an earlier call of the same phase, on the expert axis of any phase, needs no collective either.
         """
         is_read = site.node is not None and site.node.target not in _FACTORIES
         if have == need or not is_read or (self._is_new(key) and not need.is_partial):
@@ -415,7 +434,7 @@ def _split_at(dim: int) -> PartitionSpec:
 
 
 def _gradient_owners(space: SearchSpace, parameters: frozenset[str]) -> dict[_Key, str]:
-    """Return, for each gradient of a parameter and for each addend of a gradient, the name of the parameter."""
+    """Return the parameter's name for each gradient of a parameter, and for each addend of a gradient, by its key."""
     owners = {
         (link.tail, link.result): link.head for link in space.links if link.operand < 0 and link.head in parameters
     }

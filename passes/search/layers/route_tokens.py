@@ -63,12 +63,15 @@ def matrices_of_layers(folded: FoldedProgram) -> list[fx.Node]:
 
 
 def shared_layers(folded: FoldedProgram, axis: str) -> dict[str, Strategy]:
-    """Return each call of `LAYERS` by name, with its strategy on the expert axis, where ranks have their own tokens."""
+    """Return the strategy of each layer of experts that is one operator, on the expert axis, by the call's name.
+
+    On this axis each rank has its own tokens.
+    """
     return {node.name: _shared(node, axis) for node in layers_of_experts(folded)}
 
 
 def _shared(node: fx.Node, axis: str) -> Strategy:
-    """Return the strategy that splits experts' matrices, and in the backward their gradients, along dim 0."""
+    """Return the strategy that splits experts' matrices along dim 0, and in the backward also their gradients."""
     split, whole = PartitionSpec(axis), PartitionSpec()
     is_backward = node.target is kernels.experts_backward
     first = FIRST_MATRIX + is_backward
@@ -115,12 +118,18 @@ def _strategy(node: fx.Node, twins: Mapping[str, fx.Node], axis: str) -> Strateg
 
 
 def _along_tokens(node: fx.Node, twins: Mapping[str, fx.Node], axis: str) -> tuple[PartitionSpec, ...]:
-    """Return, for each result of a node, the spec that splits the dim that grows with the number of sequences."""
+    """Return the spec of each result of a node, in which `axis` splits the dim that grows with the number of sequences.
+
+    `twins` has each node of the program of two sequences, by the name of the same node for one sequence.
+    """
     values = zip(tensor_values(node), tensor_values(twins[node.name]), strict=True)
     return tuple(_growing(one.shape, two.shape, axis) for one, two in values if one is not None and two is not None)
 
 
 def _growing(one: Sequence[int], two: Sequence[int], axis: str) -> PartitionSpec:
-    """Return the spec in which `axis` splits the first dim that differs between one and two sequences."""
+    """Return the spec in which `axis` splits the first dim that differs between the shapes `one` and `two`.
+
+    They are the shapes of one value for one sequence and for two sequences.
+    """
     grows = [before != after for before, after in zip(one, two, strict=True)]
     return PartitionSpec(*(None,) * grows.index(True), axis) if any(grows) else PartitionSpec()

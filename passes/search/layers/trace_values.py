@@ -1,4 +1,4 @@
-"""Follow values through a folded program to their makers and readers, past views and copies that no kernel needs."""
+"""Follow values of a folded program to their makers and readers, through views and copies that kernels do not need."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def _is_copy(node: fx.Node) -> bool:
 
 
 def source_of(node: fx.Node) -> tuple[fx.Node, int]:
-    """Return the node that made a value, and the index of the value among the node's results. Views are skipped."""
+    """Return the node that made a value, and the index of the value among the node's results.
+
+    `node` is the value, or a view or needless copy of it.
+    """
     while is_free(node) and node.all_input_nodes:
         parent = node.all_input_nodes[0]
         if getattr(node.target, "__name__", "") == "getitem" and not is_layout(parent):
@@ -66,7 +69,7 @@ def _is_other(user: fx.Node, node: fx.Node, index: int) -> bool:
 
 
 def depending(folded: FoldedProgram, sources: set[str]) -> frozenset[str]:
-    """Return the names of the nodes whose values depend on the placeholders `sources`, with the sources."""
+    """Return `sources`, and the names of all nodes whose values depend on these placeholders."""
     found = set(sources)
     for node in folded.single.graph.nodes:
         if any(item.name in found for item in node.all_input_nodes):
@@ -81,7 +84,10 @@ def makers_of_outputs(folded: FoldedProgram) -> frozenset[str]:
 
 
 def attention_cores(folded: FoldedProgram) -> frozenset[str]:
-    """Return the names of forward calls in attention's cores: two products of activations, and calls between."""
+    """Return the names of the forward calls in attention's cores.
+
+    A core is two products of activations, and the calls between them.
+    """
     nodes = [node for node in folded.single.graph.nodes if node.op == "call_function"]
     forward = [node for node in nodes if node.meta["phase"] == "forward"]
     products = [node for node in forward if node.target is aten.bmm.default and not _multiplies_weight(node)]

@@ -56,6 +56,7 @@ class PlannerOf:
         asked: the planned numbers of micro-batches, each with its sequences.
         ceiling: ceiling of all searches; the ceiling cuts after `cut_at` candidates.
         traces: unused, because the stand-in traces nothing.
+        slow: the part of the step that takes a tenth of its time.
     """
 
     plans: Mapping[int, tuple[float, set[str], set[str]] | AutoshardError]
@@ -66,6 +67,7 @@ class PlannerOf:
     micro_batches: int = 1
     time_budget_s: float = 1.0
     traces: Any = None
+    slow: str = "recompute"
 
     def begun(self) -> tuple[PlannerOf, Ceiling]:
         return self, self.ceiling
@@ -79,7 +81,11 @@ class PlannerOf:
         if isinstance(made, AutoshardError):
             raise made
         seconds, again, away = made
-        parts = (SimpleNamespace(step_time_s=seconds), SimpleNamespace(nodes=again), SimpleNamespace(nodes=away))
+        parts = (
+            SimpleNamespace(step_time_s=seconds, breakdown={self.slow: 0.1 * seconds}),
+            SimpleNamespace(nodes=again),
+            SimpleNamespace(nodes=away),
+        )
         return None, FakePlan(*parts)
 
 
@@ -160,7 +166,7 @@ def test_a_plan_far_slower_than_its_recipe_has_another_within_it(cut_at: int, st
     assert len(planner.asked) == tried
 
 
-@pytest.mark.parametrize(("price_s", "is_planned"), [(None, True), (1.9, True), (1.97, False), (3.0, False)])
+@pytest.mark.parametrize(("price_s", "is_planned"), [(None, True), (1.89, True), (1.97, False), (3.0, False)])
 def test_stages_are_planned_where_their_price_promises_a_gain(price_s: float | None, is_planned: bool) -> None:
     """Stages take long to plan, so a price near the step of a plan without stages is not tried."""
     asked: list[str] = []
@@ -176,3 +182,51 @@ def test_stages_are_planned_where_their_price_promises_a_gain(price_s: float | N
     )
     assert found.step_time_s == 2.0
     assert bool(asked) is is_planned
+
+
+SAVES: tuple[set[str], set[str]] = ({"a"}, set())
+SENT, AGAIN = "communication over data", "recompute"
+SIZES = {
+    "larger is faster": ({2: 3.0, 1: 2.0}, SENT, [2, 1], 1),
+    "larger is slower": ({2: 2.0, 1: 3.0}, SENT, [2, 1], 2),
+    "smaller is faster": ({2: 3.0, 4: 2.0, 8: 2.5}, AGAIN, [2, 4, 8], 4),
+    "smaller is little faster": ({2: 3.0, 4: 2.95}, AGAIN, [2, 4], 4),
+    "nothing to gain": ({2: 2.0}, "forward compute", [2], 2),
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_the_size_of_micro_batches_changes_while_the_plan_becomes_faster(case: str) -> None:
+    """A plan is tried with larger micro-batches if it communicates much, and with smaller ones if it recomputes."""
+    steps, slow, tried, best = SIZES[case]
+    planner = PlannerOf({parts: (step_s, *SAVES) for parts, step_s in steps.items()}, slow=slow)
+    (first,) = candidates(2, proposal=Recipe(data=1, micro_batch=4), varies=True)
+    found = planned(planner, [first])
+    assert [parts for parts, _ in planner.asked] == tried
+    assert (found.planner.micro_batches, found.plan.recipe) == (best, Recipe(data=1, micro_batch=8 // best))
+
+
+@pytest.mark.parametrize(
+    ("saves", "options"),
+    [((set(), set()), {"varies": True}), (SAVES, {"varies": False})],
+    ids=["the plan keeps all", "the size is fixed"],
+)
+def test_the_size_of_micro_batches_stays(saves: tuple[set[str], set[str]], options: dict[str, bool]) -> None:
+    """A plan that recomputes nothing is not tried in other sizes, and neither is a size that the user fixed."""
+    planner = PlannerOf({2: (1.0, *saves)})
+    planned(planner, candidates(2, proposal=Recipe(data=1, micro_batch=4), **options))
+    assert [parts for parts, _ in planner.asked] == [2]
+
+
+@pytest.mark.parametrize(
+    ("price_s", "recompute", "saves", "is_planned"),
+    [(1.97, "none", False, False), (1.8, "none", False, True), (1.97, "full", False, True), (1.97, "none", True, True)],
+)
+def test_prices_of_recipes_that_keep_all_are_believed(
+    price_s: float, recompute: Any, saves: bool, is_planned: bool
+) -> None:
+    """After a plan that keeps all values, such a recipe is planned only if its price promises a gain."""
+    planner = PlannerOf({1: (2.0, {"a"} if saves else set(), set()), 2: (2.0, set(), set())})
+    exact = Recipe(data=1, recompute=recompute, offload="none")
+    planned(planner, [*candidates(1), *candidates(2, price_s=price_s, exact=exact)])
+    assert (len(planner.asked) == 2) is is_planned
