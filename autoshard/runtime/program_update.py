@@ -129,8 +129,8 @@ class _CutUpdate(NamedTuple):
 
     Args:
         first: computes the norm from the gradients; None without a norm.
-        read_by_first: positions in `reads` of the values that `first` takes after the gradients. Only a step that scales
-            the loss has such a value.
+        read_by_first: positions in `reads` of the values that `first` takes after the gradients. Only a step that
+            scales the loss has such a value.
         second: computes parameters and state.
         taken: number of values that `second` takes from `first`; without `first`, the number of gradients.
     """

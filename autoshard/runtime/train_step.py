@@ -16,7 +16,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import NonFiniteError, NotAvailableError
+from autoshard.ir.loss_weights import LossWeights
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.outputs import Outputs
 from autoshard.ir.pipeline_order import StageTask, Work, one_after_another
 from autoshard.ir.plan import Plan
 from autoshard.ir.update import check_norm
@@ -24,11 +26,22 @@ from autoshard.runtime.executor import Executor
 from autoshard.runtime.graphed_passes import GraphedPasses
 from autoshard.runtime.loss_scale import LossScale
 from autoshard.runtime.members import Members
-from autoshard.runtime.micro_batches import Part, naming_micro_batches, parts_of, share_of, sum_of, weights_of
+from autoshard.runtime.micro_batches import (
+    LossWeigher,
+    MicroBatches,
+    Part,
+    Weigh,
+    naming_micro_batches,
+    parts_of,
+    share_of,
+    sum_of,
+    weighs_nothing,
+)
 from autoshard.runtime.of_model import refuse_capture
 from autoshard.runtime.optimizer_state import HyperparameterText, lay_out_loaded_state
 from autoshard.runtime.run_order import run_order
 from autoshard.runtime.sharded_module import ShardedModule
+from autoshard.runtime.signature import FlatCall
 from autoshard.runtime.step_check import StepCheck
 from autoshard.runtime.step_loss import StepLoss
 from autoshard.runtime.traced_optimizer import why_by_autograd
@@ -67,6 +80,9 @@ class TrainStep(HasWeights):
         returns_norm: compute `last_grad_norm` even without `max_grad_norm`.
         on_nonfinite: "raise", "skip" or None; see `autoshard.Options`.
         loss_scale: the scale of the loss for gradients in float16; None: the loss is not scaled.
+        weigh: see `LossWeigher`.
+        plans_any_batch: whether calls of any batch size can be planned: no plan, recipe or constraint of inputs and
+            outputs is given.
     """
 
     def __init__(
@@ -82,6 +98,8 @@ class TrainStep(HasWeights):
         returns_norm: bool = False,
         on_nonfinite: str | None = None,
         loss_scale: LossScale | None = None,
+        weigh: Weigh = weighs_nothing,
+        plans_any_batch: bool = True,
     ) -> None:
         self.sharded = sharded
         self.optimizer = optimizer
@@ -91,6 +109,8 @@ class TrainStep(HasWeights):
         self._observers: tuple[StepObserver, ...] = ()
         self._returns_norm = returns_norm
         self._loss_scale = loss_scale
+        self._weigher = LossWeigher(sharded, weigh)
+        self.plans_any_batch = plans_any_batch
         self._check = StepCheck(sharded.engine.control, on_nonfinite, loss_scale)
         self._hyperparameters = HyperparameterText(optimizer, max_grad_norm, on_nonfinite, loss_scale)
         sharded.agreement.describe_hyperparameters = self._hyperparameters
@@ -100,7 +120,7 @@ class TrainStep(HasWeights):
         self._traced: TracedStep | None = None
         if traced:
             self._traced = TracedStep(
-                *(sharded, optimizer, max_grad_norm, self.order, executor, self._check, graphs),
+                *(sharded, optimizer, max_grad_norm, self.order, executor, self._weigher, self._check, graphs),
                 returns_norm=returns_norm,
                 loss_scale=loss_scale,
             )
@@ -185,6 +205,14 @@ class TrainStep(HasWeights):
         """The number of equal parts, along dim 0, into which the batch of a step is split."""
         return self.order.micro_batches
 
+    def loss_weights(self, *args: Any, **kwargs: Any) -> LossWeights | None:
+        """Return how the loss of a batch follows from losses of calls with these arguments; None without a loss.
+
+        The arguments are those of one micro-batch, whose program must be compiled.
+        """
+        assert self.sharded.program is not None, "it is compiled"
+        return self._weigher.of(self.sharded.program, FlatCall.of(args, kwargs, Outputs.LOSS))
+
     @property
     def mesh(self) -> Mesh:
         """The mesh on which the step's program runs.
@@ -230,7 +258,7 @@ class TrainStep(HasWeights):
 
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
         """Compile the program of a step on a global batch without running it; return its plan."""
-        part_args, part_kwargs = self._parts(args, kwargs)[0]
+        part_args, part_kwargs = self._parts(args, kwargs).parts[0]
         with naming_micro_batches(self.micro_batches):
             if self._traced is not None:
                 return self._traced.compile_for(part_args, part_kwargs)
@@ -283,25 +311,30 @@ class TrainStep(HasWeights):
             )
         return reason is not None
 
-    def _run(self, parts: Sequence[Part]) -> torch.Tensor:
+    def _run(self, batch: MicroBatches) -> torch.Tensor:
         """Run a step by autograd and the optimizer's own `step`; return the loss of the batch."""
+        weights, shares = self._weights(batch), list[torch.Tensor]()
         scale = 1.0 if self._loss_scale is None else self._loss_scale.value
-        tasks = _AutogradTasks(self.sharded, parts, self._weights(parts), scale)
         self._multiply_gradients(scale)
-        run_order(self.order, (0,), tasks)
+        for numbers in batch.rounds(self.micro_batches):
+            parts = [batch.parts[number] for number in numbers]
+            tasks = _AutogradTasks(self.sharded, parts, [weights[number] for number in numbers], scale)
+            run_order(self.order, (0,), tasks)
+            shares += tasks.shares.values()
         self._multiply_gradients(1 / scale)
-        loss = sum_of(list(tasks.shares.values()))
+        loss = sum_of(shares)
         self._update(loss)
         return loss
 
-    def _weights(self, parts: Sequence[Part]) -> list[float]:
-        if len(parts) == 1:
+    def _weights(self, batch: MicroBatches) -> list[float]:
+        """Return the weight of each micro-batch in the loss."""
+        if len(batch) == 1:
             return [1.0]
-        (args, kwargs), *_ = parts
+        (args, kwargs), *_ = batch.parts
         with torch.enable_grad():
             self.sharded.compile_for_loss(args, kwargs)
         assert self.sharded.program is not None, "`compile_for_loss` compiled it"
-        return weights_of(self.sharded, self.sharded.program, parts)
+        return self._weigher.weights_of(self.sharded.program, batch)
 
     def _update(self, loss: torch.Tensor) -> None:
         """Check loss and gradients, clip the gradients, take the optimizer's own step, and free the gradients."""
@@ -340,7 +373,8 @@ class TrainStep(HasWeights):
                 "or SGD."
             ) from error
 
-    def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Part]:
+    def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MicroBatches:
+        """Split the arguments of a call into micro-batches."""
         return parts_of(args, kwargs, self.micro_batches)
 
 
