@@ -230,6 +230,23 @@ def test_an_optimizer_that_is_not_traced_is_scaled_too() -> None:
     assert all(parameter.grad is None for parameter in step.sharded.parameters())
 
 
+@pytest.mark.parametrize("kind", ["traced", "its own step"])
+def test_a_last_batch_of_fewer_samples_has_the_same_scale(kind: str) -> None:
+    """Its micro-batches run in several rounds of the order, before one update."""
+    make = OPTIMIZERS["adamw"] if kind == "traced" else partial(torch.optim.RMSprop, lr=0.01, eps=1e-3)
+    model, alone = Net(), Alone(Net(), make, JUMPS)
+    options = {"precision": "f16", "options": Options(loss_scaling=JUMPS), "micro_batches": 2}
+    step = autoshard.compile(model, PAIR, optimizer=make(model.parameters()), **options)
+    dataset = [sample for number in range(2) for sample in zip(*batch(number), strict=True)][:13]
+    for number, rows in enumerate([*autoshard.data.loader(dataset, step, batch_size=8, shuffle=False)] * 2):
+        first = 8 * (number % 2)
+        samples = [torch.stack(items) for items in zip(*dataset[first : first + 8], strict=True)]
+        assert step.loss_scale == alone.scaler.get_scale() == SCALES[number]
+        torch.testing.assert_close(step(*rows), alone(*samples)[0], rtol=2e-3, atol=0)
+    for name, value in alone.model.state_dict().items():
+        torch.testing.assert_close(step.sharded.state_dict()[name], value, rtol=2e-3, atol=2e-3)
+
+
 def test_gradients_from_before_a_step_are_not_scaled() -> None:
     """A step adds its unscaled gradients to those that the user has made."""
     model, optimizer = Net(), OPTIMIZERS["sgd"]
