@@ -2,8 +2,11 @@
 
 The loss of a batch is the weighted sum of its micro-batches' losses. The weight is 1 for a sum over the batch, and 1/n
 for a mean over n micro-batches. If the loss divides by a count (targets not ignored, class weights, a mask), the weight
-is the micro-batch's share of the count. Counts depend on inputs alone, so each step computes its weights before the
-first forward. A pass finds the formula of the weights in the traced program.
+is the micro-batch's share of the count. Counts depend on inputs alone, so a step knows the weights before its first
+forward.
+
+A micro-batch may hold copies of its samples. If each sample of a micro-batch occurs c times, the sums of that
+micro-batch are divided by c. So all micro-batches can have one size, although a batch has fewer samples.
 """
 
 from __future__ import annotations
@@ -40,20 +43,16 @@ class Count:
     exponents: tuple[int, ...]
     inputs: tuple[tuple[str, str], ...]
 
-    def shares(self, parts: int, read: ReadInput) -> list[float]:
-        """Return for each of `parts` micro-batches its count, divided by the batch's count.
-
-        `read(part, kind, name)` returns an input of micro-batch `part`.
-        """
-        given = [[read(part, kind, name) for kind, name in self.inputs] for part in range(parts)]
+    def shares(self, copies: Sequence[int], read: ReadInput) -> list[float]:
+        """Return for each micro-batch its count divided by the batch's count. For `copies`, see `of_parts`."""
+        given = [[read(part, kind, name) for kind, name in self.inputs] for part in range(len(copies))]
         counted = [self.of_part(*values) for values in given]
-        sums = zip(*(sums for _, *sums in counted), strict=True)
-        totals = [
-            torch.stack(tuple(addends)).sum(0) / parts**e for e, addends in zip(self.exponents, sums, strict=True)
-        ]
+        sums, full = zip(*(sums for _, *sums in counted), strict=True), full_parts(copies)
+        totals = [added(addends, copies) / full**e for e, addends in zip(self.exponents, sums, strict=True)]
         totals = [total.to(counted[0][1 + i].dtype) for i, total in enumerate(totals)]
         whole = float(self.of_whole(*totals, *given[0]))
-        return [float(count) / whole if whole else math.nan for count, *_ in counted]
+        shares = [float(count) / whole if whole else math.nan for count, *_ in counted]
+        return [_once(share, each) for share, each in zip(shares, copies, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +70,10 @@ class Term:
     count: Count | None = None
     where: str = ""
 
-    def weights(self, parts: int, read: ReadInput) -> list[float]:
-        """Return the weight of each of `parts` micro-batches in this term of the batch's loss.
-
-        `read(part, kind, name)` returns an input of micro-batch `part`.
-        """
-        shares = [1.0] * parts if self.count is None else self.count.shares(parts, read)
-        return [share / parts**self.exponent for share in shares]
+    def weights(self, copies: Sequence[int], read: ReadInput) -> list[float]:
+        """Return the weight of each micro-batch's term in the batch's term. For `copies`, see `of_parts`."""
+        shares = [_once(1.0, each) for each in copies] if self.count is None else self.count.shares(copies, read)
+        return [share / full_parts(copies) ** self.exponent for share in shares]
 
     def __str__(self) -> str:
         if self.count is not None:
@@ -105,22 +101,44 @@ class Branches:
     expected: tuple[bool | int | float, ...]
     inputs: tuple[tuple[str, str], ...]
 
-    def are_of_batch(self, parts: int, read: ReadInput) -> bool:
-        """Whether the whole batch has the values on which the micro-batch's trace branched.
-
-        `read(part, kind, name)` returns an input of micro-batch `part`, one of `parts`.
-        """
-        found = [self.of_part(*(read(part, kind, name) for kind, name in self.inputs)) for part in range(parts)]
+    def are_of_batch(self, copies: Sequence[int], read: ReadInput) -> bool:
+        """Whether the batch has the values on which the micro-batch's trace branched. For `copies`, see `of_parts`."""
+        found = [self.of_part(*(read(part, kind, name) for kind, name in self.inputs)) for part in range(len(copies))]
         pairs = zip(self.reductions, zip(*found, strict=True), strict=True)
-        totals = [_REDUCE[reduction](torch.stack(values)) for reduction, values in pairs]
-        values = self.of_whole(*totals, torch.tensor(parts, dtype=torch.float64))
+        totals = [_REDUCE[reduction](values, copies) for reduction, values in pairs]
+        values = self.of_whole(*totals, torch.tensor(full_parts(copies), dtype=torch.float64))
         return all(value.item() == expected for value, expected in zip(values, self.expected, strict=True))
 
 
-_REDUCE: Mapping[Reduction, Callable[[torch.Tensor], torch.Tensor]] = {
-    Reduction.SUM: lambda values: values.sum(0, dtype=values.dtype),
-    Reduction.MIN: lambda values: values.amin(0),
-    Reduction.MAX: lambda values: values.amax(0),
+def full_parts(copies: Sequence[int]) -> float:
+    """Return the number of samples in the batch divided by the number of samples in a micro-batch.
+
+    Example:
+        >>> full_parts((1, 1, 1, 1)), full_parts((1, 4)), full_parts((1, 2, 0))
+        (4.0, 1.25, 1.5)
+    """
+    return sum(_once(1.0, each) for each in copies)
+
+
+def added(addends: Sequence[torch.Tensor], copies: Sequence[int]) -> torch.Tensor:
+    """Return the sum over micro-batches, in which each sample counts once."""
+    # Copies add equal addends, so an integer is divided without a rest.
+    once = [_divided(addend, each) for addend, each in zip(addends, copies, strict=True) if each]
+    return torch.stack(once).sum(0, dtype=addends[0].dtype)
+
+
+def _divided(total: torch.Tensor, copies: int) -> torch.Tensor:
+    return total if copies == 1 else total // copies if not total.is_floating_point() else total / copies
+
+
+def _once(value: float, copies: int) -> float:
+    return value / copies if copies else 0.0
+
+
+_REDUCE: Mapping[Reduction, Callable[[Sequence[torch.Tensor], Sequence[int]], torch.Tensor]] = {
+    Reduction.SUM: added,
+    Reduction.MIN: lambda values, _: torch.stack(tuple(values)).amin(0),
+    Reduction.MAX: lambda values, _: torch.stack(tuple(values)).amax(0),
 }
 
 
@@ -141,15 +159,21 @@ class LossWeights:
     refusal: str | None = None
     branches: Branches | None = None
 
-    def of_parts(self, parts: int, read: ReadInput) -> list[float]:
-        """Return the weight of each of `parts` micro-batches. `read(part, kind, name)` returns an input of one.
+    def of_parts(self, copies: Sequence[int], read: ReadInput) -> list[float]:
+        """Return the weight of each micro-batch in the batch's loss.
+
+        Args:
+            copies: for each micro-batch, how many times each of its samples occurs in it; 0 if the micro-batch does not
+                count.
+            read: reads inputs.
 
         Raises `NotAvailableError` if the loss is no sum over micro-batches, or if two terms give a micro-batch
         different weights. It also raises if a constant term would count more than once.
         """
         if self.refusal is not None:
             raise NotAvailableError(self.refusal)
-        weighed = [term.weights(parts, read) for term in self.terms]
+        parts = len(copies)
+        weighed = [term.weights(copies, read) for term in self.terms]
         for term, weights in zip(self.terms, weighed, strict=True):
             if not _are_close(weights, weighed[0]):
                 raise NotAvailableError(

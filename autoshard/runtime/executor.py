@@ -83,15 +83,22 @@ class Executor:
     ) -> ProgramRun:  # fmt: skip
         """Run all forwards and backwards of a call. The stages of the returned run have the gradients, summed.
 
+        If the call has more micro-batches than the order, the order runs several times.
+
         `table` is the result of `prepare`. The other arguments are those of `ProgramRun`.
         """
         order = table.staged.order
-        assert len(weights) == order.micro_batches, "the order has a task for each micro-batch"
+        assert len(weights) % order.micro_batches == 0, "the order has a task for each micro-batch"
         stages = {number: StageRun(number, program) for number, program in executable.stages.items()}
-        run = ProgramRun(table, stages, self.messages, inputs, weights, take, graphs)
-        run.begin()
-        run_order(order, sorted({order.stage_ranks[number] for number in stages}), run)
-        run.end()
+        if len(weights) > order.micro_batches:
+            for stage in table.staged.stages:
+                check_sums(stage.phased)
+        ranks = sorted({order.stage_ranks[number] for number in stages})
+        for first in range(0, len(weights), order.micro_batches):
+            run = ProgramRun(table, stages, self.messages, inputs, weights, take, graphs, first)
+            run.begin()
+            run_order(order, ranks, run)
+            run.end()
         return run
 
     @torch.no_grad()

@@ -13,9 +13,10 @@ from torch.utils import _pytree as pytree
 
 from autoshard.errors import AutoshardError, NotAvailableError, TraceError
 from autoshard.ir.loss import no_loss
-from autoshard.ir.loss_weights import ReadInput
+from autoshard.ir.loss_weights import LossWeights, ReadInput
+from autoshard.ir.outputs import Outputs
 from autoshard.ir.program import InputKind
-from autoshard.ir.request import CompiledProgram
+from autoshard.ir.request import CompiledProgram, Request
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.signature import FlatCall
@@ -27,30 +28,64 @@ Find = Callable[[Sequence[Any], Mapping[str, Any]], tuple[Executable, FlatCall]]
 """Function from the arguments of a micro-batch to the program that runs its step, and the flattened call."""
 
 
+Weigh = Callable[[Request], LossWeights | None]
+"""Derives the weights of micro-batches in the loss, for a call of one micro-batch; `passes.verification` has it."""
+
+
+def weighs_nothing(request: Request) -> None:
+    """Return None: a `Weigh` for steps without copies, whose programs have their weights."""
+
+
 @dataclass(frozen=True, slots=True)
 class CutBatch:
     """A tensor of a batch that is already split.
 
-    `parts` has a tensor for each micro-batch, with its rows.
+    Args:
+        parts: the rows of each micro-batch, equally many.
+        copies: see `MicroBatches`.
     """
 
     parts: tuple[torch.Tensor, ...]
+    copies: tuple[int, ...]
 
 
-def parts_of(args: Sequence[Any], kwargs: Mapping[str, Any], parts: int) -> list[Part]:
-    """Split the arguments of a call into `parts` equal parts along dim 0; return the arguments of each micro-batch.
+@dataclass(frozen=True, slots=True)
+class MicroBatches:
+    """The micro-batches of a batch.
 
-    An argument that is no tensor, or a tensor without dims, is passed to each micro-batch.
+    Args:
+        parts: the arguments of each micro-batch.
+        copies: for each micro-batch, how many times each of its rows occurs in it; 0: the micro-batch does not count.
+            All are 1 for a whole batch. The last batch of an epoch may have fewer rows (`autoshard.data`).
+    """
+
+    parts: Sequence[Part]
+    copies: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def rounds(self, size: int) -> list[range]:
+        """Return the numbers of the micro-batches that run in each round of an order of `size` micro-batches."""
+        return [range(first, first + size) for first in range(0, len(self), size)]
+
+
+def parts_of(args: Sequence[Any], kwargs: Mapping[str, Any], parts: int) -> MicroBatches:
+    """Split the arguments of a call into `parts` equal parts along dim 0.
+
+    An argument that is no tensor, or a tensor without dims, is passed to each micro-batch. Arguments of `CutBatch` are
+    split already, into a multiple of `parts`.
 
     Raises:
-        TraceError: tensors differ in the size of dim 0, or `parts` does not divide it.
+        TraceError: the tensors differ in the size of dim 0, or `parts` does not divide it.
     """
-    if parts == 1:
-        return [(tuple(args), dict(kwargs))]
     leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    size = _checked_size(leaves, parts)
-    cut = [_cut(leaf, size, parts) for leaf in leaves]
-    return [pytree.tree_unflatten(list(part), tree) for part in zip(*cut, strict=True)]
+    if parts == 1 and not any(isinstance(leaf, CutBatch) for leaf in leaves):
+        return MicroBatches([(tuple(args), dict(kwargs))], (1,))
+    copies = next((leaf.copies for leaf in leaves if isinstance(leaf, CutBatch)), (1,) * parts)
+    size = _checked_size(leaves, len(copies))
+    cut = [_cut(leaf, size, len(copies)) for leaf in leaves]
+    return MicroBatches([pytree.tree_unflatten(list(part), tree) for part in zip(*cut, strict=True)], copies)
 
 
 @contextmanager
@@ -97,45 +132,89 @@ def _cut(leaf: Any, size: int, parts: int) -> list[Any]:
     return list(leaf.split(size // parts))
 
 
-def common_program(sharded: ShardedModule, parts: Sequence[Part], find: Find) -> tuple[Executable, Sequence[FlatCall]]:
-    """Return the program that runs all micro-batches, and the flattened call of each micro-batch.
+@dataclass(slots=True)
+class LossWeigher:
+    """Finds how the losses of micro-batches are weighed.
 
-    If the model branches on values, micro-batches may have different programs. The returned program takes the same
-    branches as the whole batch. `find` is called once for each micro-batch.
+    A step without micro-batches needs the weights for a batch with copies alone. They are then derived from two traces,
+    and kept for the last such program.
+
+    Args:
+        sharded: the module of the step.
+        weigh: derives the weights for a call of one micro-batch; returns None without a loss.
+    """
+
+    sharded: ShardedModule
+    weigh: Weigh
+    _last: tuple[CompiledProgram, LossWeights | None] | None = None
+
+    def of(self, compiled: CompiledProgram, call: FlatCall) -> LossWeights | None:
+        """Return the weights for the program of a micro-batch; None without a loss.
+
+        Args:
+            compiled: the program.
+            call: a call of the program.
+        """
+        if compiled.weights is not None:
+            return compiled.weights
+        if self._last is None or self._last[0] is not compiled:
+            with (
+                torch.enable_grad(),
+                self.sharded.agreement.working(),
+                self.sharded.requesting(call, grad=True) as request,
+            ):
+                self._last = compiled, self.weigh(request)
+        return self._last[1]
+
+    def weights_of(self, compiled: CompiledProgram, batch: MicroBatches) -> list[float]:
+        """Return the weight of each micro-batch's loss in the loss of the batch.
+
+        Args:
+            compiled: the program of a micro-batch.
+            batch: the micro-batches.
+
+        Raises:
+            NotAvailableError: the loss is not a weighted sum over micro-batches.
+        """
+        if len(batch) == 1:
+            return [1.0]
+        weights = self.of(compiled, FlatCall.of(*batch.parts[0], Outputs.LOSS))
+        if weights is None:
+            raise no_loss([tuple(slot.shape) for slot in compiled.phased.lowered.outputs])
+        return weights.of_parts(batch.copies, _reader_of(self.sharded, batch.parts))
+
+
+def common_program(weigher: LossWeigher, batch: MicroBatches, find: Find) -> tuple[Executable, Sequence[FlatCall]]:
+    """Find the program that runs all micro-batches; return it with the flattened call of each micro-batch.
+
+    If the model branches on values, micro-batches may have different programs. The result is then the program that
+    takes the same branches as the whole batch.
+
+    Args:
+        weigher: finds the weights of losses, which say how a batch branches.
+        batch: the micro-batches.
+        find: finds the program for a micro-batch; called once for each.
 
     Raises:
-        NotAvailableError: no micro-batch's program takes the branches of the whole batch.
+        NotAvailableError: no micro-batch is known to take the branches of the whole batch.
     """
-    executables, calls = zip(*(find(*part) for part in parts), strict=True)
+    executables, calls = zip(*(find(*part) for part in batch.parts), strict=True)
     found = dict.fromkeys(executables)
     first = executables[0]
-    if len(parts) == 1 or not first.phased.lowered.traced.guards:
+    if len(batch) == 1 or not first.phased.lowered.traced.guards:
         return first, calls
-    read = _reader_of(sharded, parts)
+    read = _reader_of(weigher.sharded, batch.parts)
     for executable in found:
-        weights = executable.compiled.weights
+        weights = weigher.of(executable.compiled, calls[executables.index(executable)])
         branches = None if weights is None else weights.branches
-        is_alike = len(found) == 1 if branches is None else branches.are_of_batch(len(parts), read)
+        is_alike = len(found) == 1 if branches is None else branches.are_of_batch(batch.copies, read)
         if is_alike:
             return executable, calls
     raise NotAvailableError(
-        f"micro_batches={len(parts)}: the model branches on the values of its inputs, and no part of this batch is "
+        f"micro_batches={len(batch)}: the model branches on the values of its inputs, and no part of this batch is "
         "known to take the branches of the whole batch. Compute without the branch (torch.where), or leave "
         "micro_batches, and the axis 'pipeline' of the mesh, out for this model."
     )
-
-
-def weights_of(sharded: ShardedModule, compiled: CompiledProgram, parts: Sequence[Part]) -> list[float]:
-    """Return the weight of each micro-batch's loss in the loss of the batch. `compiled` is the micro-batches' program.
-
-    Raises:
-        NotAvailableError: the loss is not a weighted sum over micro-batches.
-    """
-    if len(parts) == 1:
-        return [1.0]
-    if compiled.weights is None:
-        raise no_loss([tuple(slot.shape) for slot in compiled.phased.lowered.outputs])
-    return compiled.weights.of_parts(len(parts), _reader_of(sharded, parts))
 
 
 def share_of(loss: torch.Tensor, weight: float) -> torch.Tensor:

@@ -98,9 +98,11 @@ class ProgramRun:
         stages: number of a stage → the stage, for the stages that this process runs.
         messages: carries values between stages.
         inputs: returns the inputs of a micro-batch; called once for each micro-batch.
-        weights: the weight of each micro-batch in the loss. A micro-batch of weight zero has no backward.
+        weights: the weight in the loss of each micro-batch of the call. A micro-batch of weight zero has no backward.
         take: gets the outputs of each stage's forward.
         graphs: launches forward and backward of a micro-batch as a CUDA graph; None to launch each kernel.
+        first: the number of this run's first micro-batch, which is micro-batch 0 of the order. Several runs of the
+            order make a call of more micro-batches.
     """
 
     table: CrossingTable
@@ -110,6 +112,7 @@ class ProgramRun:
     weights: Sequence[float]
     take: Take
     graphs: GraphedPasses | None = None
+    first: int = 0
     _inputs_left: dict[int, dict[int, Sequence[torch.Tensor]]] = field(default_factory=dict)
 
     def begin(self) -> None:
@@ -117,8 +120,8 @@ class ProgramRun:
 
         Getting inputs also waits until ranks agree on the call.
         """
-        self._inputs_left[0] = self.inputs(0)
-        self.messages.begin(self.table, self.weights)
+        self._inputs_left[0] = self.inputs(self.first)
+        self.messages.begin(self.table, self.weights[self.first :])
 
     def end(self) -> None:
         """Wait until all messages are sent, and free the values that were computed once for all micro-batches."""
@@ -157,7 +160,7 @@ class ProgramRun:
 
         Its gradient may be 0 / 0.
         """
-        return task.work is not Work.FORWARD and not self.weights[task.micro_batch]
+        return task.work is not Work.FORWARD and not self.weights[self.first + task.micro_batch]
 
     def _run_forward(self, stage: StageRun, micro_batch: int) -> None:
         program = stage.program
@@ -167,12 +170,12 @@ class ProgramRun:
         for place, slot in program.crossing_inputs:
             values.insert(place, self._received(slot, stage, micro_batch, is_forward=True))
         values += stage.hoisted
-        if self.graphs is None or not self.weights[micro_batch]:
+        if self.graphs is None or not self.weights[self.first + micro_batch]:
             results, stage.saved[micro_batch] = program.run_forward_on(values)
         else:
             results, stage.graph_gradients[micro_batch] = self._run_both(self.graphs, stage, values, micro_batch)
         self._send(stage, micro_batch, program.outputs, results, is_forward=True)
-        self.take(program, results, micro_batch)
+        self.take(program, results, self.first + micro_batch)
 
     def _inputs_of(self, stage: StageRun, micro_batch: int) -> Sequence[torch.Tensor]:
         """Return a stage's inputs for a micro-batch.
@@ -180,7 +183,7 @@ class ProgramRun:
         The first stage that asks gets the inputs of all stages, so that random numbers are drawn in order.
         """
         if micro_batch not in self._inputs_left:
-            self._inputs_left[micro_batch] = self.inputs(micro_batch)
+            self._inputs_left[micro_batch] = self.inputs(self.first + micro_batch)
         return self._inputs_left[micro_batch].pop(stage.number)
 
     def _run_hoisted(self, program: Executable, values: list[LocalValue]) -> list[LocalValue]:
@@ -223,7 +226,8 @@ class ProgramRun:
         if crosses_stages(slot.slot.name):
             return self._received(slot, stage, micro_batch, is_forward=False)
         is_of_loss = slot.slot.name.replace("tangent:", "output:") in self.table.staged.results
-        share, engine = self.weights[micro_batch] if is_of_loss else 0.0, stage.program.engine
+        share = self.weights[self.first + micro_batch] if is_of_loss else 0.0
+        engine = stage.program.engine
         return engine.read(torch.full(slot.shape, share, dtype=slot.dtype, device=engine.device), slot)
 
     def _received(self, slot: LocalSlot, stage: StageRun, micro_batch: int, *, is_forward: bool) -> LocalValue:

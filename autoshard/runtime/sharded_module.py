@@ -310,7 +310,7 @@ class ShardedModule(OfModel, HasWeights):
         """Search for a proof that padding changes no result of the call; None for a call without padding."""
         if self._lengths is None or call.exact is None:
             return None
-        with self._requesting(call, grad) as request:
+        with self.requesting(call, grad) as request:
             return self._lengths.prove(self.compiler.trace, call, request)
 
     def _find_with_all_tangents(
@@ -387,7 +387,7 @@ class ShardedModule(OfModel, HasWeights):
             _LOGGER.info("planning anew for a call %s%s%s", signature, every, because)
         model = self._original[0]
         self._engine.agree(lambda: facts_to_compile(model, signature, self.mesh, self._placed))
-        with self._requesting(call, grad, seed) as found:
+        with self.requesting(call, grad, seed) as found:
             known_programs = tuple(item.compiled for item in known)
             request = replace(
                 found, all_tangents=all_tangents, update=update, known=known_programs, derivatives=derivatives
@@ -408,7 +408,7 @@ class ShardedModule(OfModel, HasWeights):
         return executable
 
     @contextmanager
-    def _requesting(self, call: FlatCall, grad: bool, seed: torch.Tensor | None = None) -> Iterator[Request]:
+    def requesting(self, call: FlatCall, grad: bool, seed: torch.Tensor | None = None) -> Iterator[Request]:
         """Yield the compiler's request for a call. Within the context, the model's parameters are meta tensors."""
         model = self._original[0]
         args, kwargs = call.assemble([self._example(leaf) for leaf in call.leaves])

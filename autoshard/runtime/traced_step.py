@@ -16,7 +16,7 @@ from autoshard.runtime.executable import Executable
 from autoshard.runtime.executor import Executor
 from autoshard.runtime.graphed_passes import GraphedPasses
 from autoshard.runtime.members import Members
-from autoshard.runtime.micro_batches import Part, common_program, share_of, sum_of, weights_of
+from autoshard.runtime.micro_batches import LossWeigher, MicroBatches, common_program, share_of, sum_of
 from autoshard.runtime.program_run import ProgramRun
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.signature import FlatCall
@@ -32,7 +32,8 @@ class TracedStep:
         optimizer: the optimizer, whose update is part of the program.
         max_grad_norm: gradients are scaled down to this norm over all parameters; None: no clipping.
         order: the order of the tasks of a program without stages.
-        executor: runs programs.
+        executor: runs the tasks.
+        weigher: finds the weights of micro-batches in the loss.
         check: may stop a step before its update, and takes the norm of the gradients.
         graphs: launches forward and backward of a micro-batch as a CUDA graph; None to launch each kernel.
         returns_norm: compute the norm of the gradients even without clipping.
@@ -45,6 +46,7 @@ class TracedStep:
         max_grad_norm: float | None,
         order: PipelineOrder,
         executor: Executor,
+        weigher: LossWeigher,
         check: StepCheck,
         graphs: GraphedPasses | None = None,
         *,
@@ -52,6 +54,7 @@ class TracedStep:
     ) -> None:
         self._sharded = sharded
         self._order = order
+        self._weigher = weigher
         self._executor = executor
         self._graphs = graphs
         self._check = check
@@ -69,11 +72,11 @@ class TracedStep:
         return executable.compiled.plan
 
     @torch.no_grad()
-    def run(self, parts: Sequence[Part], members: Members) -> torch.Tensor:
-        """Run one step on `parts`, the arguments of each micro-batch; return the loss of the whole batch."""
+    def run(self, batch: MicroBatches, members: Members) -> torch.Tensor:
+        """Run one step on the micro-batches of a batch; return the loss of the whole batch."""
         find = partial(self._sharded.find_step, update=self._state.update(members), members=members)
-        executable, calls = common_program(self._sharded, parts, find)
-        weights, losses = weights_of(self._sharded, executable.compiled, parts), list[torch.Tensor]()
+        executable, calls = common_program(self._weigher, batch, find)
+        weights, losses = self._weigher.weights_of(executable.compiled, batch), list[torch.Tensor]()
 
         def inputs(micro_batch: int) -> dict[int, Sequence[torch.Tensor]]:
             return self._inputs(executable, calls[micro_batch])

@@ -16,18 +16,31 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import NonFiniteError, NotAvailableError
+from autoshard.ir.loss_weights import LossWeights
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.outputs import Outputs
 from autoshard.ir.pipeline_order import StageTask, Work, one_after_another
 from autoshard.ir.plan import Plan
 from autoshard.ir.update import check_norm
 from autoshard.runtime.executor import Executor
 from autoshard.runtime.graphed_passes import GraphedPasses
 from autoshard.runtime.members import Members
-from autoshard.runtime.micro_batches import Part, naming_micro_batches, parts_of, share_of, sum_of, weights_of
+from autoshard.runtime.micro_batches import (
+    LossWeigher,
+    MicroBatches,
+    Part,
+    Weigh,
+    naming_micro_batches,
+    parts_of,
+    share_of,
+    sum_of,
+    weighs_nothing,
+)
 from autoshard.runtime.of_model import refuse_capture
 from autoshard.runtime.optimizer_state import HyperparameterText, lay_out_loaded_state
 from autoshard.runtime.run_order import run_order
 from autoshard.runtime.sharded_module import ShardedModule
+from autoshard.runtime.signature import FlatCall
 from autoshard.runtime.step_check import StepCheck
 from autoshard.runtime.step_loss import StepLoss
 from autoshard.runtime.traced_optimizer import why_by_autograd
@@ -63,6 +76,9 @@ class TrainStep(HasWeights):
         traced: run the update as part of the program; both the optimizer and the module's compiler must support it.
         executor: runs the tasks of a step; the module's own executor, if the mesh has a pipeline.
         graphs: launches forward and backward as CUDA graphs; only if traced and without stages.
+        weigh: see `LossWeigher`.
+        plans_any_batch: whether calls of any batch size can be planned: no plan, recipe or constraint of inputs and
+            outputs is given.
         returns_norm: compute `last_grad_norm` even without `max_grad_norm`.
         on_nonfinite: "raise", "skip" or None; see `autoshard.Options`.
     """
@@ -77,6 +93,8 @@ class TrainStep(HasWeights):
         traced: bool = False,
         executor: Executor | None = None,
         graphs: GraphedPasses | None = None,
+        weigh: Weigh = weighs_nothing,
+        plans_any_batch: bool = True,
         returns_norm: bool = False,
         on_nonfinite: str | None = None,
     ) -> None:
@@ -87,6 +105,8 @@ class TrainStep(HasWeights):
         self._has_said_why = False
         self._observers: tuple[StepObserver, ...] = ()
         self._returns_norm = returns_norm
+        self._weigher = LossWeigher(sharded, weigh)
+        self.plans_any_batch = plans_any_batch
         self._check = StepCheck(sharded.engine.control, on_nonfinite)
         self._hyperparameters = HyperparameterText(optimizer, max_grad_norm, on_nonfinite)
         sharded.agreement.describe_hyperparameters = self._hyperparameters
@@ -96,7 +116,15 @@ class TrainStep(HasWeights):
         self._traced: TracedStep | None = None
         if traced:
             self._traced = TracedStep(
-                sharded, optimizer, max_grad_norm, self.order, executor, self._check, graphs, returns_norm=returns_norm
+                sharded,
+                optimizer,
+                max_grad_norm,
+                self.order,
+                executor,
+                self._weigher,
+                self._check,
+                graphs,
+                returns_norm=returns_norm,
             )
         self._is_made = True
 
@@ -171,6 +199,14 @@ class TrainStep(HasWeights):
         """The number of equal parts, along dim 0, into which the batch of a step is split."""
         return self.order.micro_batches
 
+    def loss_weights(self, *args: Any, **kwargs: Any) -> LossWeights | None:
+        """Return how the loss of a batch follows from losses of calls with these arguments; None without a loss.
+
+        The arguments are those of one micro-batch, whose program must be compiled.
+        """
+        assert self.sharded.program is not None, "it is compiled"
+        return self._weigher.of(self.sharded.program, FlatCall.of(args, kwargs, Outputs.LOSS))
+
     @property
     def mesh(self) -> Mesh:
         """The mesh on which the step's program runs.
@@ -216,7 +252,7 @@ class TrainStep(HasWeights):
 
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
         """Compile the program of a step on a global batch without running it; return its plan."""
-        part_args, part_kwargs = self._parts(args, kwargs)[0]
+        part_args, part_kwargs = self._parts(args, kwargs).parts[0]
         with naming_micro_batches(self.micro_batches):
             if self._traced is not None:
                 return self._traced.compile_for(part_args, part_kwargs)
@@ -257,22 +293,27 @@ class TrainStep(HasWeights):
             )
         return reason is not None
 
-    def _run(self, parts: Sequence[Part]) -> torch.Tensor:
+    def _run(self, batch: MicroBatches) -> torch.Tensor:
         """Run a step by autograd and the optimizer's own `step`; return the loss of the batch."""
-        tasks = _AutogradTasks(self.sharded, parts, self._weights(parts))
-        run_order(self.order, (0,), tasks)
-        loss = sum_of(list(tasks.shares.values()))
+        weights, shares = self._weights(batch), list[torch.Tensor]()
+        for numbers in batch.rounds(self.micro_batches):
+            parts = [batch.parts[number] for number in numbers]
+            tasks = _AutogradTasks(self.sharded, parts, [weights[number] for number in numbers])
+            run_order(self.order, (0,), tasks)
+            shares += tasks.shares.values()
+        loss = sum_of(shares)
         self._update(loss)
         return loss
 
-    def _weights(self, parts: Sequence[Part]) -> list[float]:
-        if len(parts) == 1:
+    def _weights(self, batch: MicroBatches) -> list[float]:
+        """Return the weight of each micro-batch in the loss."""
+        if len(batch) == 1:
             return [1.0]
-        (args, kwargs), *_ = parts
+        (args, kwargs), *_ = batch.parts
         with torch.enable_grad():
             self.sharded.compile_for_loss(args, kwargs)
         assert self.sharded.program is not None, "`compile_for_loss` compiled it"
-        return weights_of(self.sharded, self.sharded.program, parts)
+        return self._weigher.weights_of(self.sharded.program, batch)
 
     def _update(self, loss: torch.Tensor) -> None:
         """Check loss and gradients, clip the gradients, take the optimizer's own step, and free the gradients."""
@@ -305,7 +346,8 @@ class TrainStep(HasWeights):
                 "or SGD."
             ) from error
 
-    def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Part]:
+    def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MicroBatches:
+        """Split the arguments of a call into micro-batches."""
         return parts_of(args, kwargs, self.micro_batches)
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +35,7 @@ from passes.driver.stage_planner import StagePlanner
 from passes.padding.prove_padding import prove_padding
 from passes.planning.recipe_meshes import check_mesh
 from passes.verification.verify_schedule import verify_schedule
+from passes.verification.weigh_step import weigh_call
 
 
 def compile_model(call: Call) -> ShardedModule | TrainStep:
@@ -106,12 +111,20 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
             traced=update is not None,
             executor=executor,
             graphs=graphs,
+            weigh=partial(weigh_call, replace(planner, traced=None).trace),
+            plans_any_batch=known is None and call.recipe is None and not _has_boundaries(call.constraints),
         )
     if call.example_inputs is not None:
         args, kwargs = call.inputs
         with torch.enable_grad():
             step.compile_for(*args, **kwargs)
     return step
+
+
+def _has_boundaries(constraints: Mapping[str, Any] | None) -> bool:
+    """Whether a constraint may be on an input or output."""
+    boundaries = ("input:0", "output:0")
+    return any(":" in name or any(fnmatchcase(each, name) for each in boundaries) for name in constraints or ())
 
 
 def _check_micro_batch(call: Call) -> None:

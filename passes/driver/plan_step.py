@@ -93,7 +93,7 @@ def _request(call: Call, update: Update | None, parts: int) -> Request:
     whole = Request(call.model, args, kwargs, call.grad, update=update, outputs=call.outputs)
     if call.global_batch is not None:
         return with_batch(whole, call.global_batch // parts)
-    part_args, part_kwargs = parts_of(args, kwargs, parts)[0]
+    part_args, part_kwargs = parts_of(args, kwargs, parts).parts[0]
     return replace(whole, args=tuple(part_args), kwargs=part_kwargs)
 
 

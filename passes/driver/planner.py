@@ -66,7 +66,7 @@ from passes.verification.verify_passes import verifies_each_pass, verify_pass
 from passes.verification.verify_phases import verify_phases
 from passes.verification.verify_preparation import verify_preparation
 from passes.verification.verify_program import verify_program
-from passes.verification.weigh_loss import weigh_step
+from passes.verification.weigh_step import weigh_step
 
 _LOGGER = logging.getLogger(__name__)
 _FOLDER = f"measured block sizes ({VARIABLE} names one folder that all ranks see, or none on any)"
@@ -269,7 +269,8 @@ class Planner:
     ) -> Plan:
         """Return the plan of a program on a mesh.
 
-        `placed` has the specs of parameters and state that have one already, by name. The search begins with `before`.
+        `placed` has the specs of parameters and optimizer state that are already sharded, by name. The search begins
+        with the plan `before`, if there is one.
         """
         return self.search_and_lower(program, mesh, placed, before).plan
 
@@ -281,9 +282,10 @@ class Planner:
         before: Plan | None = None,
         planning: PlanningProblem | None = None,
     ) -> LoweredPlan:
-        """Return the plan of `search`, and the lowered program of its prediction.
+        """Return the plan of `search`, and the lowered program from which its prediction was read.
 
-        `planning` is the planning problem of the program on the mesh, if the caller has built it.
+        `planning` is the planning problem of the program on the mesh, if the caller has built it. The other arguments
+        are those of `search`.
         """
         with self._searching() as control:
             options = replace(self._options(program, mesh, placed), before=before, control=control)
@@ -455,8 +457,8 @@ class Planner:
     ) -> tuple[PhasedProgram, VerificationReport | None]:
         """Return the program of one rank, and its proof if the user wants a proof.
 
-        `predicted` is the lowered program of the prediction. It is returned if the ranks run it unchanged, for example
-        without kernels.
+        `predicted` is the lowered program from which the prediction was read. It is returned if the ranks run it
+        unchanged, for example without kernels.
         """
         on_pass = verify_pass if verifies_each_pass() else None
         is_plain = self.with_native and not (self.with_kernels or self.for_compiler or on_pass)

@@ -96,7 +96,7 @@ def _micro_batch(plan: Plan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if plan.micro_batches == 1 or [describe(tensor) for tensor in tensors] == list(plan.inputs.values()):
         return args, kwargs
-    part_args, part_kwargs = parts_of(args, kwargs, plan.micro_batches)[0]
+    part_args, part_kwargs = parts_of(args, kwargs, plan.micro_batches).parts[0]
     return tuple(part_args), part_kwargs
 
 

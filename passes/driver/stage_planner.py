@@ -25,7 +25,7 @@ from passes.driver.make_together import make_together
 from passes.driver.pipelines import Pipeline
 from passes.driver.planner import Planner
 from passes.driver.stage_plans import StagePlans, check_fits, check_stays
-from passes.verification.weigh_loss import weigh_step
+from passes.verification.weigh_step import weigh_step
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ without a reduction over parts. So each part's loss needs a weight in the loss o
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
@@ -26,10 +26,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autoshard.errors import AutoshardError
 from autoshard.ir.loss_weights import Branches, Count, LossWeights, Term
 from autoshard.ir.program import InputKind, OutputKind, Program, tensor_values
-from autoshard.ir.request import Request
 from autoshard.ir.spec import Reduction
 from autoshard.kernels.checks import checked
 from autoshard.rules.notation import BoundRule
@@ -43,25 +41,6 @@ aten = torch.ops.aten
 _WAY_OUT = "Return a sum or a mean over samples, each of which is computed for itself, or leave micro_batches out."
 
 
-def weigh_step(program: Program, trace: Callable[[Request], Program], request: Request) -> LossWeights | None:
-    """Return the weights of micro-batches in the loss of a training call; None without gradients or loss.
-
-    `program` and `request` are of one micro-batch. `trace` traces the call with two micro-batches at once.
-    """
-    if not request.grad or request.derivatives or _loss_of(program) is None:
-        return None
-    args, kwargs = pytree.tree_map_only(torch.Tensor, _twice, (request.args, dict(request.kwargs)))
-    try:
-        pair = trace(replace(request, args=args, kwargs=kwargs, update=None, forward_only=True))
-    except AutoshardError as error:
-        return LossWeights((), refusal=f"micro_batches: the model cannot be traced for two parts at once. {error}")
-    return weigh_loss(program, pair)
-
-
-def _twice(x: torch.Tensor) -> torch.Tensor:
-    return torch.cat([x, x]) if x.dim() else x
-
-
 def weigh_loss(part: Program, pair: Program) -> LossWeights:
     """Return the weights of parts in the loss of a batch, or the reason why the parts do not determine the loss.
 
@@ -69,7 +48,7 @@ def weigh_loss(part: Program, pair: Program) -> LossWeights:
         part: the program of one micro-batch.
         pair: the program of two micro-batches at once; only its forward is needed.
     """
-    loss, twin = _loss_of(part), _loss_of(pair)
+    loss, twin = loss_of(part), loss_of(pair)
     assert loss is not None, "a step has a loss"
     nodes, theirs = _ancestors([loss]), [] if twin is None else _ancestors([twin])
     made, twins = ([node for node in found if not _is_copy(node)] for found in (nodes, theirs))
@@ -115,7 +94,8 @@ def _kind(node: fx.Node) -> Any:
     return aten.view.default if node.target in (aten._unsafe_view.default, aten.reshape.default) else node.target
 
 
-def _loss_of(program: Program) -> fx.Node | None:
+def loss_of(program: Program) -> fx.Node | None:
+    """Return the first floating scalar among a program's outputs; None if there is none."""
     nodes = program.nodes_by_name()
     values = [nodes[slot.node] for slot in program.outputs if slot.kind == OutputKind.OUTPUT]
     scalars = (node for node in values if node.meta["val"].dim() == 0 and node.meta["val"].is_floating_point())

@@ -31,7 +31,7 @@ def loaded(optimizer: _Optimizer, *, rows: int = 8, **options: Any) -> Callable[
             model, optimizer=optimizer(model.parameters()), loss_fn=F.cross_entropy, example_inputs=example, **options
         )
         if compile is one_device:
-            sampler: Any = autoshard.data.RankSampler(37, rows, seed=3)
+            sampler: Any = autoshard.data.RankSampler(37, autoshard.data.RankRows(rows), seed=3)
         else:
             sampler = autoshard.data.sampler(dataset, step, seed=3)
         found = []

@@ -30,7 +30,7 @@ def test_weighed_losses_of_parts_add_up_to_that_of_the_batch(name: str) -> None:
     def read(part: int, kind: str, slot: str) -> torch.Tensor:
         return model.get_buffer(slot) if kind == "buffer" else parts[part]["input:1" in slot or slot == "y"]
 
-    weights = _weigh(loss).of_parts(PARTS, read)
+    weights = _weigh(loss).of_parts((1,) * PARTS, read)
     each = torch.stack([model(*part) for part in parts])
     added = (torch.tensor(weights) * each)[torch.tensor(weights) > 0].sum()
     torch.testing.assert_close(added, model(x, y), rtol=1e-5, atol=1e-6)

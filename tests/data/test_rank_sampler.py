@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import autoshard
 from autoshard import AutoshardError, Mesh
-from autoshard.data import RankSampler
+from autoshard.data import RankRows, RankSampler
 
 MESH = Mesh({"data": 2})
 ROWS = torch.arange(20.0)[:, None].expand(20, 4)
@@ -33,10 +33,10 @@ def test_ranks_together_draw_the_batches_of_one_device(
     """The ranks' rows join to one device's micro-batches, without repeated rows, and equally many on each rank."""
     batch = rows * pieces * parts
     ranks = [
-        RankSampler(length, batch, pieces=pieces, index=index, micro_batches=parts, shuffle=shuffle, seed=7)
+        RankSampler(length, RankRows(batch, parts, (pieces,), (index,)), shuffle=shuffle, seed=7)
         for index in range(pieces)
     ]
-    alone = RankSampler(length, batch, shuffle=shuffle, seed=7)
+    alone = RankSampler(length, RankRows(batch), shuffle=shuffle, seed=7)
     for each in (*ranks, alone):
         each.set_epoch(epoch)
     drawn = [list(each) for each in ranks]
@@ -48,7 +48,7 @@ def test_ranks_together_draw_the_batches_of_one_device(
 
 def test_epochs_have_orders_of_their_own() -> None:
     """Each epoch has an order of its own, which is reproducible."""
-    each = RankSampler(50, 10)
+    each = RankSampler(50, RankRows(10))
     first = list(each)
     assert list(each) == first
     each.set_epoch(1)

@@ -1,0 +1,175 @@
+"""Documents that share a row train as documents apart, however batch, heads and sequence are split."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+import autoshard
+from autoshard import AutoshardError, Mesh, P
+from autoshard.data import PackedRows, document_mask, pack
+from autoshard.testing import check_plan, plans
+from autoshard.tracing import trace
+from tests.models import build
+
+WORDS, LENGTH, WIDTH, HEADS = 32, 8, 16, 4
+
+
+@given(lengths=st.lists(st.integers(1, 30), max_size=60), more=st.integers(0, 20))
+def test_each_document_is_in_one_row(lengths: list[int], more: int) -> None:
+    """Rows hold each document once, none is too long, and no two rows would fit into one."""
+    length = max(lengths, default=1) + more
+    rows = pack(lengths, length)
+    assert sorted(document for row in rows for document in row) == list(range(len(lengths)))
+    sizes = sorted(sum(lengths[document] for document in row) for row in rows)
+    assert all(0 < size <= length for size in sizes)
+    assert len(sizes) < 2 or sizes[0] + sizes[1] > length
+
+
+def test_the_best_fit_is_taken() -> None:
+    """A document goes into the row with the least space, not into the first row with space."""
+    assert pack([6, 5, 3, 3, 2], 9) == [[0, 2], [1, 3], [4]]
+    assert pack([7, 5, 3, 2], 9) == [[0, 3], [1, 2]]
+    assert pack([], 9) == []
+    assert len(pack([1] * 10_000, 4096)) == 3
+
+
+@pytest.mark.parametrize(
+    ("lengths", "words"),
+    [([3, 10], "document 1 has 10 tokens, and a row has 9. Cut"), ([3, 0], "document 1 has 0 tokens. Leave empty")],
+)
+def test_documents_that_fit_no_row_are_refused(lengths: list[int], words: str) -> None:
+    """A document that is too long, or empty, is named."""
+    with pytest.raises(AutoshardError, match=words):
+        pack(lengths, 9)
+
+
+def test_rows_have_the_asked_tensors() -> None:
+    """Own labels, document numbers and masks; an unknown name is refused."""
+    documents = [{"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}, {"input_ids": torch.tensor([8, 9])}]
+    rows = PackedRows(documents, 6, padding=3, keys=("input_ids", "labels", "document_ids", "attention_mask"))
+    (row,) = [rows[index] for index in range(len(rows))]
+    assert row["input_ids"].tolist() == [5, 6, 7, 8, 9, 3]
+    assert row["labels"].tolist() == [-100, -100, 7, -100, 9, -100]
+    assert row["document_ids"].tolist() == [0, 0, 0, 1, 1, -1]
+    assert row["attention_mask"].shape == (1, 6, 6)
+    assert row["attention_mask"].sum() == 6 + 3 + 1
+    assert PackedRows([[1, 2], [3]], 2, lengths=[2, 1]).rows == [[0], [1]]
+    with pytest.raises(AutoshardError, match="'mask' is none of input_ids"):
+        PackedRows(documents, 6, keys=("mask",))
+
+
+class Attends(nn.Module):
+    """A decoder of one block, whose attention has a mask of documents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, document_ids: Tensor) -> Tensor:
+        x = self.words(input_ids) + self.places(position_ids)
+        q, k, v = (layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=document_mask(document_ids))
+        logits = self.head(torch.tanh(x + self.out(mixed.transpose(1, 2).flatten(2))))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class Loss(nn.Module):
+    """A model of transformers that returns the loss alone."""
+
+    def __init__(self, attention: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = build("llama", layers=2, width=WIDTH, inner=32, heads=HEADS, words=WORDS)
+        self.model.set_attn_implementation(attention)  # type: ignore[operator]
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        return self.model(**inputs).loss
+
+
+KINDS = {
+    "mask of documents": (Attends, ("input_ids", "position_ids", "labels", "document_ids")),
+    "transformers": (lambda: Loss("sdpa"), ("input_ids", "position_ids", "labels")),
+    "transformers, eager": (lambda: Loss("eager"), ("input_ids", "position_ids", "labels")),
+    "transformers, mask": (lambda: Loss("sdpa"), ("input_ids", "position_ids", "labels", "attention_mask")),
+}
+SPLITS: dict[str, tuple[dict[str, int], P, int]] = {
+    "data": ({"data": 4}, P("data"), 1),
+    "tensor": ({"model": 4}, P(), 1),
+    "sequence": ({"sequence": 4}, P(None, "sequence"), 1),
+    "data and sequence": ({"data": 2, "sequence": 2}, P("data", "sequence"), 1),
+    "sequence in micro-batches": ({"sequence": 2}, P(None, "sequence"), 2),
+    "data in micro-batches": ({"data": 2}, P("data"), 2),
+}
+
+
+def documents() -> list[Tensor]:
+    """Documents that fill three rows of four, and most of the fourth."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, WORDS, (size,), generator=generator) for size in (3, 5, 8, 6, 2, 4, 2)]
+
+
+@cache
+def apart(kind: str) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss of the documents apart on one device, a mean over all predicted tokens, and its gradients."""
+    make, keys = KINDS[kind]
+    model, total, count = make(), torch.zeros(()), sum(len(each) - 1 for each in documents())
+    for document in documents():
+        (row,) = PackedRows([document], len(document), keys=keys)
+        total = total + model(**default_collate([row])) * (len(document) - 1) / count
+    total.backward()
+    return total.item(), {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_rows_train_as_documents_apart(kind: str, split: str) -> None:
+    """Loss and gradients of a step, read off an update by SGD."""
+    axes, spec, parts = SPLITS[split]
+    make, keys = KINDS[kind]
+    expected, gradients = apart(kind)
+    model, before = make(), copy.deepcopy(make())
+    flat = [number for number, key in enumerate(sorted(keys)) if key != "attention_mask"]  # as calls flatten them
+    constraints = {} if spec == P() else {f"input:{number}": spec for number in flat}
+    if "model" in axes:
+        constraints = {"*q.weight": P("model"), "*q_proj.weight": P("model")}
+        constraints = {name: each for name, each in constraints.items() if ("proj" in name) == (kind[0] == "t")}
+    step = autoshard.compile(
+        model,
+        Mesh(axes),
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        micro_batches=parts,
+        constraints=constraints,
+        time_budget_s=3,
+    )
+    rows = PackedRows(documents(), LENGTH, keys=keys)
+    assert len(rows) == 4
+    (batch,) = autoshard.data.loader(rows, step, batch_size=4)
+    torch.testing.assert_close(float(step(**batch)), expected, rtol=1e-5, atol=1e-6)
+    after = dict(step.sharded.named_parameters())
+    for name, value in before.named_parameters():
+        torch.testing.assert_close((value - after[name]).detach(), gradients[name], rtol=1e-4, atol=1e-5)
+
+
+@given(st.data())
+@settings(max_examples=3)
+def test_any_plan_of_packed_rows_equals_one_device(data: st.DataObject) -> None:
+    """Every legal strategy of every node, on meshes of one and two axes."""
+    mesh = data.draw(st.sampled_from([Mesh({"data": 2}), Mesh({"data": 2, "sequence": 2})]))
+    model, rows = Attends(), PackedRows(documents(), LENGTH, keys=KINDS["mask of documents"][1])
+    inputs: dict[str, Any] = dict(sorted(default_collate([rows[index] for index in range(len(rows))]).items()))
+    plan = data.draw(plans(trace(model, (), inputs), mesh))
+    check_plan(model, mesh, inputs, plan=plan, precise=torch.float64).raise_if_different()

@@ -1,0 +1,119 @@
+"""The rows of each rank are together the rows of the batch, and a short last batch trains as on one device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import autoshard
+from autoshard.data import RankRows
+from autoshard.data.rows import batch_of as common_rows
+from autoshard.ir.loss_weights import full_parts
+from tests.end_to_end.test_micro_batches import CLASSES, COUNTED, OPTIMIZERS, PLAIN, WIDTH, Model, branching
+
+PARTS, BATCH = 4, 16
+
+
+@given(size=st.integers(1, 24), parts=st.integers(1, 5), data=st.data())
+def test_micro_batches_hold_each_row_once(size: int, parts: int, data: st.DataObject) -> None:
+    """Micro-batches have one size, follow each other, and weigh each row alike."""
+    rows = RankRows(size * parts, parts)
+    count = data.draw(st.integers(1, rows.batch))
+    runs = rows.runs(count)
+    assert [row for run in runs for row in range(run.start, run.stop)] == list(range(count))
+    if parts > 1:
+        assert {(run.stop - run.start) * run.copies for run in runs} == {size}
+        assert full_parts([run.copies for run in runs]) * size == pytest.approx(count)
+    if count == rows.batch:
+        assert all(run.copies == 1 for run in runs)
+        assert len(runs) == parts
+
+
+@given(
+    pieces=st.lists(st.integers(1, 3), max_size=2),
+    size=st.integers(1, 4),
+    parts=st.integers(1, 3),
+    data=st.data(),
+)
+def test_ranks_together_have_the_rows_of_the_batch(
+    pieces: list[int], size: int, parts: int, data: st.DataObject
+) -> None:
+    """The pieces of all ranks join to each micro-batch, also where some ranks have no rows."""
+    places: list[tuple[int, ...]] = [()]
+    for each in pieces:
+        places = [(*place, number) for place in places for number in range(each)]
+    ranks = [RankRows(size * len(places) * parts, parts, tuple(pieces), place) for place in places]
+    alone = RankRows(size * len(places) * parts, parts)
+    count = data.draw(st.integers(1, alone.batch))
+    for run in alone.runs(count):
+        assert [place for rank in ranks for place in rank.places(run)] == list(alone.places(run))
+    assert all(rank.of(count) for rank in ranks)
+
+
+def batch_of(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features, and targets some of which are zero, which counted losses leave out."""
+    torch.manual_seed(count)
+    return torch.randn(count, WIDTH), torch.arange(1, count + 1) % CLASSES
+
+
+def compare(model: nn.Module, counts: list[int], optimizer: str, axes: dict[str, int]) -> None:
+    """Steps on whole and on short batches beside one device: losses, then parameters."""
+    alone, make = copy.deepcopy(model), OPTIMIZERS[optimizer]
+    stepping, rows = make(alone.parameters()), RankRows(BATCH, PARTS)
+    step = autoshard.compile(
+        model, autoshard.Mesh(axes), optimizer=make(model.parameters()), micro_batches=PARTS, time_budget_s=2
+    )
+    for count in counts:
+        batch = batch_of(count)
+        stepping.zero_grad()
+        expected = alone(*batch)
+        expected.backward()
+        stepping.step()
+        loaded: Any = tuple(each[rows.of(count)] for each in batch)
+        torch.testing.assert_close(step(*rows.whole(loaded, count, "")), expected.detach(), rtol=1e-5, atol=1e-6)
+    held = dict(step.sharded.named_parameters())
+    for name, value in alone.named_parameters():
+        torch.testing.assert_close(held[name].detach(), value.detach(), rtol=1e-4, atol=1e-5)
+    assert {common_rows(program) for program in step.sharded.programs} == {BATCH // PARTS}
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("name", [*PLAIN, *COUNTED])
+def test_a_short_batch_weighs_its_rows_alike(name: str) -> None:
+    """Sums, means, and quotients by a count, of 15 and of 1 of 16 rows in four micro-batches."""
+    compare(Model({**PLAIN, **COUNTED}[name]), [16, 15, 1], "sgd", {"data": 2})
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "rmsprop"])
+def test_short_batches_of_other_optimizers(optimizer: str) -> None:
+    """Traced optimizers and an optimizer that takes its own step train alike."""
+    compare(Model(COUNTED["ignored"]), [16, 11, 4], optimizer, {"data": 2})
+
+
+def test_a_short_batch_branches_as_one_device_does() -> None:
+    """A condition that counts rows holds for a short batch, although its micro-batches hold copies."""
+    compare(Model(branching(lambda y: (y > 0).sum() > 1)), [16, 15, 6], "sgd", {"data": 2})
+
+
+def test_a_short_batch_in_pipeline_stages() -> None:
+    """The order of stages runs twice, with micro-batches that do not count."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    compare(Deep(layers), [16, 15, 3], "adamw", {"pipeline": 2})
+
+
+class Deep(nn.Module):
+    """Layers, and the mean over targets that are not zero."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.layers(x), y, ignore_index=0)
