@@ -8,7 +8,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from autoshard import data, report
+from autoshard import data, report, trackers
 from autoshard.api import compile, plan, price, prove, verify
 from autoshard.calibration import calibrate
 from autoshard.call import Options
@@ -23,6 +23,7 @@ from autoshard.errors import (
     InvalidSpecError,
     LostRankError,
     MeshError,
+    NonFiniteError,
     NoShardingRuleError,
     NotAvailableError,
     OperatorError,
@@ -43,6 +44,7 @@ from autoshard.kernels.tuning_switch import tune_kernels
 from autoshard.rules import Rule, infer_rule, sharding_rule
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
+from autoshard.trackers import track
 from cost_models.formulas import vectorise
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ __all__ = [
     "Mesh",
     "MeshError",
     "NoShardingRuleError",
+    "NonFiniteError",
     "NotAvailableError",
     "OperatorError",
     "Options",
@@ -91,6 +94,8 @@ __all__ = [
     "prove",
     "report",
     "sharding_rule",
+    "track",
+    "trackers",
     "tune_kernels",
     "vectorise",
     "verify",

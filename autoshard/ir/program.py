@@ -58,6 +58,8 @@ class OutputKind(StrEnum):
     """Result of a pipeline stage: a value of its backward, such as a gradient, that an earlier stage reads."""
     SQUARES = "squares"
     """Result of a pipeline stage: the sum of squares of its own gradients."""
+    NORM = "norm"
+    """Result of a training step without stages: the norm over the gradients of all parameters, before clipping."""
 
 
 _TRAINING = (OutputKind.GRADIENT, OutputKind.PARAMETER_UPDATE, OutputKind.SENT_GRADIENT)

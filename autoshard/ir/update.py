@@ -47,11 +47,18 @@ class Update:
         optimizer: name of the optimizer's class.
         groups: groups of parameters with their rules. Parameters in no group stay unchanged.
         max_grad_norm: norm to which the gradients of all parameters together are clipped first, or None.
+        returns_norm: whether the step returns the norm of its gradients even if it does not clip them.
     """
 
     optimizer: str
     groups: tuple[UpdateGroup, ...]
     max_grad_norm: float | None = None
+    returns_norm: bool = False
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether the step computes the norm over all gradients, to clip them or to return the norm."""
+        return self.returns_norm or self.max_grad_norm is not None
 
     def group_of(self) -> Mapping[str, int]:
         """Return the index of the group of each parameter, by qualified name."""
@@ -63,6 +70,8 @@ class Update:
         `updated` has the names of the parameters that the program updates. Only their rules have to agree.
         """
         if (self.optimizer, self.max_grad_norm) != (other.optimizer, other.max_grad_norm):
+            return False
+        if self.has_norm != other.has_norm:
             return False
         groups = other.group_of()
         for group in self.groups:

@@ -23,6 +23,7 @@ from autoshard.graphs.add_to_sums import add_to_sums
 from autoshard.graphs.direct_calls import call_directly
 from autoshard.graphs.fill_buckets import fill_buckets
 from autoshard.graphs.fold_views import fold_views
+from autoshard.graphs.join_squares import join_squares
 from autoshard.graphs.write_in_place import write_in_place
 from autoshard.ir.boundary import pad_local, unpad_local
 from autoshard.ir.emit import emit_reshard
@@ -151,6 +152,7 @@ class DistributedEngine:
         """Make a graph ready to run on this rank without a compiler. `folds_views` removes redundant views."""
         bound = bind(writing, self.groups)
         reduce_in_place(bound)
+        join_squares(bound)
         if folds_views:
             fold_views(bound)
         call_directly(bound)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.arguments import check_optimizer, checked_reduce_dtype
+from autoshard.arguments import check_of_step, check_optimizer, checked_reduce_dtype
 from autoshard.call import Call
 from autoshard.errors import NotAvailableError
 from autoshard.ir.mesh import Mesh
@@ -42,12 +42,20 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
     """Return a training step (with an optimizer) or a module that runs on a mesh, see `autoshard.compile`."""
     model, mesh, options, optimizer = call.model, call.target, call.options, call.optimizer
     check_optimizer(optimizer, micro_batches=call.micro_batches, max_grad_norm=call.max_grad_norm)
+    check_of_step(optimizer, on_nonfinite=options.on_nonfinite, grad_norm=options.grad_norm or None)
     assert not isinstance(optimizer, str), "it was checked"
     _check_micro_batch(call)
     precision = precision_of(model, call.precision, call.fixed)
     if optimizer is not None:
         refuse_scaling(precision)
-    update = update_for(model, optimizer, call.max_grad_norm, call.fixed, strict=call.strict)
+    update = update_for(
+        model,
+        optimizer,
+        call.max_grad_norm,
+        call.fixed,
+        strict=call.strict,
+        returns_norm=options.returns_norm,
+    )
     device = _device_of(call)
     planner = planner_for(
         replace(call, precision=precision),
@@ -97,6 +105,8 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
             sharded,
             optimizer,
             max_grad_norm=call.max_grad_norm,
+            returns_norm=options.returns_norm,
+            on_nonfinite=options.on_nonfinite,
             micro_batches=micro_batches,
             traced=update is not None,
             executor=executor,

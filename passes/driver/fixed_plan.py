@@ -66,6 +66,7 @@ def update_for(
     fixed: Plan | None,
     *,
     strict: bool,
+    returns_norm: bool = False,
 ) -> Update | None:
     """Return an optimizer's update as data; None if the program has no update.
 
@@ -77,7 +78,7 @@ def update_for(
     """
     if fixed is not None and not fixed.updates:
         return None
-    return update_of(optimizer, model, max_grad_norm, strict=strict)
+    return update_of(optimizer, model, max_grad_norm, strict=strict, returns_norm=returns_norm)
 
 
 def has_more_outputs(plan: Plan, program: Program) -> bool:

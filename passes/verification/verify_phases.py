@@ -43,7 +43,7 @@ from passes.verification.verify_offload import verify_offload
 from passes.verification.widen_reductions import widen_reductions
 
 _FORWARD_RESULTS = (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)
-_UPDATE_RESULTS = (OutputKind.PARAMETER_UPDATE, OutputKind.STATE_UPDATE, OutputKind.SQUARES)
+_UPDATE_RESULTS = (OutputKind.PARAMETER_UPDATE, OutputKind.STATE_UPDATE, OutputKind.SQUARES, OutputKind.NORM)
 _UPDATE_INPUTS = (InputKind.STATE, InputKind.HYPER, InputKind.SQUARES)
 _KERNEL_PREFIXES = ("autoshard.triton_", "autoshard.biased_product")
 
