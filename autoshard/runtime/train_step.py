@@ -77,12 +77,12 @@ class TrainStep(HasWeights):
         traced: run the update as part of the program; both the optimizer and the module's compiler must support it.
         executor: runs the tasks of a step; the module's own executor, if the mesh has a pipeline.
         graphs: launches forward and backward as CUDA graphs; only if traced and without stages.
-        returns_norm: compute `last_grad_norm` even without `max_grad_norm`.
-        on_nonfinite: "raise", "skip" or None; see `autoshard.Options`.
-        loss_scale: the scale of the loss for gradients in float16; None: the loss is not scaled.
         weigh: see `LossWeigher`.
         plans_any_batch: whether calls of any batch size can be planned: no plan, recipe or constraint of inputs and
             outputs is given.
+        returns_norm: compute `last_grad_norm` even without `max_grad_norm`.
+        on_nonfinite: "raise", "skip" or None; see `autoshard.Options`.
+        loss_scale: the scale of the loss for gradients in float16; None: the loss is not scaled.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class TrainStep(HasWeights):
         traced: bool = False,
         executor: Executor | None = None,
         graphs: GraphedPasses | None = None,
+        weigh: Weigh = weighs_nothing,
+        plans_any_batch: bool = True,
         returns_norm: bool = False,
         on_nonfinite: str | None = None,
         loss_scale: LossScale | None = None,
-        weigh: Weigh = weighs_nothing,
-        plans_any_batch: bool = True,
     ) -> None:
         self.sharded = sharded
         self.optimizer = optimizer

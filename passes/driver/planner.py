@@ -204,8 +204,7 @@ class Planner:
             return self.traced
         program = trace_call(request, self.loss_fn, self.precision)
         if request.outputs is Outputs.LOSS and self.fixed is not None and has_more_outputs(self.fixed, program):
-            planned = replace(request, outputs=Outputs.AS_PLANNED)  # the planned program runs
-            program = trace_call(planned, self.loss_fn, self.precision)
+            program = trace_call(replace(request, outputs=Outputs.AS_PLANNED), self.loss_fn, self.precision)
         if request.update is not None:
             check_has_loss(program)
         return program
