@@ -42,6 +42,7 @@ from autoshard.ir.recipe import Recipe
 from autoshard.ir.runtime import Runtime
 from autoshard.ir.spec import P, PartitionSpec
 from autoshard.kernels.tuning_switch import tune_kernels
+from autoshard.restarts import Run, run
 from autoshard.rules import Rule, infer_rule, sharding_rule
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
@@ -80,6 +81,7 @@ __all__ = [
     "RecipeError",
     "Rule",
     "RuleInferenceError",
+    "Run",
     "Runtime",
     "ShardedModule",
     "TraceError",
@@ -95,6 +97,7 @@ __all__ = [
     "price",
     "prove",
     "report",
+    "run",
     "sharding_rule",
     "track",
     "trackers",

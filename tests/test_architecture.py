@@ -75,6 +75,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "autoshard.calibration": (*_IR, "autoshard.cluster", "autoshard.kernels", "autoshard.runtime", "cost_models"),
     "autoshard.checkpoints": (*_IR, "autoshard.runtime"),
+    "autoshard.restarts": (*_IR, "autoshard.checkpoints", "autoshard.runtime"),
     "autoshard.arguments": (*_IR, "cost_models"),
     "autoshard.call": (*_IR, "autoshard.arguments", "autoshard.runtime", "cost_models"),
     "autoshard.cluster": (*_IR, "autoshard.runtime", "cost_models"),
@@ -94,8 +95,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "autoshard": (
         *(*_LEAVES, "autoshard.api", "autoshard.call", "autoshard.calibration", "autoshard.checkpoints"),
-        *("autoshard.cluster", "autoshard.data", "autoshard.report", "autoshard.runtime", "autoshard.testing"),
-        "autoshard.trackers",
+        *("autoshard.cluster", "autoshard.data", "autoshard.report", "autoshard.restarts", "autoshard.runtime"),
+        *("autoshard.testing", "autoshard.trackers"),
     ),
 }
 
