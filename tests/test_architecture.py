@@ -39,7 +39,8 @@ _PASSES: dict[str, tuple[str, ...]] = {
     "passes.verification": _PROVEN,
     "passes.lowering": (*_PROVEN, "passes.verification", "passes.memory", "passes.recomputation"),
     "passes.padding": (),
-    "passes.driver.expand_plan": _LOWERED,
+    "passes.driver.norm_of_plan": _LOWERED,
+    "passes.driver.expand_plan": (*_LOWERED, "passes.driver.norm_of_plan"),
     "passes.driver.plan_options": _LOWERED,
     "passes.driver.plan_of_choice": (*(*_LOWERED, "passes.driver.plan_options"),),
     "passes.driver.fastest_choice": (*_LOWERED, "passes.driver.plan_options", "passes.driver.plan_of_choice"),
@@ -79,6 +80,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autoshard.call": (*_IR, "autoshard.arguments", "autoshard.runtime", "cost_models"),
     "autoshard.cluster": (*_IR, "autoshard.runtime", "cost_models"),
     "autoshard.data": (*_IR, "autoshard.runtime"),
+    "autoshard.trackers": (*_IR, "autoshard.runtime"),
     "autoshard.api": (
         *(*_IR, "autoshard.arguments", "autoshard.call", "autoshard.runtime", "cost_models", "passes.driver"),
     ),
@@ -94,7 +96,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autoshard": (
         *(*_LEAVES, "autoshard.api", "autoshard.call", "autoshard.calibration", "autoshard.checkpoints"),
         *("autoshard.cluster", "autoshard.data", "autoshard.report", "autoshard.restarts", "autoshard.runtime"),
-        "autoshard.testing",
+        *("autoshard.testing", "autoshard.trackers"),
     ),
 }
 

@@ -48,9 +48,10 @@ class _Saving:
 class Checkpoints:
     """The checkpoints of a run in one folder, which all ranks see.
 
-    A checkpoint holds the model, its optimizer, random numbers, the number of steps, the plan, and every object passed
-    by keyword. No file of a checkpoint is pickled, so loading a stranger's checkpoint runs no code. A checkpoint is
-    complete or invisible. After a crash the previous checkpoint is the latest (docs/reference/checkpoints.md).
+    A checkpoint holds the model, its optimizer, the scale of the loss, random numbers, the number of steps and the
+    plan. It also holds every object passed by keyword. No file of a checkpoint is pickled, so loading a stranger's
+    checkpoint runs no code. A checkpoint is complete or invisible. After a crash the previous checkpoint is the latest
+    (docs/reference/checkpoints.md).
 
     Args:
         folder: the folder of all checkpoints; each checkpoint is a folder in it, such as `step-1000`.

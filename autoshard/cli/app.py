@@ -65,7 +65,7 @@ _Runtime = Annotated[
 ]
 _Backend = Annotated[str, typer.Option(help="triton: price the program, or recipes, with our Triton kernels.")]
 _TimeBudget = Annotated[float, typer.Option(help="Seconds that the search may take.")]
-_Precision = Annotated[str, typer.Option(help="bf16 or f32: type of computation for a model with wider parameters.")]
+_Precision = Annotated[str, typer.Option(help="bf16, f16 or f32: type of computation of wider models.")]
 _Optimizer = Annotated[str | None, typer.Option(help="adamw, sgd, or none.")]
 _MemoryGib = Annotated[float | None, typer.Option(help="Limit per device; else the device's own.")]
 _Constrain = Annotated[
