@@ -18,7 +18,8 @@ def written_of(phased: PhasedProgram) -> dict[int, int]:
     read = [inputs[index].slot for index in phased.update_inputs]
     places = {(slot.kind, slot.name): first + place for place, slot in enumerate(read)}
     slots = [outputs[index].slot for index in phased.update_outputs]
-    return {index: places[slot.kind.removesuffix("_update"), slot.name] for index, slot in enumerate(slots)}  # type: ignore[index]
+    updates = ((index, slot, slot.kind.removesuffix("_update")) for index, slot in enumerate(slots))
+    return {index: places[kind, slot.name] for index, slot, kind in updates if kind != slot.kind}  # type: ignore[index]
 
 
 def in_place(phased: PhasedProgram) -> PhasedProgram:
