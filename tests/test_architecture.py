@@ -78,6 +78,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autoshard.call": (*_IR, "autoshard.arguments", "autoshard.runtime", "cost_models"),
     "autoshard.cluster": (*_IR, "autoshard.runtime", "cost_models"),
     "autoshard.data": (*_IR, "autoshard.runtime"),
+    "autoshard.integrations": (
+        *(*_IR, "autoshard.api", "autoshard.call", "autoshard.checkpoints", "autoshard.data", "autoshard.runtime"),
+        "cost_models",
+    ),
     "autoshard.api": (
         *(*_IR, "autoshard.arguments", "autoshard.call", "autoshard.runtime", "cost_models", "passes.driver"),
     ),
@@ -93,6 +97,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autoshard": (
         *(*_LEAVES, "autoshard.api", "autoshard.call", "autoshard.calibration", "autoshard.checkpoints"),
         *("autoshard.cluster", "autoshard.data", "autoshard.report", "autoshard.runtime", "autoshard.testing"),
+        "autoshard.integrations",
     ),
 }
 

@@ -1,0 +1,88 @@
+"""accelerate's objects for a mesh that counts as one device: nothing is wrapped, cut or gathered."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DataLoaderConfiguration, DistributedType
+from torch.utils.data import DataLoader
+from transformers import TrainingArguments
+
+from autoshard.errors import NotAvailableError
+
+
+class MeshAccelerator(Accelerator):
+    """An Accelerator with one process, so every rank reads the whole of each batch.
+
+    Raises:
+        NotAvailableError: `accelerate launch` has chosen FSDP, DeepSpeed or another strategy.
+    """
+
+    def __init__(self, args: TrainingArguments) -> None:
+        given: Any = args.accelerator_config
+        seed: Any = args.data_seed
+        super().__init__(
+            dataloader_config=DataLoaderConfiguration(
+                dispatch_batches=False,
+                use_seedable_sampler=given.use_seedable_sampler,
+                non_blocking=given.non_blocking,
+                data_seed=seed,
+            )
+        )
+        for name in ("fsdp_plugin", "deepspeed_plugin"):
+            if getattr(self.state, name, None) is not None:
+                raise NotAvailableError(
+                    f"Trainer(mesh=...) found {name} of `accelerate launch`. Start the script by `torchrun`, because "
+                    "the planner decides how the model is split."
+                )
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """No strategy of accelerate."""
+        return DistributedType.NO
+
+    @property
+    def use_distributed(self) -> bool:
+        """False."""
+        return False
+
+    @property
+    def num_processes(self) -> int:
+        """1."""
+        return 1
+
+    def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **options: Any) -> Any:
+        """Return the loader; its workers have the same seeds on all ranks."""
+        start = data_loader.worker_init_fn
+        if isinstance(start, partial) and "rank" in start.keywords:
+            data_loader.worker_init_fn = partial(start, rank=0)
+        return super().prepare_data_loader(data_loader, *args, **options)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """Return the optimizer as the training loop sees it."""
+        return optimizer if isinstance(optimizer, UpdatedByStep) else UpdatedByStep(optimizer)
+
+    def gather(self, tensor: Any) -> Any:
+        """Return the tensor, which is whole."""
+        return tensor
+
+    def pad_across_processes(self, tensor: Any, *args: Any, **options: Any) -> Any:
+        """Return the tensor, which has one shape on all ranks."""
+        return tensor
+
+
+class UpdatedByStep(AcceleratedOptimizer):
+    """An optimizer whose update the compiled step has done, so `step` does nothing."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, device_placement=False)
+
+    def step(self, closure: Any = None) -> None:
+        """Do nothing."""
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Do nothing."""
