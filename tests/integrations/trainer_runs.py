@@ -52,7 +52,16 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
 
 def trainer(folder: Path, mesh: Any = None, *, model: nn.Module | None = None, **changes: Any) -> Any:
     """A Trainer: transformers' own without a mesh, else autoshard's. Keywords of neither are training arguments."""
-    own = ("compute_metrics", "train_dataset", "eval_dataset", "optimizers", "plan", "constraints", "callbacks")
+    own = (
+        "compute_metrics",
+        "data_collator",
+        "train_dataset",
+        "eval_dataset",
+        "optimizers",
+        "plan",
+        "constraints",
+        "callbacks",
+    )
     given = {name: changes.pop(name) for name in own if name in changes}
     given = {"train_dataset": rows(), "eval_dataset": rows(7)} | given
     kind: Any = transformers.Trainer
@@ -71,6 +80,12 @@ def accuracy(found: EvalPrediction) -> dict[str, float]:
     return {"hits": float((found.predictions.argmax(-1) == found.label_ids).mean())}
 
 
+def masked(samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A batch in which random tokens are hidden."""
+    batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    return batch | {"input_ids": batch["input_ids"].masked_fill(torch.rand(batch["input_ids"].shape) < 0.3, 1)}
+
+
 SAVED = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 5}
 
 
@@ -78,23 +93,26 @@ def whole_run(folder: Path, mesh: Any, **changes: Any) -> dict[str, Any]:
     """Train with checkpoints and metrics, resume from the first checkpoint, and evaluate; return what was found."""
     first = trainer(folder / "first", mesh, compute_metrics=accuracy, **SAVED, **changes)
     first.train()
-    metrics = first.evaluate()
+    trained, metrics = losses(first), first.evaluate()
     second = trainer(folder / "second", mesh, **SAVED, **changes)
     second.train(resume_from_checkpoint=str(folder / "first" / "checkpoint-2"))
-    return {"losses": losses(first), "resumed": losses(second), "metrics": [metrics["eval_loss"], metrics["eval_hits"]]}
+    return {"losses": trained, "resumed": losses(second), "metrics": [metrics["eval_loss"], metrics["eval_hits"]]}
 
 
 def main(arguments: Sequence[str]) -> None:
     """The script of a rank: `folder` for the runs of two ranks, `other` a checkpoint of another number of ranks."""
     folder, other = map(Path, arguments)
     mesh = autoshard.Mesh({"ranks": 2})
-    found = {
-        "plain": whole_run(folder / "plain", mesh),
-        "accumulated": whole_run(folder / "accumulated", mesh, gradient_accumulation_steps=2),
-    }
+    found: dict[str, Any] = {"plain": whole_run(folder / "plain", mesh)}
+    accumulated = trainer(folder / "accumulated", mesh, gradient_accumulation_steps=2, max_steps=5)
+    accumulated.train()
+    found["accumulated"] = losses(accumulated)
     resumed = trainer(folder / "other", mesh, **SAVED)
     resumed.train(resume_from_checkpoint=str(other))
     found["other"] = losses(resumed)
+    drawn = trainer(folder / "drawn", mesh, data_collator=masked, dataloader_num_workers=1, max_steps=2)
+    drawn.train()
+    found["drawn"] = losses(drawn)
     if os.environ["RANK"] == "0":
         (folder / "found.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
