@@ -60,7 +60,7 @@ def test_two_ranks_have_the_losses_of_one_device(plain: Any, tmp_path: Path) -> 
     run_python(*start, "-m", "tests.integrations.trainer_runs", str(tmp_path), str(checkpoint), folder=tmp_path)
     found = json.loads((tmp_path / "found.json").read_text())
     assert_runs_equal(found["plain"], plain(1))
-    assert_near(found["accumulated"], [entry for entry in plain(2)["losses"] if entry[1] == "loss"])
+    assert_near(found["accumulated"], [entry for entry in plain(2)["losses"] if entry[1] != "eval_loss"])
     assert_near(found["other"], plain(1)["losses"])
     drawn = trainer(tmp_path / "one_drawn", data_collator=masked, dataloader_num_workers=1, max_steps=2)
     drawn.train()
@@ -153,7 +153,7 @@ def test_a_model_on_meta_is_initialised_by_its_step(tmp_path: Path) -> None:
     found.step.compile_for(**found.example_inputs())
     found.step.init_weights(0)
     found.train()
-    assert [name for _, name, _ in losses(found)] == ["loss", "loss"]
+    assert [number for number, name, _ in losses(found) if name == "loss"] == [1, 2]
 
 
 def test_the_planner_chooses_the_axes_of_a_cluster(tmp_path: Path) -> None:
@@ -169,14 +169,29 @@ def test_the_planner_chooses_the_axes_of_a_cluster(tmp_path: Path) -> None:
 
 
 def test_bf16_is_the_precision_of_the_step(tmp_path: Path) -> None:
-    """`bf16` and `fp16` become `precision`."""
+    """`bf16` becomes `precision`."""
     found = trainer(tmp_path, PAIR, max_steps=1, bf16=True)
     found.train()
     assert found.step.plan.precision == "bf16"
-    half = arguments(tmp_path)
-    half.fp16 = True
-    assert precision_of(half) == "f16"
     assert precision_of(arguments(tmp_path)) is None
+
+
+def test_fp16_scales_the_loss(tmp_path: Path) -> None:
+    """The step scales the loss itself."""
+    found = trainer(tmp_path, PAIR, max_steps=1, fp16=True)
+    found.train()
+    assert found.step.plan.precision == "f16"
+    assert found.step.loss_scale is not None
+
+
+def test_a_skipped_step_does_not_move_the_schedule(tmp_path: Path) -> None:
+    """The first update makes all later losses infinite."""
+    skip = autoshard.Options(on_nonfinite="skip")
+    found = trainer(tmp_path, PAIR, max_steps=3, learning_rate=1e30, options=skip)
+    found.train()
+    rates = [value for _, name, value in losses(found) if name == "learning_rate"]
+    assert found.step.skipped_steps == 2
+    assert rates == pytest.approx([1e30, 2e30 / 3, 2e30 / 3])
 
 
 REFUSED = {

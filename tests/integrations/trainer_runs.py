@@ -53,14 +53,8 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
 def trainer(folder: Path, mesh: Any = None, *, model: nn.Module | None = None, **changes: Any) -> Any:
     """A Trainer: transformers' own without a mesh, else autoshard's. Keywords of neither are training arguments."""
     own = (
-        "compute_metrics",
-        "data_collator",
-        "train_dataset",
-        "eval_dataset",
-        "optimizers",
-        "plan",
-        "constraints",
-        "callbacks",
+        *("compute_metrics", "data_collator", "train_dataset", "eval_dataset", "optimizers", "callbacks"),
+        *("plan", "constraints", "options"),
     )
     given = {name: changes.pop(name) for name in own if name in changes}
     given = {"train_dataset": rows(), "eval_dataset": rows(7)} | given
@@ -71,9 +65,9 @@ def trainer(folder: Path, mesh: Any = None, *, model: nn.Module | None = None, *
 
 
 def losses(trainer: Any) -> Losses:
-    """Losses of training and evaluation in the log: step, name, value."""
-    log = trainer.state.log_history
-    return [(entry["step"], name, entry[name]) for entry in log for name in ("loss", "eval_loss") if name in entry]
+    """Losses of training and evaluation, norms and learning rates in the log: step, name, value."""
+    log, names = trainer.state.log_history, ("loss", "grad_norm", "learning_rate", "eval_loss")
+    return [(entry["step"], name, entry[name]) for entry in log for name in names if name in entry]
 
 
 def accuracy(found: EvalPrediction) -> dict[str, float]:

@@ -64,7 +64,9 @@ class MeshAccelerator(Accelerator):
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """Return the optimizer as the training loop sees it."""
-        return optimizer if isinstance(optimizer, UpdatedByStep) else UpdatedByStep(optimizer)
+        prepared = optimizer if isinstance(optimizer, UpdatedByStep) else UpdatedByStep(optimizer)
+        self._optimizers.append(prepared)
+        return prepared
 
     def gather(self, tensor: Any) -> Any:
         """Return the tensor, which is whole."""
@@ -76,10 +78,20 @@ class MeshAccelerator(Accelerator):
 
 
 class UpdatedByStep(AcceleratedOptimizer):
-    """An optimizer whose update the compiled step has done, so `step` does nothing."""
+    """An optimizer whose update the compiled step has done, so `step` does nothing.
+
+    Attributes:
+        was_skipped: whether the compiled step skipped its last update.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer, device_placement=False)
+        self.was_skipped = False
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the schedule of the learning rate must not step."""
+        return self.was_skipped
 
     def step(self, closure: Any = None) -> None:
         """Do nothing."""

@@ -169,12 +169,14 @@ class Trainer(transformers.Trainer):
     ) -> torch.Tensor:
         """Train on a batch: forward, backward, clipping and update. Return the loss of the whole batch."""
         model.train()
-        if isinstance(self.optimizer, UpdatedByStep):
-            self.optimizer.train()
-        step = self.step
+        step, optimizer = self.step, self.optimizer
+        assert isinstance(optimizer, UpdatedByStep), "the accelerator prepared it"
+        optimizer.train()
         batch = {**self._cut(self._prepare_inputs(inputs)), **self._counted(num_items_in_batch)}
         self._load_checkpoint(lambda: step.compile_for(**batch))
+        skipped = step.skipped_steps
         loss = step(**batch)
+        optimizer.was_skipped = step.skipped_steps > skipped
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
@@ -194,8 +196,9 @@ class Trainer(transformers.Trainer):
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Do nothing, because the step has clipped the gradients."""
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
-        """Return None: gradients stay within the step."""
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> torch.Tensor | None:
+        """Return the norm of the step's gradients before clipping; None if the step does not compute it."""
+        return self.step.last_grad_norm if self.step.has_grad_norm else None
 
     def prediction_step(
         self,
