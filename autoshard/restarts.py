@@ -59,8 +59,7 @@ class Run:
         """Load the latest checkpoint, and yield the numbers of the steps to do, up to `until`.
 
         After each step, a checkpoint is saved if it is due, and after the last step in any case. If any rank gets
-        SIGTERM, all ranks save after the present step, and the run ends with exit status 143. A second SIGTERM ends
-        the process at once.
+        SIGTERM, all ranks save after the present step, and the run ends with exit status 143.
 
         Args:
             step: the result of `compile` with `example_inputs=`, or a plain module.
@@ -164,12 +163,11 @@ def _has_group() -> bool:
 
 @contextmanager
 def _noticing_sigterm() -> Iterator[threading.Event]:
-    """Within the context, note the first SIGTERM. The second has its usual effect."""
-    told, before = threading.Event(), signal.getsignal(signal.SIGTERM)
+    """Within the context, note SIGTERM, which SLURM and `torchrun` both send to a rank."""
+    told, before = threading.Event(), signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
 
     def note(_: int, __: FrameType | None) -> None:
         told.set()
-        signal.signal(signal.SIGTERM, before)
 
     if threading.current_thread() is not threading.main_thread():
         yield told  # signals are for the main thread alone

@@ -1,8 +1,9 @@
 """A user's script with `autoshard.run`, whose ranks meet drawn ends: python -m tests.restarted FOLDER STEPS [FATES].
 
 FATES is a JSON list. For each start, it has the rank that ends, the step before which the rank ends, and the way:
-"kill", "memory" or "hang". Each step appends a line to `FOLDER/losses`. The line has the number of the step, the loss
-with all digits, the number of ranks, and the number of the batch.
+"kill", "memory" or "hang". "kill after 1.5" kills the rank so many seconds after its imports. Each step appends a line
+to `FOLDER/losses`. The line has the number of the step, the loss with all digits, the number of ranks, and the number
+of the batch.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +23,7 @@ from torch import nn
 import autoshard
 
 EVERY = 4
+AFTER = "kill after "
 TIMEOUT_S = 5.0
 
 
@@ -63,6 +66,12 @@ class Loss(NamedTuple):
 
 def train(run: autoshard.Run, folder: Path, steps: int, fates: list[tuple[int, int, str]], ranks: int = 0) -> None:
     """The training function; `ranks`: simulate so many, if not 0."""
+    start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    rank, number, way = fates[start] if start < len(fates) else (-1, -1, "")
+    if run.rank == rank and way.startswith(AFTER):
+        timer = threading.Timer(float(way.removeprefix(AFTER)), meet, ("kill",))
+        timer.daemon = True
+        timer.start()
     torch.manual_seed(0)
     model, batches = Net(), Batches()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -74,8 +83,6 @@ def train(run: autoshard.Run, folder: Path, steps: int, fates: list[tuple[int, i
         example_inputs=(torch.ones(8, 6),),
         options=autoshard.Options(timeout_s=TIMEOUT_S),
     )
-    start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    rank, number, way = fates[start] if start < len(fates) else (-1, -1, "")
     for done in run.steps(step, steps, schedule=schedule, data=batches):
         if (run.rank, done) == (rank, number):
             meet(way)

@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 import autoshard
 from autoshard import NotAvailableError
 from autoshard.restarts import STOPPED
+from tests.drawn_kills import campaign
 from tests.examples.scripts import ROOT
 from tests.restarted import EVERY, Loss, losses, train
 
@@ -108,13 +109,20 @@ def test_a_signal_and_other_ranks(tmp_path: Path, whole: dict[int, float]) -> No
     assert [steps_of(found)[step] for step in alike] == pytest.approx([whole[step] for step in alike], rel=1e-6)
 
 
+@pytest.mark.slow
+def test_drawn_kills(tmp_path: Path) -> None:
+    """After two kills at drawn moments, on drawn numbers of ranks, each start goes on where it should."""
+    campaign(2, seed=0, folder=tmp_path)
+
+
 def test_a_process_alone_ends_with_its_status(tmp_path: Path) -> None:
-    """Without a launcher, SIGTERM ends the process with status 143."""
+    """Without a launcher, SIGTERM ends the process with status 143, however often it is sent."""
     process = start(tmp_path, None, steps=10**6)
     end = time.monotonic() + DEADLINE_S
     while not (tmp_path / "losses").exists() and time.monotonic() < end:
         time.sleep(0.05)
-    process.terminate()
+    for _ in range(3):
+        process.terminate()
     finish(process, status=STOPPED)
     assert STOPPED == 143
 

@@ -34,7 +34,7 @@ from autoshard.ir.reshard import plan_reshard
 from autoshard.ir.spec import PartitionSpec
 from autoshard.runtime.agreement.control_channel import TIMEOUT_S
 from autoshard.runtime.agreement.control_group import ControlGroup, Facts
-from autoshard.runtime.agreement.lost_ranks import naming_lost_ranks
+from autoshard.runtime.agreement.lost_ranks import Doing, naming_lost_ranks
 from autoshard.runtime.engine import NO_PIPELINE_RANKS, NOTHING, Loaded
 from autoshard.runtime.failed_collective import failed_collective
 from autoshard.runtime.freed_memory import keep_freed_memory
@@ -67,6 +67,8 @@ SMALL_BYTES = 2**20
 
 _MOST_RESHARDS = 1024
 """The most loaded reshard programs that are kept. Each input or output of a program may need some."""
+
+Bound = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class DistributedEngine:
@@ -160,11 +162,7 @@ class DistributedEngine:
         taking = taking_from_a_list(bound)
         return self._at_rank(taking, partial(failed_collective, graph=taking.graph))
 
-    def _at_rank(
-        self,
-        run_bound: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
-        doing: str | Callable[[BaseException], str] = "in a compiled program",
-    ) -> Loaded:
+    def _at_rank(self, run_bound: Bound, doing: Doing = "in a compiled program") -> Loaded:
         """Return a function that runs a graph with this rank's coordinates, and without gradients.
 
         The graph names this rank's process groups. `doing` describes its communication for errors.

@@ -17,13 +17,15 @@ from autoshard.runtime.agreement.failure_reports import report_failure, reports_
 _GLOO = "gloo"
 """A word in the text of Gloo's errors, which are plain `RuntimeError`s: the text names Gloo's source file."""
 
+Doing = str | Callable[[BaseException], str]
+"""A communication in words, such as "receiving 'hidden'", or a function from an error to such words."""
+
 
 @contextlib.contextmanager
-def naming_lost_ranks(doing: str | Callable[[BaseException], str] = "") -> Iterator[None]:
+def naming_lost_ranks(doing: Doing = "") -> Iterator[None]:
     """Within the context, raise errors of communication between processes as `LostRankError`.
 
-    Other errors are reported to the ranks that will wait for this rank. `doing` describes the communication in words,
-    such as "receiving 'hidden'"; a function gets the error.
+    Other errors are reported to the ranks that will wait for this rank. The message contains `doing`.
     """
     try:
         yield
