@@ -91,14 +91,14 @@ def as_one_device(args: T) -> T:
     micro-batches. Which process writes and logs stays as it is.
     """
     kind = type(args)
-    result: Any = object.__new__(type(kind.__name__, (_OneDevice, kind), {"__module__": kind.__module__}))
+    result: Any = object.__new__(type(kind.__name__, (_WholeMesh, kind), {"__module__": kind.__module__}))
     vars(result).update(vars(args))
     result.per_device_train_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
     result.gradient_accumulation_steps = 1
     return result
 
 
-class _OneDevice:
+class _WholeMesh:
     """Mixed into a class of training arguments: one process on at most one device."""
 
     @property
