@@ -216,6 +216,7 @@ REFUSED = {
     "eval_use_gather_object": True,
     "debug": ["underflow_overflow"],
     "optim": "adafactor",
+    "mixed_precision": "fp8",
 }
 
 
@@ -226,6 +227,24 @@ def test_arguments_are_refused_by_name(tmp_path: Path, name: str) -> None:
     setattr(args, name, REFUSED[name])
     with pytest.raises(NotAvailableError, match=f"cannot run with {name}="):
         Trainer(gpt2(), args, mesh=PAIR)
+
+
+def test_strategies_of_accelerate_launch_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the variables that the command sets."""
+    args = arguments(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(NotAvailableError, match="ACCELERATE_USE_FSDP=true of `accelerate launch`"):
+        Trainer(gpt2(), args, mesh=PAIR)
+
+
+def test_a_plan_of_the_trainers_example_runs(tmp_path: Path) -> None:
+    """`autoshard.plan` with the model, optimizer and example of a Trainer."""
+    found = trainer(tmp_path, PAIR)
+    given = {"optimizer": found.create_optimizer(), "max_grad_norm": found.args.max_grad_norm}
+    plan = autoshard.plan(found.model, PAIR, example_inputs=found.example_inputs(), precision=None, **given)
+    again = trainer(tmp_path, PAIR, plan=plan, max_steps=2)
+    again.train()
+    assert again.step.plan.parameters == plan.parameters
 
 
 @pytest.mark.parametrize("name", ["split_batches", "dispatch_batches", "gradient_accumulation_kwargs"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,9 @@ from transformers import TrainingArguments
 
 from autoshard.errors import NotAvailableError
 
+_STRATEGIES = tuple(f"ACCELERATE_USE_{name}" for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"))
+"""Variables by which `accelerate launch` chooses a strategy."""
+
 
 class MeshAccelerator(Accelerator):
     """An Accelerator with one process, so every rank reads the whole of each batch.
@@ -23,6 +27,12 @@ class MeshAccelerator(Accelerator):
     """
 
     def __init__(self, args: TrainingArguments) -> None:
+        for name in _STRATEGIES:
+            if os.environ.get(name, "false").lower() in ("true", "1"):
+                raise NotAvailableError(
+                    f"Trainer(mesh=...) found {name}={os.environ[name]} of `accelerate launch`. Start the script by "
+                    "`torchrun`, because the planner decides how the model is split."
+                )
         given: Any = args.accelerator_config
         seed: Any = args.data_seed
         super().__init__(
@@ -33,12 +43,7 @@ class MeshAccelerator(Accelerator):
                 data_seed=seed,
             )
         )
-        for name in ("fsdp_plugin", "deepspeed_plugin"):
-            if getattr(self.state, name, None) is not None:
-                raise NotAvailableError(
-                    f"Trainer(mesh=...) found {name} of `accelerate launch`. Start the script by `torchrun`, because "
-                    "the planner decides how the model is split."
-                )
+        self.scaler = None  # the step scales the loss
 
     @property
     def distributed_type(self) -> DistributedType:

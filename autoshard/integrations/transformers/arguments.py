@@ -54,6 +54,9 @@ _OPTIMIZERS = (
 )
 
 
+_PRECISIONS = {"no": None, "bf16": "bf16", "fp16": "f16"}
+
+
 def check_arguments(args: TrainingArguments) -> None:
     """Check that a Trainer on a mesh can do what the arguments ask for.
 
@@ -72,16 +75,16 @@ def _refused(args: TrainingArguments) -> Iterator[str]:
     for name, reason in _REFUSED_OF_ACCELERATE.items():
         if getattr(args.accelerator_config, name):
             yield f"accelerator_config.{name}={getattr(args.accelerator_config, name)!r}: {reason}"
+    if args.mixed_precision not in _PRECISIONS:
+        yield f"mixed_precision={args.mixed_precision!r} of `accelerate launch`: it is none of {', '.join(_PRECISIONS)}"
     if args.optim not in _OPTIMIZERS:
         known = ", ".join(item.value for item in _OPTIMIZERS)
         yield f"optim={str(getattr(args.optim, 'value', args.optim))!r}: it is none of {known}; pass optimizers="
 
 
 def precision_of(args: TrainingArguments) -> str | None:
-    """Return the `precision` of `compile` for `bf16` and `fp16`; None: the model's own types."""
-    if args.bf16:
-        return "bf16"
-    return "f16" if args.fp16 else None
+    """Return the `precision` of `compile` for `bf16`, `fp16` or `accelerate launch`; None: the model's own types."""
+    return _PRECISIONS[args.mixed_precision]
 
 
 def as_one_device(args: T) -> T:
