@@ -50,6 +50,7 @@ from autoshard.trackers import track
 from cost_models.formulas import vectorise
 
 if TYPE_CHECKING:
+    from autoshard import integrations as integrations
     from autoshard import testing as testing
 
 __version__ = "0.1.0.dev0"
@@ -108,7 +109,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import `autoshard.testing` at its first use."""
-    if name == "testing":
-        return import_module("autoshard.testing")
+    """Import `autoshard.integrations` or `autoshard.testing` at its first use."""
+    if name in ("integrations", "testing"):
+        return import_module(f"autoshard.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -80,6 +80,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autoshard.call": (*_IR, "autoshard.arguments", "autoshard.runtime", "cost_models"),
     "autoshard.cluster": (*_IR, "autoshard.runtime", "cost_models"),
     "autoshard.data": (*_IR, "autoshard.runtime"),
+    "autoshard.integrations": (
+        *(*_IR, "autoshard.api", "autoshard.call", "autoshard.checkpoints", "autoshard.data", "autoshard.runtime"),
+        "cost_models",
+    ),
     "autoshard.trackers": (*_IR, "autoshard.runtime"),
     "autoshard.api": (
         *(*_IR, "autoshard.arguments", "autoshard.call", "autoshard.runtime", "cost_models", "passes.driver"),
@@ -96,7 +100,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autoshard": (
         *(*_LEAVES, "autoshard.api", "autoshard.call", "autoshard.calibration", "autoshard.checkpoints"),
         *("autoshard.cluster", "autoshard.data", "autoshard.report", "autoshard.restarts", "autoshard.runtime"),
-        *("autoshard.testing", "autoshard.trackers"),
+        *("autoshard.testing", "autoshard.trackers", "autoshard.integrations"),
     ),
 }
 
