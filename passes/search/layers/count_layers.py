@@ -206,8 +206,8 @@ class _LayerCounter:
         parameters = {self.slots[node].name: self._sized(self.nodes[node], 0) for node in nodes}
         return LayerClass(
             self._phase(name, "forward"), self._phase(name, "backward"), self._saved(name), self._entering(name),
-            parameters, frozenset(self.slots[node].name for node in shared), frozenset(parameters.keys() - self.trained),
-            self._workspaces(name),
+            parameters, frozenset(self.slots[node].name for node in shared),
+            frozenset(parameters.keys() - self.trained), self._workspaces(name),
         )  # fmt: skip
 
     def _phase(self, layer: str, phase: str) -> Phase:
