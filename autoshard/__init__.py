@@ -8,7 +8,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from autoshard import data, report
+from autoshard import data, report, trackers
 from autoshard.api import compile, plan, price, prove, verify
 from autoshard.calibration import calibrate
 from autoshard.call import Options
@@ -23,6 +23,7 @@ from autoshard.errors import (
     InvalidSpecError,
     LostRankError,
     MeshError,
+    NonFiniteError,
     NoShardingRuleError,
     NotAvailableError,
     OperatorError,
@@ -34,15 +35,18 @@ from autoshard.errors import (
     UnknownHardwareError,
     VerificationError,
 )
+from autoshard.ir.loss_scaling import LossScaling
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.runtime import Runtime
 from autoshard.ir.spec import P, PartitionSpec
 from autoshard.kernels.tuning_switch import tune_kernels
+from autoshard.restarts import Run, run
 from autoshard.rules import Rule, infer_rule, sharding_rule
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
+from autoshard.trackers import track
 from cost_models.formulas import vectorise
 
 if TYPE_CHECKING:
@@ -59,10 +63,12 @@ __all__ = [
     "DoesNotFitError",
     "FormulaError",
     "InvalidSpecError",
+    "LossScaling",
     "LostRankError",
     "Mesh",
     "MeshError",
     "NoShardingRuleError",
+    "NonFiniteError",
     "NotAvailableError",
     "OperatorError",
     "Options",
@@ -75,6 +81,7 @@ __all__ = [
     "RecipeError",
     "Rule",
     "RuleInferenceError",
+    "Run",
     "Runtime",
     "ShardedModule",
     "TraceError",
@@ -90,7 +97,10 @@ __all__ = [
     "price",
     "prove",
     "report",
+    "run",
     "sharding_rule",
+    "track",
+    "trackers",
     "tune_kernels",
     "vectorise",
     "verify",

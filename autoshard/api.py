@@ -84,9 +84,9 @@ def compile(
             "input:0", "output:0", or a glob.
         memory_budget: limit in bytes for the values on each device. None: the device's memory, on a GPU less the share
             of the CUDA context, NCCL, cuBLAS and the allocator's fragmentation (`cost_models.memory.room_bytes`).
-        precision: "bf16", "f16" (without gradients) or "f32": compute in this type if parameters and inputs are
-            wider. Parameters, gradients and optimizer state keep the model's types (master weights). None: the model's
-            own types, or the precision of `plan`.
+        precision: "bf16", "f16" or "f32": compute in this type if parameters and inputs are wider. Parameters,
+            gradients and optimizer state keep the model's types (master weights). Training in "f16" needs `optimizer`,
+            and scales the loss (`Options(loss_scaling=)`). None: the model's own types, or the precision of `plan`.
         micro_batches: with an optimizer: number of equal parts of each batch, which run one after another and share one
             update. None: the number in `plan`, or the batch of `example_inputs` divided by `recipe.micro_batch`.
         max_grad_norm: with an optimizer: clip gradients to this norm.

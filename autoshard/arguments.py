@@ -30,6 +30,7 @@ from autoshard.errors import (
 )
 from autoshard.ir.cluster_mesh import ClusterMesh
 from autoshard.ir.loss import Output, loss_among
+from autoshard.ir.loss_scaling import LossScaling
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.outputs import Outputs
 from autoshard.ir.plan import Plan
@@ -256,9 +257,7 @@ def check_optimizer(optimizer: Any, *, micro_batches: Any = None, max_grad_norm:
             f"optimizer={optimizer!r} is a {type(optimizer).__name__}; pass a torch.optim optimizer over "
             "model.parameters()."
         )
-    for name, value in (("micro_batches", micro_batches), ("max_grad_norm", max_grad_norm)):
-        if value is not None and optimizer is None:
-            raise NotAvailableError(f"{name}={value!r} belongs to a training step: pass optimizer= too.")
+    check_of_step(optimizer, micro_batches=micro_batches, max_grad_norm=max_grad_norm)
     if micro_batches is not None and not (_is_whole(micro_batches) and micro_batches >= 1):
         raise NotAvailableError(f"micro_batches={micro_batches!r} must be a whole number, at least 1.")
     check_norm(max_grad_norm)
@@ -271,6 +270,22 @@ def check_optimizer(optimizer: Any, *, micro_batches: Any = None, max_grad_norm:
         raise NotAvailableError(
             "optimizer=SparseAdam takes sparse gradients only, and compiled programs have dense gradients. Use Adam, "
             "AdamW, Adagrad or SGD."
+        )
+
+
+def check_of_step(optimizer: Any, **settings: Any) -> None:
+    """Raise `NotAvailableError` if a setting of training steps, by name, is not None, and there is no optimizer."""
+    for name, value in settings.items():
+        if value is not None and optimizer is None:
+            raise NotAvailableError(f"{name}={value!r} belongs to a training step: pass optimizer= too.")
+
+
+def check_on_nonfinite(on_nonfinite: Any) -> None:
+    """Raise `NotAvailableError` unless the argument is "raise", "skip" or None."""
+    if on_nonfinite not in ("raise", "skip", None):
+        raise NotAvailableError(
+            f"on_nonfinite={on_nonfinite!r} is unknown; a step whose loss or gradients are not finite ends with an "
+            "error ('raise'), leaves its update out ('skip'), or is not checked (None)."
         )
 
 
@@ -321,6 +336,15 @@ def check_options(options: Any, kind: type) -> None:
     if not isinstance(options, kind):
         raise NotAvailableError(
             f"options={options!r} is a {type(options).__name__}; pass autoshard.Options(timeout_s=30), say."
+        )
+
+
+def check_scaling(loss_scaling: Any) -> None:
+    """Raise `NotAvailableError` unless `loss_scaling` is a `LossScaling` or None."""
+    if loss_scaling is not None and not isinstance(loss_scaling, LossScaling):
+        raise NotAvailableError(
+            f"loss_scaling={loss_scaling!r} is a {type(loss_scaling).__name__}; pass an autoshard.LossScaling, such as "
+            "LossScaling(init_scale=1024)."
         )
 
 

@@ -18,12 +18,15 @@ from autoshard.arguments import (
     check_limits,
     check_loss,
     check_model,
+    check_on_nonfinite,
     check_options,
     check_programs,
     check_recipe,
+    check_scaling,
     checked_outputs,
     split_inputs,
 )
+from autoshard.ir.loss_scaling import LossScaling
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.outputs import Outputs
 from autoshard.ir.plan import Plan
@@ -61,6 +64,12 @@ class Options:
         cuda_graph: with a traced optimizer and processes on GPUs: from the third step on, launch forward and backward
             of a micro-batch as one CUDA graph. A graph helps if the host launches kernels more slowly than the device
             computes; see docs/reference/running.md.
+        on_nonfinite: with an optimizer: "raise" raises `NonFiniteError` on all ranks, before the update, if the loss or
+            the gradient norm is not finite on any rank. "skip" leaves out the update and counts `step.skipped_steps`.
+            None checks nothing; see docs/how_to/watch_a_run.md.
+        grad_norm: with an optimizer: compute `step.last_grad_norm` even without `max_grad_norm`.
+        loss_scaling: with an optimizer and `precision="f16"`: settings of the scale of the loss. None: the defaults of
+            `torch.amp.GradScaler`; see docs/reference/precision.md.
 
     Raises:
         NotAvailableError: a value is not in the lists above.
@@ -74,9 +83,19 @@ class Options:
     outputs: str = "all"
     gather_outputs: bool = False
     cuda_graph: bool = False
+    on_nonfinite: str | None = None
+    grad_norm: bool = False
+    loss_scaling: LossScaling | None = None
+
+    @property
+    def returns_norm(self) -> bool:
+        """Whether a step computes the norm of its gradients even without clipping."""
+        return self.grad_norm or self.on_nonfinite is not None
 
     def __post_init__(self) -> None:
-        check_flags(gather_outputs=self.gather_outputs, cuda_graph=self.cuda_graph)
+        check_flags(gather_outputs=self.gather_outputs, cuda_graph=self.cuda_graph, grad_norm=self.grad_norm)
+        check_on_nonfinite(self.on_nonfinite)
+        check_scaling(self.loss_scaling)
         checked_outputs(self.outputs, gather_outputs=self.gather_outputs)
         check_agreement(check=self.check, timeout_s=self.timeout_s)
         check_programs(dynamic_lengths=self.dynamic_lengths, max_programs=self.max_programs)

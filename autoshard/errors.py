@@ -93,5 +93,9 @@ class WeightsError(AutoshardError):
     """Files of weights are damaged, or lack tensors of the model."""
 
 
+class NonFiniteError(AutoshardError):
+    """The loss or a gradient of a training step is infinite or not a number (`Options(on_nonfinite="raise")`)."""
+
+
 class NotAvailableError(AutoshardError):
     """This release, or this machine, does not have the requested feature."""

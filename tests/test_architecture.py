@@ -39,7 +39,8 @@ _PASSES: dict[str, tuple[str, ...]] = {
     "passes.verification": _PROVEN,
     "passes.lowering": (*_PROVEN, "passes.verification", "passes.memory", "passes.recomputation"),
     "passes.padding": (),
-    "passes.driver.expand_plan": _LOWERED,
+    "passes.driver.norm_of_plan": _LOWERED,
+    "passes.driver.expand_plan": (*_LOWERED, "passes.driver.norm_of_plan"),
     "passes.driver.plan_options": _LOWERED,
     "passes.driver.plan_of_choice": (*(*_LOWERED, "passes.driver.plan_options"),),
     "passes.driver.fastest_choice": (*_LOWERED, "passes.driver.plan_options", "passes.driver.plan_of_choice"),
@@ -74,10 +75,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "autoshard.calibration": (*_IR, "autoshard.cluster", "autoshard.kernels", "autoshard.runtime", "cost_models"),
     "autoshard.checkpoints": (*_IR, "autoshard.runtime"),
+    "autoshard.restarts": (*_IR, "autoshard.checkpoints", "autoshard.runtime"),
     "autoshard.arguments": (*_IR, "cost_models"),
     "autoshard.call": (*_IR, "autoshard.arguments", "autoshard.runtime", "cost_models"),
     "autoshard.cluster": (*_IR, "autoshard.runtime", "cost_models"),
     "autoshard.data": (*_IR, "autoshard.runtime"),
+    "autoshard.trackers": (*_IR, "autoshard.runtime"),
     "autoshard.api": (
         *(*_IR, "autoshard.arguments", "autoshard.call", "autoshard.runtime", "cost_models", "passes.driver"),
     ),
@@ -92,7 +95,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "autoshard": (
         *(*_LEAVES, "autoshard.api", "autoshard.call", "autoshard.calibration", "autoshard.checkpoints"),
-        *("autoshard.cluster", "autoshard.data", "autoshard.report", "autoshard.runtime", "autoshard.testing"),
+        *("autoshard.cluster", "autoshard.data", "autoshard.report", "autoshard.restarts", "autoshard.runtime"),
+        *("autoshard.testing", "autoshard.trackers"),
     ),
 }
 

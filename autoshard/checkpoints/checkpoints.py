@@ -48,9 +48,10 @@ class _Saving:
 class Checkpoints:
     """The checkpoints of a run in one folder, which all ranks see.
 
-    A checkpoint holds the model, its optimizer, random numbers, the number of steps, the plan, and every object passed
-    by keyword. No file of a checkpoint is pickled, so loading a stranger's checkpoint runs no code. A checkpoint is
-    complete or invisible. After a crash the previous checkpoint is the latest (docs/reference/checkpoints.md).
+    A checkpoint holds the model, its optimizer, the scale of the loss, random numbers, the number of steps and the
+    plan. It also holds every object passed by keyword. No file of a checkpoint is pickled, so loading a stranger's
+    checkpoint runs no code. A checkpoint is complete or invisible. After a crash the previous checkpoint is the latest
+    (docs/reference/checkpoints.md).
 
     Args:
         folder: the folder of all checkpoints; each checkpoint is a folder in it, such as `step-1000`.
@@ -106,7 +107,7 @@ class Checkpoints:
         """The folder of the latest complete checkpoint that this process sees; it contains the plan as `plan.json`."""
         return folders.latest(self.folder)
 
-    def save(self, step: TrainStep | nn.Module, /, *, at: int, **stateful: Any) -> bool:
+    def save(self, step: TrainStep | nn.Module, /, *, at: int, force: bool = False, **stateful: Any) -> bool:
         """Save a checkpoint if `at` is a multiple of `every`. All ranks call `save`; training goes on during the write.
 
         One checkpoint is written at a time. `save` waits for the previous checkpoint if it is still being written.
@@ -114,11 +115,12 @@ class Checkpoints:
         Args:
             step: the result of `compile`, or a plain module.
             at: the number of steps done.
+            force: save although `at` is no multiple of `every`.
             stateful: further objects to save, with `state_dict` and `load_state_dict`: a schedule, an optimizer of
                 your own, a data loader.
 
         Returns:
-            Whether `at` is a multiple of `every`.
+            Whether a checkpoint is saved.
 
         Raises:
             CheckpointError: the *previous* checkpoint could not be written; the message names file and tensor. The
@@ -127,7 +129,7 @@ class Checkpoints:
         """
         if isinstance(at, bool) or not isinstance(at, int) or at < 0:
             raise CheckpointError(f"at={at!r}: pass the number of steps that are done.")
-        if at % self.every:
+        if at % self.every and not force:
             return False
         failure = self._end()
         self._begin(step, at, stateful)

@@ -57,21 +57,16 @@ class Ranks:
         Args:
             timeout_s: seconds to wait for a rank that shows no sign of life. Default: the timeout of `model`, or 60.
         """
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        channel = channel_of(model, timeout_s)
+        if channel is None:
             return cls()
-        control = model.engine.control if isinstance(model, ShardedModule) else None
-        if timeout_s is None:
-            timeout_s = TIMEOUT_S if control is None else control.channel.timeout_s
-        everyone = list(range(dist.get_world_size()))
-        members = everyone if control is None else list(control.channel.ranks)
-        channel = ControlChannel(members, timeout_s)
         channel.exchange(b"", "save or load checkpoints")
         with naming_lost_ranks():
             group = dist.new_group(
-                members,
-                timeout=timedelta(seconds=timeout_s),
+                list(channel.ranks),
+                timeout=timedelta(seconds=channel.timeout_s),
                 backend="gloo",
-                use_local_synchronization=members != everyone,
+                use_local_synchronization=len(channel.ranks) != dist.get_world_size(),
             )
         return cls(group, channel) if isinstance(group, dist.ProcessGroup) else cls()
 
@@ -164,6 +159,17 @@ class Ranks:
         with naming_lost_ranks():
             dist.broadcast_object_list(held, src=dist.get_global_rank(self.group, 0), group=self.group)
         return held[0]
+
+
+def channel_of(model: nn.Module, timeout_s: float | None) -> ControlChannel | None:
+    """Return a new channel of the processes that run `model`; None for one process. The arguments are those of `of`."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    control = model.engine.control if isinstance(model, ShardedModule) else None
+    if timeout_s is None:
+        timeout_s = TIMEOUT_S if control is None else control.channel.timeout_s
+    members = range(dist.get_world_size()) if control is None else control.channel.ranks
+    return ControlChannel(members, timeout_s)
 
 
 def _merged(action: str, everyone: Sequence[Any], merge: Callable[[Sequence[Any]], R], undo: Callable[[], None]) -> Any:

@@ -51,6 +51,7 @@ class TrainingState:
 
     def __init__(self, step: Any, stateful: Mapping[str, Any]) -> None:
         self.model = model_of(step)
+        self._step = step if isinstance(step, TrainStep) else None
         optimizers = {key: item for key, item in stateful.items() if isinstance(item, torch.optim.Optimizer)}
         taken = [MODEL, _PROGRESS, _RANDOM]
         if isinstance(step, TrainStep):
@@ -78,7 +79,7 @@ class TrainingState:
             Part(MODEL, _state_of(self.model), Spread.ALIKE),
             *(Part(key, item.state(), Spread.ALIKE) for key, item in self.optimizers.items()),
             *(Part(key, item.state_dict()) for key, item in self.others.items()),
-            Part(_PROGRESS, {"step": at, "seeds": seeds}, Spread.ALIKE),
+            Part(_PROGRESS, {"step": at, "seeds": seeds, **self._loss_scale_state()}, Spread.ALIKE),
             Part(_RANDOM, _random_state(), Spread.PER_RANK),
         ]
 
@@ -162,6 +163,11 @@ class TrainingState:
         seeds = rests[_PROGRESS]["seeds"]
         if isinstance(self.model, ShardedModule) and seeds is not None:
             self.model.seeds.load(torch.tensor(seeds, dtype=torch.int64))
+        if self._step is not None:
+            self._step.load_loss_scale(rests[_PROGRESS])
+
+    def _loss_scale_state(self) -> dict[str, Any]:
+        return {} if self._step is None else self._step.loss_scale_state()
 
 
 def _state_of(model: nn.Module) -> dict[str, Any]:

@@ -25,11 +25,10 @@ from autoshard.cli.calibrate import calibration_json, calibration_table, measure
 from autoshard.cli.coverage import coverage_json, coverage_rows, coverage_summary, coverage_table
 from autoshard.cli.doctor import Finding, diagnose
 from autoshard.cli.models import load_model
-from autoshard.cli.recipes import is_whole, named_twice, parse_constraints, parse_recipe
-from autoshard.cluster import Cluster
-from autoshard.errors import AutoshardError, MeshError, NotAvailableError
-from autoshard.ir.cluster_mesh import ClusterMesh
-from autoshard.ir.mesh import Mesh
+from autoshard.cli.places import parse_cluster, place_of
+from autoshard.cli.recipes import parse_constraints, parse_recipe
+from autoshard.cli.run import commands, start
+from autoshard.errors import AutoshardError, NotAvailableError
 from autoshard.ir.plan import Plan
 from autoshard.ir.runtime import MEGATRON
 from cost_models.errors import CostModelError
@@ -66,7 +65,7 @@ _Runtime = Annotated[
 ]
 _Backend = Annotated[str, typer.Option(help="triton: price the program, or recipes, with our Triton kernels.")]
 _TimeBudget = Annotated[float, typer.Option(help="Seconds that the search may take.")]
-_Precision = Annotated[str, typer.Option(help="bf16 or f32: type of computation for a model with wider parameters.")]
+_Precision = Annotated[str, typer.Option(help="bf16, f16 or f32: type of computation of wider models.")]
 _Optimizer = Annotated[str | None, typer.Option(help="adamw, sgd, or none.")]
 _MemoryGib = Annotated[float | None, typer.Option(help="Limit per device; else the device's own.")]
 _Constrain = Annotated[
@@ -205,7 +204,7 @@ def _plan(
     loaded = load_model(model, batch=batch, seq=seq, dtype=dtype, trust_remote_code=trust_remote_code)
     return api.plan(
         loaded.model,
-        _place(cluster, mesh),
+        place_of(cluster, mesh),
         example_inputs=loaded.inputs,
         optimizer=_named(optimizer),
         precision=precision,
@@ -346,7 +345,7 @@ def verify(
     loaded = load_model(model, batch=batch, seq=seq, trust_remote_code=trust_remote_code)
     found = api.prove(
         loaded.model,
-        Plan.load(_existing(str(plan))) if cluster is None else _place(cluster, mesh),
+        Plan.load(_existing(str(plan))) if cluster is None else place_of(cluster, mesh),
         example_inputs=loaded.inputs,
         optimizer=_named(optimizer),
         precision=precision,
@@ -372,6 +371,31 @@ def calibrate(
     _show(calibration_json(found) if as_json else calibration_table(found, out))
 
 
+@app.command("run")
+def run_script(
+    script: Annotated[str, typer.Argument(help="The Python file to run on all ranks.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.")] = None,
+    hosts: Annotated[Path | None, typer.Option(help="A hostfile, with lines such as node1 slots=8.")] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Processes of each host; default: slots, or GPUs.")] = None,
+    min_hosts: Annotated[int | None, typer.Option(min=1, help="Run with fewer hosts too, but at least these.")] = None,
+    max_restarts: Annotated[int, typer.Option(min=0, help="Restarts of all processes after failures.")] = 0,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the first host, where ranks meet.")] = 29400,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command of each host; start nothing.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Start torchrun on this machine, or by ssh on each host of a hostfile."""
+    found = commands(
+        script, arguments or (), hosts=hosts, processes=nproc, min_hosts=min_hosts, max_restarts=max_restarts, port=port
+    )
+    if as_json and not dry_run:
+        raise NotAvailableError("--json prints the commands of --dry-run; pass --dry-run too.")
+    if dry_run:
+        lines = [{"host": item.host.name, "command": item.line} for item in found]
+        _show(lines if as_json else "\n".join(f"{line['host']}: {line['command']}" for line in lines))
+    elif status := start(found, needed=min_hosts or len(found)):
+        _fail(f"the run ended with exit status {status}.", status)
+
+
 @app.command()
 def doctor(
     model: Annotated[
@@ -391,7 +415,7 @@ def doctor(
         _examine_machine(as_json)
         return
     loaded = load_model(model, batch=batch, seq=seq, trust_remote_code=trust_remote_code)
-    result = api.plan(loaded.model, _place(cluster, mesh), example_inputs=loaded.inputs, precision=precision)
+    result = api.plan(loaded.model, place_of(cluster, mesh), example_inputs=loaded.inputs, precision=precision)
     if as_json:
         _show(coverage_json(result))
         return
@@ -410,51 +434,6 @@ def _examine_machine(as_json: bool) -> None:
     bad = [item.name for item in findings if not item.is_good]
     if bad:
         raise AutoshardError(f"this machine is not ready: {', '.join(bad)} (see above).")
-
-
-def parse_cluster(text: str) -> Cluster:
-    """Return the cluster `NODE_TYPE:NODESxDEVICES`, one whole node for `NODE_TYPE`, or the cluster of a .toml file.
-
-    Raises:
-        MeshError: the text is not of this form.
-
-    Example:
-        >>> parse_cluster("h100_sxm:2x4").size
-        8
-    """
-    if text.endswith(".toml"):
-        return Cluster.load(text)
-    name, _, shape = text.partition(":")
-    if not shape:
-        return Cluster(name)
-    sizes = shape.split("x")
-    if len(sizes) != 2 or not all(map(is_whole, sizes)):
-        raise MeshError(f"--cluster {text!r} must read NODE_TYPE:NODESxDEVICES, e.g. h100_sxm:8x8.")
-    return Cluster(name, nodes=int(sizes[0]), devices_per_node=int(sizes[1]))
-
-
-def _place(cluster: str, mesh: str | None) -> Cluster | ClusterMesh:
-    found = parse_cluster(cluster)
-    return found if mesh is None else found.mesh(parse_mesh(mesh))
-
-
-def parse_mesh(text: str) -> Mesh:
-    """Return the mesh of a text such as `data=8,model=8`.
-
-    Raises:
-        MeshError: the text is not of this form.
-
-    Example:
-        >>> parse_mesh("data=2,model=4").size
-        8
-    """
-    pairs = [item.partition("=") for item in text.split(",")]
-    if not all(separator and is_whole(size) for _, separator, size in pairs):
-        raise MeshError(f"--mesh {text!r} must read AXIS=SIZE,AXIS=SIZE, e.g. data=8,model=8.")
-    twice = named_twice(name for name, _, _ in pairs)
-    if twice is not None:
-        raise MeshError(f"--mesh {text!r} names axis {twice!r} twice; give each axis once.")
-    return Mesh({name: int(size) for name, _, size in pairs})
 
 
 def _findings_table(findings: tuple[Finding, ...]) -> Table:

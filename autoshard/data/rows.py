@@ -46,7 +46,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RowRun:
     """Consecutive rows of a batch, which one micro-batch computes with; see the file's docstring.
 
     Args:
@@ -82,19 +82,19 @@ class RankRows:
     device: torch.device = CPU
     repeats: bool = True
 
-    def runs(self, count: int) -> list[Run]:
+    def runs(self, count: int) -> list[RowRun]:
         """Return the rows of each micro-batch that counts, for a batch of `count` rows.
 
         Example:
             >>> RankRows(8, micro_batches=2).runs(7)
-            [Run(start=0, stop=4, copies=1), Run(start=4, stop=6, copies=2), Run(start=6, stop=7, copies=4)]
+            [RowRun(start=0, stop=4, copies=1), RowRun(start=4, stop=6, copies=2), RowRun(start=6, stop=7, copies=4)]
         """
         if not self.repeats:
-            return [Run(0, count)]
+            return [RowRun(0, count)]
         size, found, start = self.batch // self.micro_batches, [], 0
         while start < count:
             longest = next(each for each in range(min(size, count - start), 0, -1) if size % each == 0)
-            found.append(Run(start, start + longest, size // longest))
+            found.append(RowRun(start, start + longest, size // longest))
             start += longest
         return found
 
@@ -105,7 +105,7 @@ class RankRows:
         """
         return [run.start + place // run.copies for run in self.runs(count) for place in self.places(run)] or [0]
 
-    def places(self, run: Run) -> range:
+    def places(self, run: RowRun) -> range:
         """Return this rank's places in the micro-batch of a run, in which each row has one place for each copy."""
         rows = range((run.stop - run.start) * run.copies)
         for size, place in zip(self.sizes, self.place, strict=True):
@@ -138,11 +138,11 @@ class RankRows:
                 )
         return pytree.tree_map_only(torch.Tensor, partial(self._whole, runs=runs), batch)
 
-    def _whole(self, rows: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor | CutBatch:
+    def _whole(self, rows: torch.Tensor, runs: Sequence[RowRun]) -> torch.Tensor | CutBatch:
         rows, own = rows.to(self.device, non_blocking=True), [len(self.places(run)) for run in runs]
         if not any(own):
             rows = rows[:0]
-        is_one = not self.repeats or runs == [Run(0, self.batch)]
+        is_one = not self.repeats or runs == [RowRun(0, self.batch)]
         if self.layout is None and (is_one or runs[-1].stop == self.batch):
             return rows  # the step cuts the batch
         parts = [self._part(part, run) for part, run in zip(rows.split(own), runs, strict=True)]
@@ -151,7 +151,7 @@ class RankRows:
         copies, missing = [run.copies for run in runs], -len(runs) % self.micro_batches
         return CutBatch((*parts, *parts[:1] * missing), (*copies, *[0] * missing))
 
-    def _part(self, rows: torch.Tensor, run: Run) -> torch.Tensor:
+    def _part(self, rows: torch.Tensor, run: RowRun) -> torch.Tensor:
         if self.layout is None:
             return rows
         shape = ((run.stop - run.start) * run.copies, *rows.shape[1:])

@@ -16,19 +16,19 @@ from autoshard.ir.collectives import is_wait
 
 
 def cut_graph(
-    root: fx.GraphModule, results: Collection[int], *, hands_on_inputs: bool = False
+    root: fx.GraphModule, results: Collection[int], *, hands_on: int = 0
 ) -> tuple[fx.GraphModule, fx.GraphModule, int]:
     """Return the first graph, the second graph, and the number of values that the first hands to the second.
 
-    The first graph takes all inputs of `root`. It returns the results at the indices `results`, then the values for the
-    second graph. The second graph takes these values, then all inputs of `root`, and returns the other results. A
-    collective's wait is in the graph that starts the collective.
+    The first graph takes all inputs of `root`. It returns the results at the indices `results`, then the values that it
+    hands over. The second graph takes the values handed over, then inputs of `root`. It returns the other results.
+    A collective's wait is in the graph that starts the collective.
 
     Args:
         root: a functional graph that returns a flat tuple.
-        results: indices of the first graph's results among the results of `root`, in order.
-        hands_on_inputs: the first graph also hands over the inputs that the second graph reads, and the second graph
-            takes only the values handed over.
+        results: indices of the first graph's results among those of `root`, in order.
+        hands_on: the first graph also hands over those of its first `hands_on` inputs that the second graph reads. The
+            second graph takes only the inputs after these.
 
     Example:
         >>> graph = fx.Graph()
@@ -36,7 +36,7 @@ def cut_graph(
         >>> total = graph.call_function(torch.ops.aten.add.Tensor, (x, x))
         >>> total.meta["val"] = torch.ones(2)
         >>> _ = graph.output((total, graph.call_function(torch.ops.aten.mul.Tensor, (total, y))))
-        >>> first, second, _ = cut_graph(fx.GraphModule({}, graph), (0,), hands_on_inputs=True)
+        >>> first, second, _ = cut_graph(fx.GraphModule({}, graph), (0,), hands_on=2)
         >>> [node.name for node in second.graph.nodes]
         ['y', 'add_tensor', 'mul_tensor', 'output']
     """
@@ -48,10 +48,10 @@ def cut_graph(
     rest = [node for node in nodes[:-1] if node.op != "placeholder" and node not in needed]
     read = {operand for node in rest for operand in node.all_input_nodes} | set(others)
     inputs = [node for node in nodes if node.op == "placeholder"]
-    handed_on = set(inputs) if hands_on_inputs else set()
+    handed_on = set(inputs[:hands_on])
     kept = [node for node in nodes if node in read and (node in handed_on or (node in needed and _is_tensor(node)))]
     first = extract_graph(root.graph, inputs, needed, [*firsts, *kept])
-    second = extract_graph(root.graph, kept if hands_on_inputs else [*kept, *inputs], set(rest), others)
+    second = extract_graph(root.graph, [*kept, *inputs[hands_on:]], set(rest), others)
     return fx.GraphModule(root, first), fx.GraphModule(root, second), len(kept)
 
 

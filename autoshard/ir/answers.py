@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan_parts import ParameterPlan, Prediction
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.show import text_of
 from autoshard.ir.spec import PartitionSpec
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,3 +191,61 @@ class Comparison:
 
     def __str__(self) -> str:
         return text_of(self)
+
+
+class Compared(Protocol):
+    """A plan, as far as a comparison reads it."""
+
+    @property
+    def predicted(self) -> Prediction:
+        """The predicted cost of a step."""
+        ...
+
+    @property
+    def parameters(self) -> Mapping[str, ParameterPlan]:
+        """The layout of each parameter, by name."""
+        ...
+
+    @property
+    def outputs(self) -> Mapping[str, PartitionSpec]:
+        """The spec of each result, by kind and name."""
+        ...
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        ...
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe; None where all specs were searched."""
+        ...
+
+
+def side_by_side(first: Compared, second: Compared) -> Comparison:
+    """Return the comparison of two plans."""
+    mine, others = first.predicted, second.predicted
+    specs = [{name: item.spec for name, item in plan.parameters.items()} for plan in (first, second)]
+    return Comparison(
+        step_time_s=(mine.step_time_s, others.step_time_s),
+        peak_memory_bytes=(mine.peak_memory_bytes, others.peak_memory_bytes),
+        breakdown=_both(mine.breakdown, others.breakdown, 0.0),
+        hidden=_both(mine.hidden, others.hidden, 0.0),
+        memory_breakdown=_both(mine.memory_breakdown, others.memory_breakdown, 0),
+        parameters=_differing(*specs),
+        outputs=_differing(first.outputs, second.outputs),
+        meshes=(str(first.mesh), str(second.mesh)),
+        tokens_per_s=(mine.tokens_per_s, others.tokens_per_s),
+        recipes=(first.recipe, second.recipe),
+    )
+
+
+def _both(first: Mapping[str, _T], second: Mapping[str, _T], absent: _T) -> dict[str, tuple[_T, _T]]:
+    return {name: (first.get(name, absent), second.get(name, absent)) for name in {**first, **second}}
+
+
+def _differing(
+    first: Mapping[str, PartitionSpec], second: Mapping[str, PartitionSpec]
+) -> dict[str, tuple[PartitionSpec | None, PartitionSpec | None]]:
+    pairs = {name: (first.get(name), second.get(name)) for name in {**first, **second}}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

@@ -18,7 +18,7 @@ class Execution(Recipe):
     """A complete recipe with its runtime and all other settings that its price depends on. Each field has a default.
 
     Args:
-        runtime: profile of the framework that executes the recipe.
+        runtime: the framework that executes the recipe.
         optimizer: "sgd", "sgd_momentum", "adam" or "adamw"; its state takes memory and bandwidth.
         precision: type of matrix products inside blocks: "bf16", "f16", "f8" or "f32".
         global_batch: sequences of a step, over all replicas; None: one micro-batch for each replica.

@@ -12,22 +12,23 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 
 from autoshard.errors import AutoshardError, FormulaError, NotAvailableError, PlanMismatchError
-from autoshard.ir.answers import Comparison, Explanation, Limits, WhyNot
+from autoshard.ir.answers import Comparison, Explanation, Limits, WhyNot, side_by_side
 from autoshard.ir.files import read_text, write_text
 from autoshard.ir.garbage import seldom_collecting
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.offload import NO_OFFLOAD, Offload
 from autoshard.ir.pipeline_order import PipelineOrder
 from autoshard.ir.plan_parts import NodePlan, OperatorCoverage, ParameterPlan, Prediction
-from autoshard.ir.precision import PRECISIONS
-from autoshard.ir.read_json import check_keys, is_required, parse, read
+from autoshard.ir.precision import check_precision
+from autoshard.ir.read_json import check_keys, check_version, is_required, parse, read
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.recompute import NO_RECOMPUTE, Recompute
 from autoshard.ir.repeat import Repeat
 from autoshard.ir.restored_nodes import by_module
+from autoshard.ir.run_estimate import RunEstimate, bytes_of_checkpoint, estimate_run, steps_of
 from autoshard.ir.runtime import AUTOSHARD
 from autoshard.ir.show import page_of, text_of
 from autoshard.ir.spec import PartitionSpec
@@ -35,8 +36,6 @@ from autoshard.ir.trace import Trace
 
 if TYPE_CHECKING:
     import sympy
-
-_T = TypeVar("_T")
 
 SCHEMA_VERSION = 10
 """Schema version of saved files. Files of another version are refused."""
@@ -376,7 +375,38 @@ class Plan:
                 f"compare({other!r}): a {type(other).__name__} is no plan; pass an autoshard.Plan, such as "
                 "Plan.load(path) reads."
             )
-        return _side_by_side(self, other)
+        return side_by_side(self, other)
+
+    def run(
+        self,
+        *,
+        tokens: float | None = None,
+        steps: int | None = None,
+        mtbf_hours: float = math.inf,
+        checkpoint_bytes: int | None = None,
+        save_s: float | None = None,
+        restart_s: float | None = None,
+    ) -> RunEstimate:
+        """Predict a whole run: days, device-hours, best distance of checkpoints, time lost to failures. Print it.
+
+        The distance is by Daly 2006 (`cost_models/restarts.py`); docs/reference/plans.md explains the figures.
+
+        Args:
+            tokens: number of tokens to train on. Pass `steps` instead if the inputs of the model are no tokens.
+            steps: number of steps.
+            mtbf_hours: mean hours between failures of the whole cluster that stop the run. Default: no failures.
+            checkpoint_bytes: bytes of a checkpoint. Default: parameters, and each state as large as its parameter.
+            save_s: seconds that training waits for a save. Default: all devices write at 122 MB/s each.
+            restart_s: seconds from a failure to the first new step. Default: 600.
+
+        Raises:
+            NotAvailableError: an argument is no number above 0, or failures come too fast. Or the plan counts no
+                tokens, or has no optimizer and `checkpoint_bytes` is missing.
+        """
+        count, of_tokens = steps_of(self.predicted, tokens, steps)
+        given = {"mtbf_hours": mtbf_hours, "save_s": save_s, "restart_s": restart_s}
+        size = bytes_of_checkpoint(self.parameters, self.mesh, checkpoint_bytes, updates=self.updates)
+        return estimate_run(self.predicted, self.hardware, self.mesh.size, count, of_tokens, size, **given)
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON data. The keys are the fields of this class; specs are text."""
@@ -421,7 +451,7 @@ class Plan:
             PlanMismatchError: the data is no plan or has another schema version, or a field is missing, unknown or of
                 the wrong type. The message names the field.
         """
-        _check_version(data.get(_VERSION))
+        check_version(data.get(_VERSION), SCHEMA_VERSION)
         kinds = {**get_type_hints(cls), **_OF_OTHER_FORM}
         known = [item for item in fields(cls) if item.name not in _NOT_IN_FILES]
         check_keys(
@@ -436,7 +466,7 @@ class Plan:
         }
         found["stages"] = _read_stages(data.get("stages", []))
         found["order"] = None if data.get("order") is None else PipelineOrder.from_json(data["order"])
-        _check_precision(found.get("precision"))
+        check_precision(found.get("precision"))
         timeline = data.get(_TIMELINE)
         trace = None if timeline is None else Trace.from_json(timeline)
         nodes = {name: NodePlan(*specs) for name, specs in found["nodes"].items()}
@@ -447,49 +477,7 @@ class Plan:
         return text_of(self)
 
 
-def _side_by_side(first: Plan, second: Plan) -> Comparison:
-    mine, others = first.predicted, second.predicted
-    specs = [{name: item.spec for name, item in plan.parameters.items()} for plan in (first, second)]
-    return Comparison(
-        step_time_s=(mine.step_time_s, others.step_time_s),
-        peak_memory_bytes=(mine.peak_memory_bytes, others.peak_memory_bytes),
-        breakdown=_parts(mine.breakdown, others.breakdown, 0.0),
-        hidden=_parts(mine.hidden, others.hidden, 0.0),
-        memory_breakdown=_parts(mine.memory_breakdown, others.memory_breakdown, 0),
-        parameters=_differing(*specs),
-        outputs=_differing(first.outputs, second.outputs),
-        meshes=(str(first.mesh), str(second.mesh)),
-        tokens_per_s=(mine.tokens_per_s, others.tokens_per_s),
-        recipes=(first.recipe, second.recipe),
-    )
-
-
-def _parts(first: Mapping[str, _T], second: Mapping[str, _T], absent: _T) -> dict[str, tuple[_T, _T]]:
-    return {name: (first.get(name, absent), second.get(name, absent)) for name in {**first, **second}}
-
-
-def _differing(
-    first: Mapping[str, PartitionSpec], second: Mapping[str, PartitionSpec]
-) -> dict[str, tuple[PartitionSpec | None, PartitionSpec | None]]:
-    pairs = {name: (first.get(name), second.get(name)) for name in {**first, **second}}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
 def _read_stages(data: object) -> tuple[Plan, ...]:
     if not isinstance(data, list | tuple) or not all(isinstance(item, dict) for item in data):
         raise PlanMismatchError(f"'stages' is {type(data).__name__} in the plan; it must be a list of plans.")
     return tuple(Plan.from_json(item) for item in data)
-
-
-def _check_version(version: object) -> None:
-    if isinstance(version, bool) or version != SCHEMA_VERSION:
-        way_out = "Upgrade autoshard, or plan again." if isinstance(version, int) else "Plan again."
-        raise PlanMismatchError(
-            f"the plan has schema version {version!r}; this release reads {SCHEMA_VERSION}. {way_out}"
-        )
-
-
-def _check_precision(precision: str | None) -> None:
-    if precision not in (None, *PRECISIONS):
-        known = ", ".join(map(repr, PRECISIONS))
-        raise PlanMismatchError(f"'precision' is {precision!r} in the plan; it must be null or of {known}.")

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from autoshard.errors import NotAvailableError
+from autoshard.errors import NotAvailableError, PlanMismatchError
 
 PRECISIONS: Mapping[str, torch.dtype] = MappingProxyType(
     {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -73,3 +73,10 @@ def effective_precision(model: nn.Module, precision: str | None) -> str | None:
             f"Convert it with model.to({dtype}), or pass precision=None to compute in its own types."
         )
     return None
+
+
+def check_precision(precision: str | None) -> None:
+    """Raise `PlanMismatchError` unless the precision of a plan's file is null or has a known name."""
+    if precision not in (None, *PRECISIONS):
+        known = ", ".join(map(repr, PRECISIONS))
+        raise PlanMismatchError(f"'precision' is {precision!r} in the plan; it must be null or of {known}.")

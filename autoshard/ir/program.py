@@ -43,6 +43,8 @@ class InputKind(StrEnum):
     HYPER = "hyper"
     SQUARES = "squares"
     """Input of a pipeline stage: the sum of squares of the gradients of all stages, for the gradients' norm."""
+    UNSCALE = "unscale"
+    """Input of a training step in float16: the factor that removes the scale of the loss from gradients, a scalar."""
 
 
 class OutputKind(StrEnum):
@@ -58,6 +60,8 @@ class OutputKind(StrEnum):
     """Result of a pipeline stage: a value of its backward, such as a gradient, that an earlier stage reads."""
     SQUARES = "squares"
     """Result of a pipeline stage: the sum of squares of its own gradients."""
+    NORM = "norm"
+    """Result of a training step without stages: the norm over the gradients of all parameters, before clipping."""
 
 
 _TRAINING = (OutputKind.GRADIENT, OutputKind.PARAMETER_UPDATE, OutputKind.SENT_GRADIENT)

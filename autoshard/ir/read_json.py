@@ -173,3 +173,10 @@ def is_required(item: Field[Any]) -> bool:
 @lru_cache
 def _hints(kind: type) -> Mapping[str, Any]:
     return get_type_hints(kind)
+
+
+def check_version(version: object, expected: int) -> None:
+    """Raise `PlanMismatchError` unless the schema version of a plan's file is the version of this release."""
+    if isinstance(version, bool) or version != expected:
+        way_out = "Upgrade autoshard, or plan again." if isinstance(version, int) else "Plan again."
+        raise PlanMismatchError(f"the plan has schema version {version!r}; this release reads {expected}. {way_out}")

@@ -63,7 +63,7 @@ class Request:
         grad: whether the caller may take gradients. The program then has a backward, unless `forward_only` is set.
         all_tangents: whether each output gets a tangent, not only losses.
         placed: specs that parameters and optimizer state already have, by qualified name; empty for the first program.
-        signature: text of the call, for messages.
+        signature: a description of the call, for messages.
         update: the optimizer's update. The program is then that of the whole training step.
         seed: seed of the call's random operators, for a model that branches on random values.
         device: device of the parameters.

@@ -1,4 +1,4 @@
-"""Runtimes that execute training steps: our own, and profiles of other frameworks for pricing their runs."""
+"""Runtimes that execute training steps: our own, and a `Runtime` for each other framework whose runs are priced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autoshard.ir.recipe import check_choice, check_count, check_flag
 from cost_models.schedule_orders import SCHEDULES
 
 AUTOSHARD = "autoshard"
-"""Name of the runtime of `autoshard.compile`. Its behaviour is read off the lowered program, so it needs no profile."""
+"""Name of the runtime of `autoshard.compile`. Its behaviour is read off the lowered program, so it has no `Runtime`."""
 
 MEGATRON = "megatron"
 GRADIENT_DTYPES = ("bf16", "f16", "f32")
@@ -157,7 +157,7 @@ RUNTIMES: Mapping[str, Runtime] = {
 
 
 def runtime_named(given: str | Runtime | None) -> Runtime | None:
-    """Return another framework's profile, or None for our own; raise `NotAvailableError` for an unknown name."""
+    """Return the `Runtime` of another framework, or None for our own; raise `NotAvailableError` for an unknown name."""
     if given in (None, AUTOSHARD) or isinstance(given, Runtime):
         return given if isinstance(given, Runtime) else None
     if given not in RUNTIMES:

@@ -48,3 +48,11 @@ def format_time(seconds: float) -> str:
         if abs(seconds) >= scale:
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds * 1e9:.3g} ns" if abs(seconds) >= 1e-12 else "0 ns"  # less than a picosecond is rounding
+
+
+def format_duration(seconds: float) -> str:
+    """Return a long time in seconds as text with a suitable unit: `2.1 days`."""
+    for scale, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:,.1f} {unit}"
+    return format_time(seconds)

@@ -47,11 +47,20 @@ class Update:
         optimizer: name of the optimizer's class.
         groups: groups of parameters with their rules. Parameters in no group stay unchanged.
         max_grad_norm: norm to which the gradients of all parameters together are clipped first, or None.
+        returns_norm: whether the step returns the norm of its gradients even if it does not clip them.
+        scales_loss: whether the loss is scaled, so that the update removes the scale from gradients (float16).
     """
 
     optimizer: str
     groups: tuple[UpdateGroup, ...]
     max_grad_norm: float | None = None
+    returns_norm: bool = False
+    scales_loss: bool = False
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether the step computes the norm over all gradients, to clip them, to check them, or to return the norm."""
+        return self.returns_norm or self.scales_loss or self.max_grad_norm is not None
 
     def group_of(self) -> Mapping[str, int]:
         """Return the index of the group of each parameter, by qualified name."""
@@ -63,6 +72,8 @@ class Update:
         `updated` has the names of the parameters that the program updates. Only their rules have to agree.
         """
         if (self.optimizer, self.max_grad_norm) != (other.optimizer, other.max_grad_norm):
+            return False
+        if (self.has_norm, self.scales_loss) != (other.has_norm, other.scales_loss):
             return False
         groups = other.group_of()
         for group in self.groups:

@@ -291,6 +291,27 @@ sum_of_squares = define(
     lambda x: x.new_empty((), dtype=accumulation_dtype(x.dtype)),
 )
 
+
+def sum_of_all_squares_reference(xs: Tensors) -> Tensor:
+    """Return the sum of the results of `sum_of_squares` for some tensors, with few launches."""
+    members: dict[torch.dtype, Tensors] = {}
+    for x in xs:
+        members.setdefault(accumulation_dtype(x.dtype), []).append(x)
+    sums = [
+        torch.stack(torch.ops.aten._foreach_norm.Scalar(some, 2, dtype)).square().sum()
+        for dtype, some in members.items()
+    ]
+    return sums[0] if len(sums) == 1 else torch.stack([item.double() for item in sums]).sum()
+
+
+def _wide_scalar(xs: Tensors) -> Tensor:
+    """Return an empty scalar of the widest type in which squares of some tensors are added."""
+    dtypes = {accumulation_dtype(x.dtype) for x in xs}
+    return xs[0].new_empty((), dtype=torch.float64 if torch.float64 in dtypes else torch.float32)
+
+
+sum_of_all_squares = define("sum_of_all_squares", "(Tensor[] xs) -> Tensor", sum_of_all_squares_reference, _wide_scalar)
+
 _SGD = _define("sgd_update", sgd_, (), ("maximize",))
 _MOMENTUM = _define("momentum_update", momentum_, ("momentum_buffer",), ("nesterov", "maximize"))
 _ADAM = _define("adam_update", adam_, ("exp_avg", "exp_avg_sq"), ("decoupled", "maximize"))

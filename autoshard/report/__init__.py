@@ -3,6 +3,6 @@
 Importing this folder registers the functions with `autoshard.ir.show`.
 """
 
-from autoshard.report import explanation, page, printer
+from autoshard.report import explanation, page, printer, run_table
 
-__all__ = ["explanation", "page", "printer"]
+__all__ = ["explanation", "page", "printer", "run_table"]

@@ -23,6 +23,7 @@ from autoshard.graphs.add_to_sums import add_to_sums
 from autoshard.graphs.direct_calls import call_directly
 from autoshard.graphs.fill_buckets import fill_buckets
 from autoshard.graphs.fold_views import fold_views
+from autoshard.graphs.join_squares import join_squares
 from autoshard.graphs.write_in_place import write_in_place
 from autoshard.ir.boundary import pad_local, unpad_local
 from autoshard.ir.emit import emit_reshard
@@ -33,8 +34,9 @@ from autoshard.ir.reshard import plan_reshard
 from autoshard.ir.spec import PartitionSpec
 from autoshard.runtime.agreement.control_channel import TIMEOUT_S
 from autoshard.runtime.agreement.control_group import ControlGroup, Facts
-from autoshard.runtime.agreement.lost_ranks import naming_lost_ranks
+from autoshard.runtime.agreement.lost_ranks import Doing, naming_lost_ranks
 from autoshard.runtime.engine import NO_PIPELINE_RANKS, NOTHING, Loaded
+from autoshard.runtime.failed_collective import failed_collective
 from autoshard.runtime.freed_memory import keep_freed_memory
 from autoshard.runtime.known_layouts import LikeWriter, Reader, are_dtensors, is_same_memory, local_of
 from autoshard.runtime.layouts import Layouts, TensorLayout
@@ -65,6 +67,8 @@ SMALL_BYTES = 2**20
 
 _MOST_RESHARDS = 1024
 """The most loaded reshard programs that are kept. Each input or output of a program may need some."""
+
+Bound = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class DistributedEngine:
@@ -151,22 +155,24 @@ class DistributedEngine:
         """Make a graph ready to run on this rank without a compiler. `folds_views` removes redundant views."""
         bound = bind(writing, self.groups)
         reduce_in_place(bound)
+        join_squares(bound)
         if folds_views:
             fold_views(bound)
         call_directly(bound)
-        return self._at_rank(taking_from_a_list(bound))
+        taking = taking_from_a_list(bound)
+        return self._at_rank(taking, partial(failed_collective, graph=taking.graph))
 
-    def _at_rank(self, run_bound: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]) -> Loaded:
+    def _at_rank(self, run_bound: Bound, doing: Doing = "in a compiled program") -> Loaded:
         """Return a function that runs a graph with this rank's coordinates, and without gradients.
 
-        The graph names this rank's process groups.
+        The graph names this rank's process groups. `doing` describes its communication for errors.
         """
         coordinates, one_thread = self.groups.coordinates, self.control.one_thread
 
         @torch.no_grad()
         def run(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
             values.reverse()
-            with one_thread, running_at(coordinates), naming_lost_ranks():
+            with one_thread, running_at(coordinates), naming_lost_ranks(doing):
                 return tuple(run_bound(values))
 
         return run

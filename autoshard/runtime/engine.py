@@ -120,8 +120,8 @@ class Engine(Protocol):
         Args:
             sums: local values: the sums so far, or the first addends. The list gets the new sums.
             addends: a local value for each sum, with the same spec.
-            owned: for each sum that is a result of a graph, whether it may be written over. None: all may be, because
-                `add` made them.
+            owned: for each sum, whether `add` may write over the sum. None: it may write over all sums, because an
+                earlier `add` made them.
         """
         ...
 

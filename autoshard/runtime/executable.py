@@ -280,6 +280,11 @@ class Executable:
         return tuple((index, group_of(slot.name)) for index, slot in slots if slot.kind is InputKind.HYPER)
 
     @cached_property
+    def unscale_by_update(self) -> tuple[int, ...]:
+        """The positions in `read_by_update` of the factor that removes the scale of the loss."""
+        return tuple(index for index, slot in enumerate(self.read_by_update) if slot.slot.kind is InputKind.UNSCALE)
+
+    @cached_property
     def updated_parameters(self) -> frozenset[str]:
         """Names of the parameters that the update changes."""
         kinds = (OutputKind.PARAMETER_UPDATE,)

@@ -79,7 +79,7 @@ class Executor:
 
     def run(
         self, executable: Executable, table: CrossingTable, inputs: Inputs, weights: Sequence[float], take: Take,
-        graphs: GraphedPasses | None = None,
+        graphs: GraphedPasses | None = None, loss_scale: float = 1.0,
     ) -> ProgramRun:  # fmt: skip
         """Run all forwards and backwards of a call. The stages of the returned run have the gradients, summed.
 
@@ -95,7 +95,7 @@ class Executor:
                 check_sums(stage.phased)
         ranks = sorted({order.stage_ranks[number] for number in stages})
         for first in range(0, len(weights), order.micro_batches):
-            run = ProgramRun(table, stages, self.messages, inputs, weights, take, graphs, first)
+            run = ProgramRun(table, stages, self.messages, inputs, weights, take, graphs, first, loss_scale)
             run.begin()
             run_order(order, ranks, run)
             run.end()

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import TraceError
+from autoshard.runtime.loss_scale import LossScale
 from autoshard.runtime.replaced_parameter import ReplacedParameter, successor_of
 
 
@@ -144,12 +145,20 @@ _SIDE = 64
 class HyperparameterText:
     """A function that returns an optimizer's present hyperparameters as text. Ranks compare it, and messages show it.
 
-    The text has the options of each group, `max_grad_norm`, and the number of steps. It is cached until an option
-    changes.
+    The text has the options of each group, `max_grad_norm` and the number of steps. If set, it also has `on_nonfinite`
+    and the scale of the loss. The text of plain options is cached until an option changes.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_grad_norm: float | None,
+        on_nonfinite: str | None = None,
+        loss_scale: LossScale | None = None,
+    ) -> None:
         self.max_grad_norm = max_grad_norm
+        self._loss_scale = loss_scale
+        self._checks = "" if on_nonfinite is None else f", on_nonfinite={on_nonfinite}"
         self._optimizer = optimizer
         self._options: list[dict[str, Any]] | None = None
         self._text = ""
@@ -162,7 +171,8 @@ class HyperparameterText:
             groups = (", ".join(f"{name}={_as_text(group[name])}" for name in sorted(group.keys() - {"params"}))
                       for group in options)  # fmt: skip
             self._text = f"{type(self._optimizer).__name__}({'; '.join(groups)})"
-        return f"{self._text}, max_grad_norm={self.max_grad_norm}, after {self._steps()} steps"
+        scale = "" if self._loss_scale is None else f", loss_scale={self._loss_scale.value:g}"
+        return f"{self._text}, max_grad_norm={self.max_grad_norm}{self._checks}{scale}, after {self._steps()} steps"
 
     def _steps(self) -> str:
         state = self._optimizer.state

@@ -127,8 +127,8 @@ def _new_group(ranks: list[int], timeout: timedelta | None, backend: str) -> dis
 def bind(graph_module: fx.GraphModule, groups: ProcessGroups) -> fx.GraphModule:
     """Return a copy of a lowered graph for this rank.
 
-    The copy names this rank's process groups. This rank's coordinates, and integer arithmetic on them, become numbers.
-    On CPUs, reductions add in the order of ranks (`reduce_in_rank_order`).
+    The copy names this rank's process groups; `meta["group"]` has the lowered program's name. This rank's coordinates,
+    and integer arithmetic on them, are numbers. On CPUs, reductions add in rank order (`reduce_in_rank_order`).
 
     Before → after on rank 1 of "model": `all_gather(x, 4, "model")` → `all_gather(x, 4, "7")`, and
     `axis_index("model") * 8` → `8`.
@@ -190,10 +190,11 @@ def _bind_node(
     if node.target in _INTEGER_OPERATORS and all(isinstance(argument, int) for argument in args):
         return cast(Callable[..., int], node.target)(*args)
     kwargs = fx.map_arg(node.kwargs, copies.__getitem__)
-    if node.target in _COLLECTIVES:
+    name = group_of(node)
+    if name is not None:
         args, kwargs = _with_group(args, kwargs, groups)
     made = graph.create_node(node.op, node.target, tuple(args), dict(kwargs), node.name)
-    made.meta = dict(node.meta)
+    made.meta = dict(node.meta) if name is None else {**node.meta, "group": name}
     return made
 
 

@@ -103,6 +103,7 @@ class ProgramRun:
         graphs: launches forward and backward of a micro-batch as a CUDA graph; None to launch each kernel.
         first: the number of this run's first micro-batch, which is micro-batch 0 of the order. Several runs of the
             order make a call of more micro-batches.
+        loss_scale: the factor of all gradients.
     """
 
     table: CrossingTable
@@ -113,6 +114,7 @@ class ProgramRun:
     take: Take
     graphs: GraphedPasses | None = None
     first: int = 0
+    loss_scale: float = 1.0
     _inputs_left: dict[int, dict[int, Sequence[torch.Tensor]]] = field(default_factory=dict)
 
     def begin(self) -> None:
@@ -221,12 +223,12 @@ class ProgramRun:
     def _tangent(self, slot: LocalSlot, stage: StageRun, micro_batch: int) -> LocalValue:
         """Return the local gradient of an output of a stage.
 
-        It comes from a later stage, or is the micro-batch's weight if the output is the loss, else zero.
+        It comes from a later stage, or is the micro-batch's scaled weight if the output is the loss, else zero.
         """
         if crosses_stages(slot.slot.name):
             return self._received(slot, stage, micro_batch, is_forward=False)
         is_of_loss = slot.slot.name.replace("tangent:", "output:") in self.table.staged.results
-        share = self.weights[self.first + micro_batch] if is_of_loss else 0.0
+        share = self.weights[self.first + micro_batch] * self.loss_scale if is_of_loss else 0.0
         engine = stage.program.engine
         return engine.read(torch.full(slot.shape, share, dtype=slot.dtype, device=engine.device), slot)
 

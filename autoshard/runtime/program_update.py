@@ -1,7 +1,8 @@
-"""Run the update of a program, in two graphs if a pipeline stage needs the norm of all stages' gradients.
+"""Run the update of a program, in two graphs if the program computes the norm of its gradients.
 
-To clip gradients, the first graph computes the stage's own sum of squares, and the sums are added over stages. The
-second graph takes the total, and values from the first graph, and computes the new parameters and state.
+The first graph computes the norm; for a pipeline stage, the sum of squares of the stage's own gradients. The sums are
+added over stages, and the step may stop here if the norm is not finite. The second graph takes values from the first
+graph, and computes the new parameters and state. To clip, the second graph of a stage takes the sum over all stages.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -27,8 +29,8 @@ class ProgramUpdate:
         graph_module: takes the gradients, summed over micro-batches, then `reads`; returns `writes`.
         gradients: the number of gradients.
         reads: slots of parameters, optimizer state and options.
-        writes: slots of updated parameters and state; for a stage that clips, also of its sum of squares.
-        engine: runs the graph.
+        writes: slots of updated parameters and state, and perhaps of the norm or of a stage's sum of squares.
+        engine: the engine that runs the update.
     """
 
     graph_module: fx.GraphModule
@@ -41,45 +43,39 @@ class ProgramUpdate:
         """Load all graphs now. Loading may make process groups, so all ranks of a stage must load together."""
         _ = self._first, self._second
 
-    def run_squares(
-        self, carried: Sequence[LocalValue], held: list[torch.Tensor]
+    def run_norm(
+        self, carried: list[LocalValue], held: list[torch.Tensor]
     ) -> tuple[torch.Tensor | None, list[LocalValue]]:
-        """Return the sum of the squares of a stage's gradients, a scalar, or None if the stage does not clip gradients.
+        """Compute the norm of the gradients, if the program has it; for a stage, the sum of the gradients' squares.
 
-        The second result are local values for the argument `kept` of `run`.
+        Return this scalar (None if the program does not compute it), and local values to pass to `run`.
 
         Args:
-            carried: local values of the gradients, summed over micro-batches.
-            held: the user's tensors, in the order of `reads`.
+            carried: the gradients, summed over micro-batches; emptied.
+            held: parameters, optimizer state and options, in the order of `reads`.
         """
-        if self._first is None or self._squares is None:
-            return None, []
-        for index in self._places_of_squares:
-            held[index] = torch.zeros((), dtype=self.reads[index].dtype, device=self.engine.device)
-        squares, *kept = self._first([*carried, *self._read(held)])
-        return self.engine.write(squares, self.writes[self._squares]), kept
+        kept = carried.copy()
+        carried.clear()
+        if self._first is None or self._norm is None:
+            return None, kept
+        kept += self._read_by_first([held[index] for index in self._parts.read_by_first])
+        norm, *kept = self._first(kept)
+        return self.engine.write(norm, self.writes[self._norm]), kept
 
     @torch.no_grad()
-    def run(
-        self,
-        carried: list[LocalValue],
-        held: list[torch.Tensor],
-        kept: Sequence[LocalValue] = (),
-        squares: torch.Tensor | None = None,
-    ) -> None:
-        """Update the user's parameters and optimizer state in place.
+    def run(self, kept: list[LocalValue], held: list[torch.Tensor], squares: torch.Tensor | None = None) -> None:
+        """Update the user's parameters and state in place.
 
         Args:
-            carried: local values of the gradients, summed over micro-batches. The list is emptied.
-            held: the user's tensors, in the order of `reads`.
-            kept: the local values from `run_squares`.
-            squares: the sum of squares of all stages' gradients; None if stages do not clip.
+            kept: values from `run_norm`; emptied.
+            held: see `run_norm`.
+            squares: the sum of squares over all stages; None without stages.
         """
         for index in self._places_of_squares:
             assert squares is not None, "a stage that clips gave its squares"
             held[index] = squares.to(self.reads[index].dtype)
-        values = [*kept, *carried, *self._read(held)]
-        carried.clear()
+        values = [*kept, *self._read(held)]
+        kept.clear()
         self.engine.store([held[place] for place in self._places], self._second(values), self._updated)
 
     @cached_property
@@ -87,10 +83,10 @@ class ProgramUpdate:
         return self.engine.reader(self.reads)
 
     @cached_property
-    def _squares(self) -> int | None:
-        """The position of the sum of squares in `writes`; None if the update does not return it."""
-        kinds = [slot.slot.kind for slot in self.writes]
-        return kinds.index(OutputKind.SQUARES) if OutputKind.SQUARES in kinds else None
+    def _norm(self) -> int | None:
+        """The position among the results of the norm, or of a stage's sum of squares; None if there is neither."""
+        found = (index for index, slot in enumerate(self.writes) if slot.slot.kind in _NORMS)
+        return next(found, None)
 
     @cached_property
     def _places_of_squares(self) -> tuple[int, ...]:
@@ -98,7 +94,7 @@ class ProgramUpdate:
 
     @cached_property
     def _updated(self) -> tuple[LocalSlot, ...]:
-        return tuple(slot for index, slot in enumerate(self.writes) if index != self._squares)
+        return tuple(slot for index, slot in enumerate(self.writes) if index != self._norm)
 
     @cached_property
     def _places(self) -> tuple[int, ...]:
@@ -107,22 +103,52 @@ class ProgramUpdate:
         return tuple(places[OWNERS[OutputKind(slot.slot.kind)], slot.slot.name] for slot in self._updated)
 
     @cached_property
-    def _parts(self) -> tuple[fx.GraphModule | None, fx.GraphModule, int]:
-        """The first graph, the second graph, and how many values the second takes from the first.
+    def _parts(self) -> _CutUpdate:
+        if self._norm is None:
+            return _CutUpdate(None, (), self.graph_module, self.gradients)
+        first, second, taken = cut_graph(self.graph_module, (self._norm,), hands_on=self.gradients)
+        return _CutUpdate(first, _drop_unread(first, self.gradients), second, taken)
 
-        The first is None if the stage does not return its sum of squares.
-        """
-        if self._squares is None:
-            return None, self.graph_module, 0
-        return cut_graph(self.graph_module, (self._squares,))
+    @cached_property
+    def _read_by_first(self) -> Reader:
+        return self.engine.reader([self.reads[index] for index in self._parts.read_by_first])
 
     @cached_property
     def _first(self) -> Loaded | None:
-        graph_module = self._parts[0]
-        return None if graph_module is None else self.engine.load(graph_module)
+        return None if self._parts.first is None else self.engine.load(self._parts.first)
 
     @cached_property
     def _second(self) -> Loaded:
-        _, graph_module, taken = self._parts
-        first = taken + self.gradients
-        return self.engine.load(graph_module, {index: first + place for index, place in enumerate(self._places)})
+        taken = self._parts.taken
+        written = {index: taken + place for index, place in enumerate(self._places)}
+        return self.engine.load(self._parts.second, written)
+
+
+class _CutUpdate(NamedTuple):
+    """The two graphs of an update.
+
+    Args:
+        first: computes the norm from the gradients; None without a norm.
+        read_by_first: positions in `reads` of the values that `first` takes after the gradients. Only a step that
+            scales the loss has such a value.
+        second: computes parameters and state.
+        taken: number of values that `second` takes from `first`; without `first`, the number of gradients.
+    """
+
+    first: fx.GraphModule | None
+    read_by_first: tuple[int, ...]
+    second: fx.GraphModule
+    taken: int
+
+
+def _drop_unread(graph_module: fx.GraphModule, kept: int) -> tuple[int, ...]:
+    """Remove the inputs without readers after the first `kept` inputs; return the positions of those with readers."""
+    others = graph_module.graph.find_nodes(op="placeholder")[kept:]
+    read = tuple(index for index, node in enumerate(others) if node.users)
+    for node in (node for node in others if not node.users):
+        graph_module.graph.erase_node(node)
+    graph_module.recompile()
+    return read
+
+
+_NORMS = (OutputKind.SQUARES, OutputKind.NORM)

@@ -80,9 +80,9 @@ class _Rewriter:
             made.meta = dict(node.meta)
             return made
         if node.target is _c10d.reduce_scatter_tensor.default and self._is_ours(node):
-            return self._start_reduce_scatter(node)
+            return _noted(self._start_reduce_scatter(node), node)
         if node.target is _c10d.all_reduce.default and self._is_ours(node) and self._depends_on_order(node):
-            return self._start_all_reduce(node)
+            return _noted(self._start_all_reduce(node), node)
         return self._graph.node_copy(node, self._copies.__getitem__)
 
     def _is_ours(self, node: fx.Node) -> bool:
@@ -133,6 +133,13 @@ class _Rewriter:
 
     def _call(self, function: Callable[..., Any], *args: Any) -> fx.Node:
         return self._graph.call_function(function, args)
+
+
+def _noted(made: fx.Node, replaced: fx.Node) -> fx.Node:
+    """Return the node, with the name and the origin of the collective that it replaces (for errors)."""
+    made.meta |= {key: replaced.meta[key] for key in ("phase", "module", "source") if key in replaced.meta}
+    made.meta["collective"] = str(replaced.target).split(".")[1]
+    return made
 
 
 def _wait_of(start: fx.Node) -> fx.Node:

@@ -22,6 +22,7 @@ from autoshard.ir.update import Update, UpdateGroup, UpdateRule
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.known_state import KnownState, UpdateInputs
+from autoshard.runtime.loss_scale import LossScale
 from autoshard.runtime.members import Members
 from autoshard.runtime.optimizer_state import check_parameters, follow_replaced
 from autoshard.runtime.stages.stage_meshes import is_elsewhere
@@ -71,6 +72,9 @@ def describe_update(
     names: Mapping[int, str],
     max_grad_norm: float | None,
     steps_taken: StepsTaken | None = None,
+    *,
+    returns_norm: bool = False,
+    scales_loss: bool = False,
 ) -> Update:
     """Return the update of a traced optimizer as data, from which the update is traced.
 
@@ -81,6 +85,8 @@ def describe_update(
         names: `id` of a parameter → its name.
         max_grad_norm: gradients are scaled down to this norm over all parameters; None: no clipping.
         steps_taken: the counts of steps; default: read them now.
+        returns_norm: whether the step returns the norm of its gradients even without clipping.
+        scales_loss: whether the step scales the loss, and the update removes the scale from gradients.
 
     Raises:
         TraceError: the optimizer has a parameter without a name.
@@ -94,7 +100,7 @@ def describe_update(
             members.setdefault(steps_taken.of(parameter), []).append(names[id(parameter)])
         rule = _rule_of(optimizer, options)
         groups += [UpdateGroup(rule, tuple(found)) for found in members.values()]
-    return Update(type(optimizer).__name__, tuple(groups), max_grad_norm)
+    return Update(type(optimizer).__name__, tuple(groups), max_grad_norm, returns_norm, scales_loss)
 
 
 def names_of(named: Iterable[tuple[str, nn.Parameter]]) -> dict[int, str]:
@@ -119,14 +125,29 @@ def _rule_of(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> Up
 class TracedState:
     """Passes the state and options of a traced optimizer to programs, and stores the results in the optimizer.
 
-    Gradients are scaled down to the norm `max_grad_norm` over all parameters; None: no clipping.
+    Args:
+        optimizer: a traced optimizer over parameters of the model.
+        engine: the engine that runs the programs.
+        max_grad_norm: gradients are scaled down to this norm over all parameters; None: no clipping.
+        returns_norm: whether steps return the norm of their gradients even without clipping.
+        loss_scale: the scale of the loss; None: the loss is not scaled.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, max_grad_norm: float | None) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        engine: Engine,
+        max_grad_norm: float | None,
+        *,
+        returns_norm: bool,
+        loss_scale: LossScale | None,
+    ) -> None:
         self.optimizer = optimizer
         self._steps_taken = StepsTaken(optimizer)
         self._engine = engine
         self.max_grad_norm = max_grad_norm
+        self._returns_norm = returns_norm
+        self._loss_scale = loss_scale
         self._known: KnownState | None = None
 
     def update(self, members: Members) -> Update:
@@ -137,7 +158,14 @@ class TracedState:
             known = self._known = KnownState(self.optimizer, members)
         if known.update is not None and known.rules == rules and known.update.max_grad_norm == self.max_grad_norm:
             return known.update
-        update = describe_update(self.optimizer, members.names, self.max_grad_norm, self._steps_taken)
+        update = describe_update(
+            self.optimizer,
+            members.names,
+            self.max_grad_norm,
+            self._steps_taken,
+            returns_norm=self._returns_norm,
+            scales_loss=self._loss_scale is not None,
+        )
         known.rules = rules
         known.update = update if self._steps_taken.are_counted_together(known.parameters) else None
         return update
@@ -153,6 +181,8 @@ class TracedState:
         for number, program in executable.stages.items():
             for index, group in program.options_by_update:
                 found[number][index] = self._hyper(program, group)
+            for index in program.unscale_by_update:
+                found[number][index] = self._unscale()
         return found
 
     def keep(self, executable: Executable, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None:
@@ -222,6 +252,10 @@ class TracedState:
             known.remember(executable, UpdateInputs(tensors, self._steps_taken.are_counted_together(updated)))
         return tensors
 
+    def _unscale(self) -> torch.Tensor:
+        assert self._loss_scale is not None, "the program was traced for a scaled loss"
+        return torch.full((), self._loss_scale.inverse, dtype=torch.float32, device=self._engine.device)
+
     def _hyper(self, executable: Executable, number: int) -> torch.Tensor:
         """Return the present options of group `number` of the program's update, float64 [options]."""
         update = executable.compiled.update
@@ -255,7 +289,13 @@ _NO_OPTIONS = torch.empty(0)
 
 
 def update_of(
-    optimizer: torch.optim.Optimizer | None, model: nn.Module, max_grad_norm: float | None, *, strict: bool
+    optimizer: torch.optim.Optimizer | None,
+    model: nn.Module,
+    max_grad_norm: float | None,
+    *,
+    strict: bool,
+    returns_norm: bool = False,
+    scales_loss: bool = False,
 ) -> Update | None:
     """Return an optimizer's update as data. None without an optimizer, or with a warning if it is not traced.
 
@@ -266,7 +306,8 @@ def update_of(
         return None
     reason = why_untraced(optimizer)
     if reason is None:
-        return describe_update(optimizer, names_of(model.named_parameters()), max_grad_norm)
+        names = names_of(model.named_parameters())
+        return describe_update(optimizer, names, max_grad_norm, returns_norm=returns_norm, scales_loss=scales_loss)
     if strict:
         raise NotAvailableError(
             f"strict=True, but optimizer={type(optimizer).__name__} is not part of the program: {reason} With "

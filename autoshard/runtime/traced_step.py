@@ -15,11 +15,13 @@ from autoshard.runtime.engine import LocalValue
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.executor import Executor
 from autoshard.runtime.graphed_passes import GraphedPasses
+from autoshard.runtime.loss_scale import LossScale
 from autoshard.runtime.members import Members
 from autoshard.runtime.micro_batches import LossWeigher, MicroBatches, common_program, share_of, sum_of
 from autoshard.runtime.program_run import ProgramRun
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.signature import FlatCall
+from autoshard.runtime.step_check import StepCheck
 from autoshard.runtime.traced_optimizer import TracedState
 
 
@@ -33,7 +35,10 @@ class TracedStep:
         order: the order of the tasks of a program without stages.
         executor: runs the tasks.
         weigher: finds the weights of micro-batches in the loss.
+        check: may stop a step before its update, and takes the norm of the gradients.
         graphs: launches forward and backward of a micro-batch as a CUDA graph; None to launch each kernel.
+        returns_norm: compute the norm of the gradients even without clipping.
+        loss_scale: the scale of the loss; None: the loss is not scaled.
     """
 
     def __init__(
@@ -44,14 +49,22 @@ class TracedStep:
         order: PipelineOrder,
         executor: Executor,
         weigher: LossWeigher,
+        check: StepCheck,
         graphs: GraphedPasses | None = None,
+        *,
+        returns_norm: bool = False,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self._sharded = sharded
         self._order = order
         self._weigher = weigher
         self._executor = executor
         self._graphs = graphs
-        self._state = TracedState(optimizer, sharded.engine, max_grad_norm)
+        self._check = check
+        self._loss_scale = loss_scale
+        self._state = TracedState(
+            optimizer, sharded.engine, max_grad_norm, returns_norm=returns_norm, loss_scale=loss_scale
+        )
 
     def clip_to(self, max_grad_norm: float | None) -> None:
         """Set the norm to which gradients are clipped from the next step on; None: no clipping."""
@@ -81,11 +94,13 @@ class TracedStep:
 
         table = self._executor.prepare(executable, self._order)
         (loss_name,) = table.staged.results
-        run = self._executor.run(executable, table, inputs, weights, take, self._graphs)
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.value
+        run = self._executor.run(executable, table, inputs, weights, take, self._graphs, scale)
+        loss = sum_of(losses) if losses else None
         if any(weights):
-            self._update(executable, run)
+            self._update(executable, run, loss)
         self._state.optimizer.step()  # no parameter has a gradient, so the call only informs schedulers
-        return run.messages.share(sum_of(losses) if losses else None, loss_name, table.staged)
+        return run.messages.share(loss, loss_name, table.staged)
 
     def _inputs(self, executable: Executable, call: FlatCall) -> dict[int, Sequence[torch.Tensor]]:
         tensors = self._sharded.gather_inputs(executable, call)
@@ -105,16 +120,21 @@ class TracedStep:
                 loss = program.write_output(value, slot)
         return loss
 
-    def _update(self, executable: Executable, run: ProgramRun) -> None:
-        """Update the parameters of this process's stages, with gradients summed over micro-batches."""
+    def _update(self, executable: Executable, run: ProgramRun, loss: torch.Tensor | None) -> None:
+        """Run the updates of this process's stages, on gradients summed over micro-batches.
+
+        Loss and norm are checked first. If the check fails, nothing is updated. `loss` is the loss of the batch; None
+        on ranks that do not run the stage of the loss.
+        """
         held, table = self._state.hold(executable), run.table
         updates = {n: stage.program.update for n, stage in run.stages.items() if stage.program.update is not None}
         gradients = {number: stage.gradient_sums or [] for number, stage in run.stages.items()}
-        first = {number: update.run_squares(gradients[number], held[number]) for number, update in updates.items()}
-        total = None
+        first = {number: update.run_norm(gradients[number], held[number]) for number, update in updates.items()}
+        norms, total = {number: norm for number, (norm, _) in first.items()}, None
         if table.sums_squares:
-            squares = {number: found for number, (found, _) in first.items()}
-            total = run.messages.sum_over_stages(squares, len(table.staged.stages))
+            total = run.messages.sum_over_stages(norms, len(table.staged.stages))
+        if not self._check.passes(loss, norms.get(0) if total is None else total.sqrt(), executable.digest):
+            return
         for number, update in updates.items():
-            update.run(gradients[number], held[number], first[number][1], total)
+            update.run(first[number][1], held[number], total)
         self._state.keep(executable, held)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from autoshard.errors import NotAvailableError
+from autoshard.errors import NonFiniteError, NotAvailableError
 from autoshard.ir.loss_weights import LossWeights
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.outputs import Outputs
@@ -23,6 +24,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.update import check_norm
 from autoshard.runtime.executor import Executor
 from autoshard.runtime.graphed_passes import GraphedPasses
+from autoshard.runtime.loss_scale import LossScale
 from autoshard.runtime.members import Members
 from autoshard.runtime.micro_batches import (
     LossWeigher,
@@ -40,6 +42,7 @@ from autoshard.runtime.optimizer_state import HyperparameterText, lay_out_loaded
 from autoshard.runtime.run_order import run_order
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.signature import FlatCall
+from autoshard.runtime.step_check import StepCheck
 from autoshard.runtime.step_loss import StepLoss
 from autoshard.runtime.traced_optimizer import why_by_autograd
 from autoshard.runtime.traced_step import TracedStep
@@ -47,6 +50,18 @@ from autoshard.runtime.weights.has_weights import HasWeights
 from autoshard.runtime.weights.model_weights import Weights
 
 _LOGGER = logging.getLogger(__name__)
+
+
+class StepObserver(Protocol):
+    """Is told when a step begins and ends. A step that raises an error has no end."""
+
+    def begin(self) -> None:
+        """Called before a step."""
+        ...
+
+    def end(self, loss: torch.Tensor) -> None:
+        """Called with the global loss after a step. An accelerator may still compute the loss."""
+        ...
 
 
 class TrainStep(HasWeights):
@@ -65,6 +80,9 @@ class TrainStep(HasWeights):
         weigh: see `LossWeigher`.
         plans_any_batch: whether calls of any batch size can be planned: no plan, recipe or constraint of inputs and
             outputs is given.
+        returns_norm: compute `last_grad_norm` even without `max_grad_norm`.
+        on_nonfinite: "raise", "skip" or None; see `autoshard.Options`.
+        loss_scale: the scale of the loss for gradients in float16; None: the loss is not scaled.
     """
 
     def __init__(
@@ -79,22 +97,33 @@ class TrainStep(HasWeights):
         graphs: GraphedPasses | None = None,
         weigh: Weigh = weighs_nothing,
         plans_any_batch: bool = True,
+        returns_norm: bool = False,
+        on_nonfinite: str | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.sharded = sharded
         self.optimizer = optimizer
         self._max_grad_norm = max_grad_norm
         self.order = one_after_another(micro_batches)
         self._has_said_why = False
+        self._observers: tuple[StepObserver, ...] = ()
+        self._returns_norm = returns_norm
+        self._loss_scale = loss_scale
         self._weigher = LossWeigher(sharded, weigh)
         self.plans_any_batch = plans_any_batch
-        self._hyperparameters = HyperparameterText(optimizer, max_grad_norm)
+        self._check = StepCheck(sharded.engine.control, on_nonfinite, loss_scale)
+        self._hyperparameters = HyperparameterText(optimizer, max_grad_norm, on_nonfinite, loss_scale)
         sharded.agreement.describe_hyperparameters = self._hyperparameters
         executor = executor or Executor()
         executor.prove(self.order)
         self._has_stages = executor.has_stages
         self._traced: TracedStep | None = None
         if traced:
-            self._traced = TracedStep(sharded, optimizer, max_grad_norm, self.order, executor, self._weigher, graphs)
+            self._traced = TracedStep(
+                *(sharded, optimizer, max_grad_norm, self.order, executor, self._weigher, self._check, graphs),
+                returns_norm=returns_norm,
+                loss_scale=loss_scale,
+            )
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -125,6 +154,46 @@ class TrainStep(HasWeights):
         self._max_grad_norm = self._hyperparameters.max_grad_norm = value
         if self._traced is not None:
             self._traced.clip_to(value)
+
+    @property
+    def last_grad_norm(self) -> torch.Tensor | None:
+        """The norm over all gradients of the last step, before clipping: a scalar on the device of the parameters.
+
+        It is the result of `torch.nn.utils.clip_grad_norm_` on one device. It is None before the first step, and if
+        every target of a batch was ignored. Reading its value (`.item()`) waits for the device.
+
+        Raises:
+            NotAvailableError: the step does not compute the norm.
+        """
+        if not self.has_grad_norm:
+            raise NotAvailableError(
+                "step.last_grad_norm: the step does not compute the norm of its gradients. Compile with "
+                "max_grad_norm=, or with options=autoshard.Options(grad_norm=True)."
+            )
+        return self._check.norm
+
+    @property
+    def has_grad_norm(self) -> bool:
+        """Whether the step computes `last_grad_norm`."""
+        return self._returns_norm or self._loss_scale is not None or self._max_grad_norm is not None
+
+    @property
+    def on_nonfinite(self) -> str | None:
+        """The given `Options(on_nonfinite=)`."""
+        return self._check.on_nonfinite
+
+    @property
+    def skipped_steps(self) -> int:
+        """The number of steps without an update, because loss or gradients were not finite.
+
+        `on_nonfinite="skip"` skips steps, and so does `precision="f16"` if gradients overflow.
+        """
+        return self._check.skipped_steps
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The factor of the loss in the next step, as in `torch.amp.GradScaler`; None if the loss is not scaled."""
+        return None if self._loss_scale is None else self._loss_scale.value
 
     @property
     def is_traced(self) -> bool:
@@ -160,8 +229,22 @@ class TrainStep(HasWeights):
     @torch.compiler.disable(reason="autoshard has compiled the step: leave fullgraph=True out")
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Take one step on a global batch; return the global loss, a scalar without gradient."""
+        self._check.begin()
+        for observer in self._observers:
+            observer.begin()
         with self.sharded.agreement.one_thread, naming_micro_batches(self.micro_batches):
-            return StepLoss.of(self._step(args, kwargs))
+            loss = self._step(args, kwargs)
+        for observer in self._observers:
+            observer.end(loss)
+        return StepLoss.of(loss)
+
+    def add_observer(self, observer: StepObserver) -> None:
+        """Call the methods of `observer` at the start and the end of each step from now on."""
+        self._observers = (*self._observers, observer)
+
+    def remove_observer(self, observer: StepObserver) -> None:
+        """Call the methods of `observer` no more."""
+        self._observers = tuple(item for item in self._observers if item is not observer)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         members = self.sharded.members()
@@ -185,14 +268,26 @@ class TrainStep(HasWeights):
     def state_dict(self) -> dict[str, Any]:
         """Return the state dicts of the model, with its place in the sequence of seeds, and of the optimizer.
 
-        The keys are "model" and "optimizer".
+        The keys are "model" and "optimizer". If the loss is scaled, "loss_scale" has a state of
+        `torch.amp.GradScaler`.
         """
-        return {"model": self.sharded.state_dict(), "optimizer": self.optimizer.state_dict()}
+        found = {"model": self.sharded.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return found | self.loss_scale_state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the states of model and optimizer that `state_dict` returned."""
+        """Load a result of `state_dict`. A state without a loss scale leaves the scale as it is."""
         self.sharded.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.load_loss_scale(state)
+
+    def loss_scale_state(self) -> dict[str, Any]:
+        """Return the state of the loss scale under the name "loss_scale"; empty if the loss is not scaled."""
+        return {} if self._loss_scale is None else {"loss_scale": self._loss_scale.state_dict()}
+
+    def load_loss_scale(self, state: Mapping[str, Any]) -> None:
+        """Load a result of `loss_scale_state`, if it has a loss scale and the loss is scaled."""
+        if self._loss_scale is not None and "loss_scale" in state:
+            self._loss_scale.load_state_dict(state["loss_scale"])
 
     def _model_weights(self) -> Weights:
         return self.sharded.model_weights
@@ -219,13 +314,17 @@ class TrainStep(HasWeights):
     def _run(self, batch: MicroBatches) -> torch.Tensor:
         """Run a step by autograd and the optimizer's own `step`; return the loss of the batch."""
         weights, shares = self._weights(batch), list[torch.Tensor]()
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.value
+        self._multiply_gradients(scale)
         for numbers in batch.rounds(self.micro_batches):
             parts = [batch.parts[number] for number in numbers]
-            tasks = _AutogradTasks(self.sharded, parts, [weights[number] for number in numbers])
+            tasks = _AutogradTasks(self.sharded, parts, [weights[number] for number in numbers], scale)
             run_order(self.order, (0,), tasks)
             shares += tasks.shares.values()
-        self._update()
-        return sum_of(shares)
+        self._multiply_gradients(1 / scale)
+        loss = sum_of(shares)
+        self._update(loss)
+        return loss
 
     def _weights(self, batch: MicroBatches) -> list[float]:
         """Return the weight of each micro-batch in the loss."""
@@ -237,12 +336,30 @@ class TrainStep(HasWeights):
         assert self.sharded.program is not None, "`compile_for_loss` compiled it"
         return self._weigher.weights_of(self.sharded.program, batch)
 
-    def _update(self) -> None:
-        if self.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self.sharded.parameters(), self.max_grad_norm)
-        lay_out_loaded_state(self.optimizer, self.sharded.engine.lay_out_like)
-        self._step_optimizer()
+    def _update(self, loss: torch.Tensor) -> None:
+        """Check loss and gradients, clip the gradients, take the optimizer's own step, and free the gradients."""
+        norm = self._norm_of_gradients() if self.has_grad_norm else None
+        try:
+            passes = self._check.passes(loss, norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        except NonFiniteError:
+            self.optimizer.zero_grad(set_to_none=True)
+            raise
+        if passes:
+            if self.max_grad_norm is not None and norm is not None:
+                nn.utils.clip_grads_with_norm_(self.sharded.parameters(), self.max_grad_norm, norm)
+            lay_out_loaded_state(self.optimizer, self.sharded.engine.lay_out_like)
+            self._step_optimizer()
         self.optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def _multiply_gradients(self, factor: float) -> None:
+        if self._loss_scale is not None:
+            for gradient in (item.grad for item in self.sharded.parameters() if item.grad is not None):
+                gradient.mul_(factor)
+
+    def _norm_of_gradients(self) -> torch.Tensor:
+        parameters = self.sharded.parameters()
+        return nn.utils.get_total_norm([item.grad for item in parameters if item.grad is not None])
 
     def _step_optimizer(self) -> None:
         try:
@@ -268,12 +385,14 @@ class _AutogradTasks:
     Args:
         parts: the arguments of each micro-batch.
         weights: the weight of each micro-batch in the loss.
+        loss_scale: the factor of all gradients.
         shares: micro-batch → its loss times its weight.
     """
 
     sharded: ShardedModule
     parts: Sequence[Part]
     weights: Sequence[float]
+    loss_scale: float = 1.0
     shares: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def can_run(self, task: StageTask) -> bool:
@@ -286,5 +405,5 @@ class _AutogradTasks:
             self.shares[number] = share_of(self.sharded.run_for_loss(*self.parts[number]), self.weights[number])
             return
         if self.shares[number].requires_grad:
-            self.shares[number].backward()
+            (self.shares[number] * self.loss_scale).backward()
         self.shares[number] = self.shares[number].detach()

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from autoshard import api
 from autoshard.arguments import split_inputs
 from autoshard.errors import AutoshardError, NotAvailableError
+from autoshard.ir.loss_scaling import LossScaling, scales_loss
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.precision import PRECISIONS
@@ -104,8 +105,8 @@ def check_plan(
     sharded = _compile(copy.deepcopy(model), mesh, training, plan, precision, traced)
     if sharded.plan is None:
         raise AssertionError("with example inputs there is a plan")
-    training = replace(training, draws=_draws(sharded))
     name = sharded.plan.precision
+    training = replace(training, draws=_draws(sharded), loss_scaling=_scaling(whole_step, name))
     exact = _exactly(model, precise, training) if precise is not None or name is not None else {}
     compared = compare_all(train_compiled(sharded, training), train_alone(alone, name, training), exact)
     report = CheckReport(sharded.plan, compared, _tolerance(name) if tolerance is None else tolerance)
@@ -118,11 +119,20 @@ def check_plan(
     return report if report.is_equal else replace(report, small_failure=_small_failure(model, sharded, training))
 
 
+def _scaling(whole_step: WholeStep | None, precision: str | None) -> LossScaling | None:
+    """Return the settings of the scale of the loss; None if the loss is not scaled."""
+    if whole_step is None or not scales_loss(precision, whole_step.make_optimizer):
+        return None
+    return whole_step.loss_scaling or LossScaling()
+
+
 def _compile(
     model: nn.Module, mesh: Mesh, training: Training, plan: Plan | None, precision: str | None, traced: Program | None
 ) -> ShardedModule | TrainStep:
     whole = training.whole_step
     optimized = {} if whole is None else options_of(whole, model)
+    if whole is not None and (precision or (plan and plan.precision)) == "f16":
+        optimized["options"] = api.Options(loss_scaling=whole.loss_scaling)
     compiled = api.compile(model, mesh, plan=plan, precision=precision, **optimized)
     sharded = compiled.sharded if isinstance(compiled, TrainStep) else compiled
     if traced is not None:

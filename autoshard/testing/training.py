@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard.ir.loss import find_loss
+from autoshard.ir.loss_scaling import LossScaling
 from autoshard.ir.precision import PRECISIONS
 from autoshard.runtime.seeds import SeedSequence
 from autoshard.runtime.sharded_module import ShardedModule
@@ -39,6 +41,7 @@ class Training:
         make_optimizer: maps parameters to an optimizer, which runs outside the program.
         whole_step: the step with its update inside the program; None: use `make_optimizer`.
         draws: whether the model draws random numbers.
+        loss_scaling: settings of the scale of the loss of whole steps; None: the loss is not scaled.
     """
 
     args: tuple[Any, ...]
@@ -47,6 +50,7 @@ class Training:
     make_optimizer: MakeOptimizer
     whole_step: WholeStep | None
     draws: bool = False
+    loss_scaling: LossScaling | None = None
 
 
 def gradient_descent(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -95,16 +99,27 @@ def _train_whole(
     Return the last loss, and parameters, buffers and optimizer state after the last step, by name.
     """
     optimizer = whole_step.make_optimizer(network.parameters())
+    scaler = _scaler_of(training.loss_scaling, network)
     seen: dict[str, torch.Tensor] = {}
     for _ in range(training.steps):
         loss = find_loss(call(*training.args, **training.kwargs))
-        loss.backward()
+        scaler.scale(loss).backward()
         seen["loss"] = loss.detach()
+        scaler.unscale_(optimizer)
         if whole_step.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(network.parameters(), whole_step.max_grad_norm)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
     return seen | _held_by(network) | _state_of(optimizer, network)
+
+
+def _scaler_of(settings: LossScaling | None, network: nn.Module) -> torch.amp.GradScaler:
+    """Return torch's scaler with these settings; a scaler that does nothing for None."""
+    device = next(network.parameters()).device.type
+    if settings is None:
+        return torch.amp.GradScaler(device, enabled=False)
+    return torch.amp.GradScaler(device, **dataclasses.asdict(settings))
 
 
 def train_compiled(compiled: ShardedModule | TrainStep, training: Training) -> dict[str, torch.Tensor]:

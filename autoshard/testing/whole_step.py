@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.ir.loss_scaling import LossScaling
 from autoshard.ir.program import Program
 from autoshard.ir.update import Update
 from autoshard.runtime.traced_optimizer import describe_update, names_of
@@ -25,11 +26,13 @@ class WholeStep:
         make_optimizer: maps parameters to an optimizer whose update is traced (SGD, Adam, AdamW of torch.optim).
         max_grad_norm: gradients are clipped to this norm; None: no clipping.
         micro_batches: the number of equal parts into which dim 0 of each input is split.
+        loss_scaling: settings of the scale of the loss in float16; None: the defaults.
     """
 
     make_optimizer: MakeOptimizer
     max_grad_norm: float | None = None
     micro_batches: int = 1
+    loss_scaling: LossScaling | None = None
 
     def cut(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Return the positional and keyword arguments of each micro-batch. Tensors are split evenly along dim 0."""
@@ -43,10 +46,11 @@ class WholeStep:
             for index in range(self.micro_batches)
         ]
 
-    def update(self, model: nn.Module) -> Update:
+    def update(self, model: nn.Module, *, scales_loss: bool = False) -> Update:
         """Return the description of the optimizer's update of `model`'s parameters that tracing needs."""
         optimizer = self.make_optimizer(model.parameters())
-        return describe_update(optimizer, names_of(model.named_parameters()), self.max_grad_norm)
+        names = names_of(model.named_parameters())
+        return describe_update(optimizer, names, self.max_grad_norm, scales_loss=scales_loss)
 
 
 def trace_training(
@@ -63,4 +67,5 @@ def trace_training(
     if whole_step is None:
         return trace(model, tuple(args), dict(kwargs), compute_dtype=dtype)
     part, named = whole_step.cut(args, kwargs)[0]
-    return trace(model, part, named, compute_dtype=dtype, update=whole_step.update(model))
+    update = whole_step.update(model, scales_loss=dtype is torch.float16)
+    return trace(model, part, named, compute_dtype=dtype, update=update)

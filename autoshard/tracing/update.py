@@ -3,13 +3,15 @@
 Before → after, with inputs on the left of each line and results on the right:
 
     parameters, inputs ↦ outputs, gradients
-    parameters, inputs, state, hyper-parameters ↦ outputs, updated parameters, updated state
+    parameters, inputs, state, hyper-parameters ↦ outputs, norm of the gradients, updated parameters, updated state
 
-1. With a limit on the norm of all gradients, gradients are scaled by min(1, limit / (norm + 1e-6)), as in
-   `torch.nn.utils.clip_grad_norm_`.
-2. Each parameter with a gradient and a group goes through the update operator of its group
+1. If the update clips gradients or returns their norm, the norm over all gradients is a result. With a limit on the
+   norm, gradients are scaled by min(1, limit / (norm + 1e-6)), as in `torch.nn.utils.clip_grad_norm_`.
+2. If the loss is scaled, an input has the inverse of the scale (`InputKind.UNSCALE`). Norm and gradients are multiplied
+   by this inverse before they are used.
+3. Each parameter with a gradient and a group goes through the update operator of its group
    (`autoshard.kernels.optimizers`).
-3. Gradients are no results any more. Their computation stays, because the update needs it.
+4. Gradients are no results any more. Their computation stays, because the update needs it.
 """
 
 from __future__ import annotations
@@ -43,9 +45,9 @@ def append_update(program: Program, update: Update, *, of_stage: bool = False) -
 
     Args:
         program: a joint program with gradients, as traced.
-        update: the optimizer's groups and rules, and the limit on the gradients' norm.
-        of_stage: whether the program is a stage of a pipeline. With clipping, a stage returns the sum of squares of its
-            own gradients, and takes the sum over all stages (`InputKind.SQUARES`).
+        update: the optimizer's update.
+        of_stage: whether the program is a stage of a pipeline. In place of the norm, a stage returns the sum of squares
+            of its own gradients. With clipping, it takes the sum over all stages (`InputKind.SQUARES`).
     """
     return _Appending(program, update, of_stage).run()
 
@@ -69,12 +71,14 @@ class _Appending:
         kept = [slot for slot in self.program.outputs if slot.kind not in _DROPPED]
         results = [nodes[slot.node] for slot in kept]
         with graph.inserting_before(output):
-            total = self._squares(gradients)
-            if total is not None and self.of_stage:
-                kept.append(OutputSlot(total.name, OutputKind.SQUARES, "squares:own"))
-                results.append(total)
-                total = self._placeholder(InputKind.SQUARES, "squares:all", total.meta["val"])
-            scale = None if total is None else self._scale(total)
+            total, scale = self._squares(gradients), None
+            if total is not None:
+                inverse = self._inverse(total) if self.update.scales_loss else None
+                total = self._unscaled(total, inverse)
+                norm = None if self.of_stage else self._call(_aten.sqrt.default, total, name="norm")
+                kept.append(_result_of_norm(total, norm))
+                results.append(norm or total)
+                scale = self._scale(norm, total, inverse)
             for slot, node in self._updates(gradients, scale):
                 kept.append(slot)
                 results.append(node)
@@ -84,18 +88,43 @@ class _Appending:
         return replace(self.program, inputs=tuple(self.inputs), outputs=tuple(kept))
 
     def _squares(self, gradients: dict[str, fx.Node]) -> fx.Node | None:
-        """Emit the sum of squares of all gradients, a scalar, and return its node; None without clipping."""
-        if self.update.max_grad_norm is None or not gradients:
+        """Return the sum of squares of all gradients, a scalar; None if the update needs no norm."""
+        if not (self.update.has_norm and gradients):
             return None
         squares = [self._call(_autoshard.sum_of_squares.default, node, of=name) for name, node in gradients.items()]
-        return functools.reduce(lambda one, two: self._call(_aten.add.Tensor, one, two, of=_module(two)), squares)
+        return functools.reduce(self._sum, squares)
 
-    def _scale(self, total: fx.Node) -> fx.Node:
-        """Emit the factor that clips all gradients, a scalar, from the sum of squares `total`; return its node."""
+    def _sum(self, one: fx.Node, two: fx.Node) -> fx.Node:
+        return self._call(_aten.add.Tensor, one, two, of=_module(two), name="sum_of_norm")
+
+    def _inverse(self, total: fx.Node) -> fx.Node:
+        """Return the input with the inverse of the scale of the loss, in float32, on the device of `total`."""
+        value: Tensor = total.meta["val"]
+        return self._placeholder(InputKind.UNSCALE, "unscale:all", value.new_empty((), dtype=torch.float32))
+
+    def _unscaled(self, squares: fx.Node, inverse: fx.Node | None) -> fx.Node:
+        """Return a sum of squares of gradients without the scale. One product after the other does not underflow."""
+        if inverse is None:
+            return squares
+        return self._call(_aten.mul.Tensor, self._call(_aten.mul.Tensor, squares, inverse), inverse)
+
+    def _scale(self, norm: fx.Node | None, own: fx.Node, inverse: fx.Node | None) -> fx.Node | None:
+        """Return the factor that clips all gradients and removes the scale of the loss, a scalar; None if it is 1.
+
+        Args:
+            norm: the norm of all gradients; None in a stage, which computes the norm from the sum over all stages.
+            own: the sum of squares of the gradients of this program.
+            inverse: the inverse of the scale of the loss; None without scaling.
+        """
         limit = self.update.max_grad_norm
-        norm = self._call(_aten.sqrt.default, total)
+        if limit is None:
+            return inverse
+        if norm is None:
+            total = self._placeholder(InputKind.SQUARES, "squares:all", own.meta["val"])
+            norm = self._call(_aten.sqrt.default, total, name="norm")
         ratio = self._call(_aten.mul.Tensor, self._call(_aten.reciprocal.default, self._more(norm)), limit)
-        return self._call(_aten.clamp.default, ratio, None, 1.0)
+        clipped = self._call(_aten.clamp.default, ratio, None, 1.0)
+        return clipped if inverse is None else self._call(_aten.mul.Tensor, clipped, inverse)
 
     def _more(self, norm: fx.Node) -> fx.Node:
         return self._call(_aten.add.Tensor, norm, _EPSILON)
@@ -149,9 +178,12 @@ class _Appending:
         self.values["last"] = node
         return node
 
-    def _call(self, target: Any, *args: Any, of: str = "") -> fx.Node:
-        """Emit a call of the update phase. Its module is that of the parameter with name `of`."""
-        node = self.program.graph.call_function(target, args)
+    def _call(self, target: Any, *args: Any, of: str = "", name: str | None = None) -> fx.Node:
+        """Emit a call of the update, attributed to the module of the parameter `of`.
+
+        With a `name` of its own, the call does not change the names of other calls of the same operator.
+        """
+        node = self.program.graph.create_node("call_function", target, args, {}, name=name)
         module = of.rpartition(".")[0]
         node.meta = {"phase": "update", "module": module, "source": f"{self.update.optimizer}.step"}
         node.meta["val"] = self._value(target, args)
@@ -169,6 +201,13 @@ class _Appending:
         if key not in self.values:
             self.values[key] = target(*values)
         return self.values[key]
+
+
+def _result_of_norm(total: fx.Node, norm: fx.Node | None) -> OutputSlot:
+    """Return the slot of the norm; without a norm, the slot of the sum of squares `total` of a stage."""
+    if norm is None:
+        return OutputSlot(total.name, OutputKind.SQUARES, "squares:own")
+    return OutputSlot(norm.name, OutputKind.NORM, "norm:all")
 
 
 def _form(value: Tensor) -> tuple[Any, ...]:

@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.arguments import check_optimizer, checked_reduce_dtype
+from autoshard.arguments import check_of_step, check_optimizer, checked_reduce_dtype
 from autoshard.call import Call
 from autoshard.errors import NotAvailableError
+from autoshard.ir.loss_scaling import LossScaling, scales_loss
 from autoshard.ir.mesh import Mesh
 from autoshard.runtime.agreement.step_agreement import Check
 from autoshard.runtime.engine import SimulatorEngine
 from autoshard.runtime.executor import Executor
 from autoshard.runtime.launch import world_size
 from autoshard.runtime.lengths import Lengths
+from autoshard.runtime.loss_scale import LossScale
 from autoshard.runtime.optimizer_state import rebind_optimizer
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.stages.stage_engines import make_engines
@@ -28,7 +30,7 @@ from cost_models.hardware import Cluster
 from passes.driver.backends import check_in_place, finish_of, graphs_of, wrap_of
 from passes.driver.candidates import batch_of, by_micro_batches
 from passes.driver.choose_mesh import choose_mesh
-from passes.driver.fixed_plan import micro_batches_of, precision_of, refuse_scaling, update_for
+from passes.driver.fixed_plan import check_loss_scaling, micro_batches_of, precision_of, update_for
 from passes.driver.pipelines import check_pipeline, pipeline_arguments, pipeline_of, whole_mesh
 from passes.driver.planner_for import planner_for
 from passes.driver.stage_planner import StagePlanner
@@ -42,12 +44,22 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
     """Return a training step (with an optimizer) or a module that runs on a mesh, see `autoshard.compile`."""
     model, mesh, options, optimizer = call.model, call.target, call.options, call.optimizer
     check_optimizer(optimizer, micro_batches=call.micro_batches, max_grad_norm=call.max_grad_norm)
+    check_of_step(optimizer, on_nonfinite=options.on_nonfinite, grad_norm=options.grad_norm or None)
+    check_of_step(optimizer, loss_scaling=options.loss_scaling)
     assert not isinstance(optimizer, str), "it was checked"
     _check_micro_batch(call)
     precision = precision_of(model, call.precision, call.fixed)
-    if optimizer is not None:
-        refuse_scaling(precision)
-    update = update_for(model, optimizer, call.max_grad_norm, call.fixed, strict=call.strict)
+    check_loss_scaling(options.loss_scaling, precision)
+    is_scaled = scales_loss(precision, optimizer)
+    update = update_for(
+        model,
+        optimizer,
+        call.max_grad_norm,
+        call.fixed,
+        strict=call.strict,
+        returns_norm=options.returns_norm,
+        scales_loss=is_scaled,
+    )
     device = _device_of(call)
     planner = planner_for(
         replace(call, precision=precision),
@@ -97,10 +109,13 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
             sharded,
             optimizer,
             max_grad_norm=call.max_grad_norm,
+            returns_norm=options.returns_norm,
+            on_nonfinite=options.on_nonfinite,
             micro_batches=micro_batches,
             traced=update is not None,
             executor=executor,
             graphs=graphs,
+            loss_scale=LossScale(options.loss_scaling or LossScaling()) if is_scaled else None,
             weigh=partial(weigh_call, replace(planner, traced=None).trace),
             plans_any_batch=known is None and call.recipe is None and not _has_boundaries(call.constraints),
         )

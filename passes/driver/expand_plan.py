@@ -21,6 +21,7 @@ from autoshard.ir.repeat import Repeat
 from autoshard.ir.request import Request
 from autoshard.ir.restored_nodes import RestoredNode
 from autoshard.tracing import without
+from passes.driver.norm_of_plan import lacks_norm, with_norm, without_norm
 from passes.lowering.lower import check_digest
 from passes.lowering.lower_program import prepare
 from passes.recomputation.recompute import InsertRecompute
@@ -32,13 +33,16 @@ _Unit = tuple[int, int]
 
 
 def expand_for(plan: Plan, program: Program, request: Request, trace: Callable[[Request], Program]) -> Plan:
-    """Return the plan of a call's whole traced program, from a plan with left-out blocks.
+    """Return the plan of a call's whole traced program, from a plan without inner blocks or the gradients' norm.
 
     Any other plan is returned unchanged.
 
     Raises:
         PlanMismatchError: the plan is for another program, or its left-out blocks are not like the blocks beside them.
     """
+    if lacks_norm(plan, program) and request.update is not None:
+        bare = replace(request, update=replace(request.update, returns_norm=False))
+        return with_norm(expand_for(plan, without_norm(program), bare, trace), program)
     if not plan.repeats:
         return plan
     short = prepare(replace(trace(replace(request, model=without(request.model, plan.repeats))), repeats=plan.repeats))

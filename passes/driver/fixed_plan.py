@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import NotAvailableError, PlanMismatchError
+from autoshard.ir.loss_scaling import LossScaling
 from autoshard.ir.plan import Plan
 from autoshard.ir.precision import effective_precision
 from autoshard.ir.program import InputKind, OutputKind, Program, describe
@@ -50,12 +51,21 @@ def precision_of(model: nn.Module, precision: str | None, fixed: Plan | None) ->
     return fixed.precision
 
 
-def refuse_scaling(precision: str | None) -> None:
-    """Raise `NotAvailableError` for float16, whose gradients would need scaling."""
+def refuse_unscaled(precision: str | None) -> None:
+    """Raise `NotAvailableError` for gradients in float16 without a training step, which scales the loss."""
     if precision == "f16":
         raise NotAvailableError(
-            "precision='f16' with gradients is not available: those below 6e-8 would vanish, and the loss is not "
-            "scaled up for them. Train with precision='bf16'; in 'f16' a model runs under torch.no_grad() only."
+            "precision='f16' with gradients needs a training step, which scales the loss: without a scale, gradients "
+            "below 6e-8 vanish. Pass optimizer=, call the model under torch.no_grad(), or use precision='bf16'."
+        )
+
+
+def check_loss_scaling(loss_scaling: LossScaling | None, precision: str | None) -> None:
+    """Raise `NotAvailableError` for settings of a loss scale, if calls do not compute in float16."""
+    if loss_scaling is not None and precision != "f16":
+        raise NotAvailableError(
+            f"options=Options(loss_scaling={loss_scaling}) belongs to precision='f16', and the step computes in "
+            f"precision={precision!r}. Pass precision='f16' with wider parameters, or leave loss_scaling out."
         )
 
 
@@ -66,6 +76,8 @@ def update_for(
     fixed: Plan | None,
     *,
     strict: bool,
+    returns_norm: bool = False,
+    scales_loss: bool = False,
 ) -> Update | None:
     """Return an optimizer's update as data; None if the program has no update.
 
@@ -77,7 +89,7 @@ def update_for(
     """
     if fixed is not None and not fixed.updates:
         return None
-    return update_of(optimizer, model, max_grad_norm, strict=strict)
+    return update_of(optimizer, model, max_grad_norm, strict=strict, returns_norm=returns_norm, scales_loss=scales_loss)
 
 
 def has_more_outputs(plan: Plan, program: Program) -> bool:

@@ -17,6 +17,7 @@ from autoshard.arguments import (
 from autoshard.call import Call
 from autoshard.cluster import device_of_plans
 from autoshard.errors import DoesNotFitError, NotAvailableError
+from autoshard.ir.loss_scaling import scales_loss
 from autoshard.ir.plan import Plan
 from autoshard.ir.precision import effective_precision
 from autoshard.ir.text import format_bytes
@@ -49,7 +50,8 @@ def plan_model(call: Call) -> Plan:
     call = _with_optimizer(call)
     optimizer = call.optimizer
     assert not isinstance(optimizer, str), "it was made"
-    update = update_of(optimizer, call.model, call.max_grad_norm, strict=call.strict)
+    is_scaled = scales_loss(call.precision, optimizer)
+    update = update_of(optimizer, call.model, call.max_grad_norm, strict=call.strict, scales_loss=is_scaled)
     planner = planner_for(call, update, device_of_plans(call.cluster or call.target), progress=call.progress)
     planned = plan_step(call, planner, update, search)
     found, again = planned.plan, PlanAgain(call, planned, partial(check_pipeline, update, call), search)

@@ -50,12 +50,12 @@ def lowered_plan(
     cluster: Cluster,
     options: PlanOptions,
 ) -> LoweredPlan:
-    """Return the plan of a choice with its prediction, and the lowered program of the prediction.
+    """Return the plan of a choice with its prediction, and the lowered program from which the prediction was read.
 
     Args:
         choice: one option for each variable of `planning`.
         objective: the sum of the choice's prices in the search, in seconds.
-        lower_bound: seconds below which this sum is for no choice; None if no bound is known.
+        lower_bound: a lower bound of this sum for all choices, in seconds; None if no bound is known.
     """
     plan = _plan_of_operators(planning, choice, objective, lower_bound, cluster, options)
     plan = replace(
@@ -100,9 +100,9 @@ def memory_of_choice(planning: PlanningProblem, choice: Sequence[int], options: 
 
 
 def _lowered(planning: PlanningProblem, choice: Sequence[int], plan: Plan, cluster: Cluster) -> LoweredProgram:
-    """Return the program of a choice after the pass `Lower`.
+    """Return the lowered program of `plan`, the plan of `choice`, as it is right after the pass `Lower`.
 
-    The last `_MOST_LOWERED` results are kept with `planning`.
+    `planning` caches the last `_MOST_LOWERED` results, by choice.
     """
     known: dict[tuple[int, ...], LoweredProgram] = planning.derived.setdefault(_LOWERED, {})
     key = tuple(choice)

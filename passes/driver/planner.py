@@ -39,7 +39,7 @@ from autoshard.runtime.engine import Engine
 from cost_models.hardware import Cluster
 from cost_models.memory import room_bytes
 from passes.driver.expand_plan import expand_for, expand_plan
-from passes.driver.fixed_plan import check_plan_fits, check_same_parameters, has_more_outputs, refuse_scaling
+from passes.driver.fixed_plan import check_plan_fits, check_same_parameters, has_more_outputs, refuse_unscaled
 from passes.driver.make_together import make_together
 from passes.driver.plan_and_lower import (
     DearMeshError,
@@ -96,6 +96,7 @@ class Planner:
         traces: a store of programs for all candidates of one call of `plan`; None: each call is traced.
         state_ratio: bytes of optimizer state per byte of parameters, for programs without the state.
         has_update: whether the update of an optimizer is traced. Constraints may then name its state.
+        scales_loss: whether training steps scale the loss, so that calls for a loss may have gradients in float16.
         micro_batches: number of micro-batches in a training step.
         load: number of stages and of micro-batches in flight on a pipeline rank.
         with_kernels: whether Triton kernels replace operators, in programs and predictions.
@@ -124,6 +125,7 @@ class Planner:
     memory_budget: int | None = None
     state_ratio: float = 0.0
     has_update: bool = False
+    scales_loss: bool = False
     micro_batches: int = 1
     load: StageLoad = ONE_STAGE
     strict: bool = False
@@ -188,7 +190,7 @@ class Planner:
         """Return the traced program of a call.
 
         Raises:
-            NotAvailableError: gradients in float16.
+            NotAvailableError: gradients in float16 without a training step.
             TraceError: the call cannot be captured, has an input without elements, or is a step without a loss.
         """
         if self.traces is not None:
@@ -196,14 +198,13 @@ class Planner:
             assert program is not None, "a call has a program"
             return program
         check_tensors(request.args, request.kwargs)
-        if request.grad:
-            refuse_scaling(self.precision)
+        if request.grad and not (self.scales_loss and request.outputs is Outputs.LOSS):
+            refuse_unscaled(self.precision)
         if self.traced is not None and request.grad and not request.all_tangents:
             return self.traced
         program = trace_call(request, self.loss_fn, self.precision)
         if request.outputs is Outputs.LOSS and self.fixed is not None and has_more_outputs(self.fixed, program):
-            planned = replace(request, outputs=Outputs.AS_PLANNED)  # the planned program runs
-            program = trace_call(planned, self.loss_fn, self.precision)
+            program = trace_call(replace(request, outputs=Outputs.AS_PLANNED), self.loss_fn, self.precision)
         if request.update is not None:
             check_has_loss(program)
         return program
@@ -269,7 +270,8 @@ class Planner:
     ) -> Plan:
         """Return the plan of a program on a mesh.
 
-        `placed` has the specs of parameters and state that have one already, by name. The search begins with `before`.
+        `placed` has the specs of parameters and optimizer state that are already sharded, by name. The search begins
+        with the plan `before`, if there is one.
         """
         return self.search_and_lower(program, mesh, placed, before).plan
 
@@ -281,9 +283,10 @@ class Planner:
         before: Plan | None = None,
         planning: PlanningProblem | None = None,
     ) -> LoweredPlan:
-        """Return the plan of `search`, and the lowered program of its prediction.
+        """Return the plan of `search`, and the lowered program from which its prediction was read.
 
-        `planning` is the planning problem of the program on the mesh, if the caller has built it.
+        `planning` is the planning problem of the program on the mesh, if the caller has built it. The other arguments
+        are those of `search`.
         """
         with self._searching() as control:
             options = replace(self._options(program, mesh, placed), before=before, control=control)
@@ -455,8 +458,8 @@ class Planner:
     ) -> tuple[PhasedProgram, VerificationReport | None]:
         """Return the program of one rank, and its proof if the user wants a proof.
 
-        `predicted` is the lowered program of the prediction. It is returned if the ranks run it unchanged, for example
-        without kernels.
+        `predicted` is the lowered program from which the prediction was read. It is returned if the ranks run it
+        unchanged, for example without kernels.
         """
         on_pass = verify_pass if verifies_each_pass() else None
         is_plain = self.with_native and not (self.with_kernels or self.for_compiler or on_pass)

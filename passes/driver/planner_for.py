@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from autoshard.call import Call
+from autoshard.ir.loss_scaling import scales_loss
 from autoshard.ir.update import Update
 from autoshard.runtime.optimizer_state import state_bytes_per_parameter_byte
 from passes.driver.backends import has_kernels
@@ -37,6 +38,7 @@ def planner_for(
         memory_budget=call.memory_budget,
         state_ratio=state_bytes_per_parameter_byte(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else 0.0,
         has_update=update is not None,
+        scales_loss=scales_loss(call.precision, optimizer),
         micro_batches=call.micro_batches or 1,
         strict=call.strict,
         verify=call.verify,

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from autoshard.arguments import check_optimizer
 from autoshard.call import Call
 from autoshard.errors import TraceError
+from autoshard.ir.loss_scaling import scales_loss
 from autoshard.ir.plan import Plan
 from autoshard.ir.precision import effective_precision
 from autoshard.ir.program import describe
@@ -75,8 +76,9 @@ def prove_model(call: Call) -> VerificationReport:
         optimizer = named_optimizer(optimizer, call.model.parameters())
     check_optimizer(optimizer, max_grad_norm=call.max_grad_norm)
     fixed = call.fixed
-    update = update_for(call.model, optimizer, call.max_grad_norm, fixed, strict=False)
     precision = effective_precision(call.model, call.precision) if fixed is None else fixed.precision
+    is_scaled = scales_loss(precision, optimizer)
+    update = update_for(call.model, optimizer, call.max_grad_norm, fixed, strict=False, scales_loss=is_scaled)
     call = replace(call, optimizer=optimizer, precision=precision)
     planner = planner_for(call, update, torch.device("cpu"))
     if fixed is None:

@@ -32,6 +32,7 @@ from autoshard.ir.verification_report import VerificationReport
 from autoshard.runtime.stages.stage_messages import find_slot
 from autoshard.tracing.update import append_update
 from cost_models.schedule_orders import most_in_flight
+from passes.driver.norm_of_plan import lacks_norm, with_norm
 from passes.driver.pipelines import Pipeline
 from passes.driver.planner import Planner
 from passes.driver.stage_search import StageSearch, constraints_of, lowered_stage
@@ -125,12 +126,16 @@ class StagePlans:
         search = self._search(cut, plan.order, request, None)
         made = list[tuple[PhasedProgram, VerificationReport | None]]()
         try:
-            for number, (stage, own) in enumerate(zip(cut.stages, plan.stages, strict=True)):
+            stage_plans = [
+                with_norm(own, stage) if lacks_norm(own, stage) else own
+                for stage, own in zip(cut.stages, plan.stages, strict=True)
+            ]
+            for number, (stage, own) in enumerate(zip(cut.stages, stage_plans, strict=True)):
                 lowering = replace(self.planner, load=search.load(number))
                 made.append((lowered[number], None) if number in lowered else lowering.lower(stage, own))
         except PlanMismatchError as error:
             raise _of_another_step(plan) from error
-        pairs = zip(made, plan.stages, strict=True)
+        pairs = zip(made, stage_plans, strict=True)
         stages = [lowered_stage(phased, own, plan.order) for (phased, _), own in pairs]
         if self.planner.verify:
             for stage in stages:
@@ -206,7 +211,7 @@ class StagePlans:
         budget = self.planner.limit_bytes(self.pipeline.mesh)
         limits: list[float | None] = [budget] * len(cut.stages)
         stages, waiting = dict(kept), [number for number in range(len(cut.stages)) if number not in kept]
-        clips, needed = update is not None and update.max_grad_norm is not None, math.inf
+        clips, needed = update is not None and update.has_norm, math.inf
         for _ in range(_TRIES):
             try:
                 stages |= {number: search.stage(number, limits[number]) for number in waiting}

@@ -23,5 +23,6 @@ class CutBackward:
         The field `backward` stays.
         """
         sent = range(len(phased.backward_outputs))
-        inputs, weights, _ = cut_graph(phased.backward, sent, hands_on_inputs=True)
+        taken = len(phased.backward.graph.find_nodes(op="placeholder"))
+        inputs, weights, _ = cut_graph(phased.backward, sent, hands_on=taken)
         return replace(phased, halves=BackwardHalves(inputs, weights))

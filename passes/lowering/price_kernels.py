@@ -1,15 +1,20 @@
 """Prices the kernels that could replace calls of a lowered program, without writing generated kernels.
 
-The pass changes only the metadata of nodes. The last call of each group that a kernel would replace gets the kernel's
-`KernelUse` (`KERNEL`). The calls of the group take no time of their own (`PART_LEFT` is 0). Copies of a reshard that
-the kernel performs take less time. A kernel for a group takes
+The pass changes only the metadata of nodes:
+
+* The last call of each group that a kernel would replace gets the kernel's `KernelUse` (`KERNEL`).
+* All calls of the group get `PART_LEFT` 0: they take no time of their own.
+* If a kernel performs a share of the copies of a reshard, `PART_LEFT` of the reshard's calls is 1 minus this share.
+
+A kernel for a group takes
 
     launches * launch latency + max(time of matrix products, bytes / bandwidth)
 
 with the matrix products among the group's calls. A kernel for a single operator takes the operator's time.
 
-A traced call may be lowered to several local calls, of which a kernel replaces some. The kernel's share of the traced
-call is the share of these calls in launches and bytes.
+A traced call may be lowered to several local calls, and a kernel may replace only some of the local calls. The kernel
+then saves a share of the traced call's time: the time of the replaced local calls over the time of all. Here a local
+call takes launches * launch latency + bytes / bandwidth.
 """
 
 from __future__ import annotations

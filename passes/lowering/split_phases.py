@@ -24,8 +24,8 @@ from autoshard.tracing.copy_node import copy_node
 from passes.lowering.save_least import computed_again
 
 FORWARD_RESULTS = (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)
-UPDATE_RESULTS = (OutputKind.PARAMETER_UPDATE, OutputKind.STATE_UPDATE, OutputKind.SQUARES)
-UPDATE_INPUTS = (InputKind.STATE, InputKind.HYPER, InputKind.SQUARES)
+UPDATE_RESULTS = (OutputKind.PARAMETER_UPDATE, OutputKind.STATE_UPDATE, OutputKind.SQUARES, OutputKind.NORM)
+UPDATE_INPUTS = (InputKind.STATE, InputKind.HYPER, InputKind.SQUARES, InputKind.UNSCALE)
 """Kinds of the inputs that only an update reads. The update also reads parameters, which other phases read too."""
 
 

@@ -155,7 +155,7 @@ def _needs_of(stage: StageProgram, staged: StagedProgram) -> _Needs:
         halves["second_half_with_sums"] = more_with_sums(own, own, between)
     return _Needs(
         parameters=total(InputKind.PARAMETER, InputKind.BUFFER),
-        state=total(InputKind.STATE, InputKind.HYPER, InputKind.SQUARES),
+        state=total(InputKind.STATE, InputKind.HYPER, InputKind.SQUARES, InputKind.UNSCALE),
         inputs=total(InputKind.INPUT, InputKind.SEED),
         hoisted=hoisted,
         hoisting=hoisting,

@@ -50,7 +50,7 @@ _BY_ROWS = ROWWISE | frozenset(
 
 
 def by_rule(call: PaddedCall) -> Results:
-    """Return the padded value of each of a call's results, derived from the operator's sharding rule.
+    """Return the `PaddedValue` of each of a call's results, derived from the operator's sharding rule.
 
     Raises:
         ReachedError: padding may reach the clean part of a result, or the operator has no rule.

@@ -35,9 +35,10 @@ class PaddedContent:
     Args:
         low, high: bounds of all numbers, both included.
         is_finite: whether all numbers are finite; then no number is NaN.
-        is_clean: whether each number of the region also occurs in the clean part, as in a row that is repeated.
-        is_like_clean: whether the region contains infinities only if the clean part contains infinities. An example
-            is scores plus a mask without padding.
+        is_clean: whether each number of the region also occurs in the clean part (the elements outside padding), as if
+            padding repeats a row.
+        is_like_clean: whether the region contains infinities only if the clean part contains infinities. For example,
+            all rows of finite scores, in padding or not, add one row of a mask with -inf.
 
     Example:
         >>> constant(0.0).is_constant, UNKNOWN.is_constant

@@ -39,7 +39,7 @@ _UNBOUNDED = 2.0**62
 
 @padded_call(aten.index.Tensor, aten._unsafe_index.Tensor)
 def _index(call: PaddedCall) -> Results:
-    """Return the padded value of `x[index, ...]`.
+    """Return the `PaddedValue` of `x[index, ...]`.
 
     The result has the dims of the broadcast index tensors, and the dims of `x` that are not indexed.
     """
@@ -171,7 +171,7 @@ def _extreme(call: PaddedCall) -> Results:
 
 
 def _extremes(call: PaddedCall) -> Results:
-    """Return the padded values of a call of max, min, argmax or argmin along a dim.
+    """Return the `PaddedValue`s of a call of max, min, argmax or argmin along a dim.
 
     Raises:
         ReachedError: an element in padding could be chosen.
@@ -210,7 +210,7 @@ def _extremes(call: PaddedCall) -> Results:
     aten.cumsum.default, aten.cumprod.default, aten.cummax.default, aten.cummin.default, aten.logcumsumexp.default
 )
 def _scan(call: PaddedCall) -> Results:
-    """Return the padded values of a scan such as `cumsum`.
+    """Return the `PaddedValue`s of a scan such as `cumsum`.
 
     Padding changes no clean element: each element depends only on earlier elements, and padding comes last.
     """

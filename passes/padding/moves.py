@@ -1,6 +1,6 @@
 """Follow padding through calls that create tensors or move elements: views, slices, concatenations, triangles.
 
-Each operator has a function that returns the padded values of a call's results: where padding is, and which numbers it
+Each operator has a function that returns the `PaddedValue`s of a call's results: where padding is, and which numbers it
 may contain. The functions compute no tensor.
 """
 
@@ -35,7 +35,7 @@ _FILLED = tuple(target for target in CREATIONS if target not in (aten.arange.def
 
 
 def _filled(call: PaddedCall) -> Results:
-    """Return the padded value of a new tensor whose elements all equal one number, or are not initialised."""
+    """Return the `PaddedValue` of a new tensor whose elements all equal one number, or are not initialised."""
     made = UNKNOWN if call.target in _EMPTY else content_of_call(call.node, [x.content(CLEAN) for x in call.operands])
     return (PaddedValue.of(call.plain_dims(), lambda _: made),)
 
@@ -48,7 +48,7 @@ for _target in _FILLED:
 @padded_call(aten.arange.start, sizes=(1,))
 @padded_call(aten.arange.start_step, sizes=(1,))
 def _arange(call: PaddedCall) -> Results:
-    """Return the padded value of an `arange`. Its clean part is the range of the exact program."""
+    """Return the `PaddedValue` of an `arange`. Its clean part is the range of the exact program."""
     args = call.node.args
     start, step = (0, 1) if len(args) == 1 else (args[0], args[2] if len(args) > 2 else 1)
     assert isinstance(start, int | float)
@@ -70,7 +70,7 @@ def _arange(call: PaddedCall) -> Results:
 @padded_call(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.view_copy.default, sizes=(1,))
 @padded_call(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.flatten.using_ints)
 def _view(call: PaddedCall) -> Results:
-    """Return the padded value of a view that merges or splits dims.
+    """Return the `PaddedValue` of a view that merges or splits dims.
 
     Raises:
         ReachedError: the view splits a padded part of a dim.
@@ -137,7 +137,7 @@ def _take(waiting: list[tuple[Place, Part]], size: Part, dim: int, origins: dict
 
 @padded_call(aten.expand.default, aten.expand_copy.default, aten.repeat.default, sizes=(1,))
 def _expand(call: PaddedCall) -> Results:
-    """Return the padded value of an expanded or repeated tensor; `ReachedError` if a padded dim is repeated."""
+    """Return the `PaddedValue` of an expanded or repeated tensor; `ReachedError` if a padded dim is repeated."""
     (x,) = call.operands
     dims: list[Dim] = [(size,) for size in zip(call.shapes(0)[0], call.shapes(1)[0], strict=True)]
     new = len(dims) - len(x.dims)
@@ -243,7 +243,7 @@ def _select_scatter(call: PaddedCall) -> Results:
 
 @padded_call(aten.slice_scatter.default, sizes=(3, 4))
 def _slice_scatter(call: PaddedCall) -> Results:
-    """Return the padded value of `x` with `source` written into a slice of it.
+    """Return the `PaddedValue` of `x` with `source` written into a slice of it.
 
     Raises:
         ReachedError: the slice lies along a padded dim, and does not reach the end of the dim.
@@ -280,7 +280,7 @@ def _operand_and_dim(call: PaddedCall) -> tuple[PaddedValue, int]:
 
 @padded_call(aten.cat.default)
 def _cat(call: PaddedCall) -> Results:
-    """Return the padded value of a concatenation.
+    """Return the `PaddedValue` of a concatenation.
 
     Raises:
         ReachedError: a tensor follows padding along the dim, and not all its elements equal the number in that
@@ -320,7 +320,7 @@ def _cat(call: PaddedCall) -> Results:
 
 @padded_call(aten.constant_pad_nd.default)
 def _pad(call: PaddedCall) -> Results:
-    """Return the padded value of `constant_pad_nd`.
+    """Return the `PaddedValue` of `constant_pad_nd`.
 
     Raises:
         ReachedError: the call adds elements behind a dim's padding, and their number differs from the padding's
@@ -358,7 +358,7 @@ def _grown(x: PaddedValue, dim: int, before: int, behind: int, number: PaddedCon
 
 
 def _triangle(call: PaddedCall, *, is_lower: bool) -> Results:
-    """Return the padded value of `tril` or `triu`, which set elements outside of a triangle to zero.
+    """Return the `PaddedValue` of `tril` or `triu`, which set elements outside of a triangle to zero.
 
     The lower triangle has the elements with column - row <= `diagonal`, the upper triangle those with column - row >=
     `diagonal`.

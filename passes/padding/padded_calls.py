@@ -1,6 +1,6 @@
 """A call with padding beside the same call without padding, and a table of functions by operator.
 
-A function of the table takes a call and returns the padded values of its results. It raises `ReachedError` unless
+A function of the table takes a call and returns the `PaddedValue`s of its results. It raises `ReachedError` unless
 clean parts of results (elements outside padding) equal the results without padding. Operators outside the table follow
 their sharding rules (`by_rule`).
 """
@@ -30,8 +30,8 @@ class PaddedCall:
 
     Args:
         node, exact: the call's node in the padded program and in the exact program.
-        operands: the padded values of the call's tensor operands, in order.
-        values: the padded value of each earlier node of the padded program.
+        operands: the `PaddedValue`s of the call's tensor operands, in order.
+        values: the `PaddedValue` of each earlier node of the padded program.
         has_gradient: whether gradients of parameters, or of inputs, flow through the call.
     """
 
@@ -64,7 +64,7 @@ class PaddedCall:
         return padded, exact
 
     def operand(self, position: int, name: str = "") -> PaddedValue:
-        """Return the padded value of the tensor argument at `position` or with `name`."""
+        """Return the `PaddedValue` of the tensor argument at `position` or with `name`."""
         return self.values[self.argument(position, name)]
 
     def shapes(self, index: int) -> list[tuple[int, ...]]:
@@ -130,7 +130,7 @@ def padded_call(*operators: Any, sizes: Collection[int] = ()) -> Callable[[CallF
 
 
 def results_of(call: PaddedCall, by_rule: CallFunction) -> Results:
-    """Return the padded values of a call's results, from the operator's function in the table.
+    """Return the `PaddedValue`s of a call's results, from the operator's function in the table.
 
     Operators outside the table are given to `by_rule`.
 

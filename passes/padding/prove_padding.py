@@ -216,7 +216,7 @@ class _PaddedWalk:
     differentiable: set[str] = field(default_factory=set)
 
     def run(self, inputs: Mapping[str, PaddedValue]) -> Values:
-        """Return the padded values of all nodes, given the padded values of placeholders by name.
+        """Return the `PaddedValue`s of all nodes, given the `PaddedValue`s of placeholders by name.
 
         Raises:
             ReachedError: padding may reach the clean part of a node's value. The text names the node.

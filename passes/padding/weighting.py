@@ -1,6 +1,6 @@
 """Follow padding through calls that weigh or leave out elements: softmax, attention, dropout, losses.
 
-The function of an operator returns the padded values of a call's results, or raises `ReachedError` if padding may
+The function of an operator returns the `PaddedValue`s of a call's results, or raises `ReachedError` if padding may
 change the results outside padding.
 """
 
@@ -28,7 +28,7 @@ _LOGARITHMS = (aten._log_softmax.default, aten.log_softmax.int)
     aten._softmax.default, aten._log_softmax.default, aten.softmax.int, aten.log_softmax.int, aten._safe_softmax.default
 )
 def _softmax(call: PaddedCall) -> Results:
-    """Return the padded value of a softmax.
+    """Return the `PaddedValue` of a softmax.
 
     Raises:
         ReachedError: a score in padding may have weight: it is not -inf, and no mask adds a large negative number to
@@ -90,10 +90,11 @@ def _log_sum_exp(call: PaddedCall) -> Results:
 
 @padded_call(ours.attention.default, sizes=(10,))
 def _attention(call: PaddedCall) -> Results:
-    """Return the padded values of attention.
+    """Return the `PaddedValue`s of attention's results.
 
     Raises:
-        ReachedError: queries may attend to keys in padding: no mask hides these keys, nor is attention causal.
+        ReachedError: padding may change the results outside padding. For example, neither a mask nor causality hides
+            the keys in padding from the queries.
     """
     q, k, v = (call.operand(index) for index in range(3))
     mask = None if call.argument(3, "mask") is None else call.operand(3)
@@ -134,7 +135,7 @@ def _check_mask(call: PaddedCall, mask: PaddedValue | None) -> None:
 
 @padded_call(ours.dropout.default, sizes=(4, 5))
 def _dropout(call: PaddedCall) -> Results:
-    """Return the padded values of dropout: zeros in padding stay zero, other numbers are scaled or dropped."""
+    """Return the `PaddedValue` of dropout's result: zeros in padding stay zero, other numbers are scaled or dropped."""
     x = call.operands[0]
 
     def content(region: Region) -> PaddedContent:
@@ -154,7 +155,7 @@ def _random(call: PaddedCall) -> Results:
 
 @padded_call(ours.cross_entropy.default)
 def _cross_entropy(call: PaddedCall) -> Results:
-    """Return the padded values of cross-entropy; rows whose target is `ignore_index` have loss zero for any logits."""
+    """Return the `PaddedValue`s of cross-entropy; rows whose target is `ignore_index` have loss zero for any logits."""
     logits, target = call.operands
     if logits.is_dim_padded(1):
         raise ReachedError("needs all of the padded dim")
@@ -177,7 +178,7 @@ def _rows_of_loss(logits: PaddedValue, target: PaddedValue, ignored: int) -> Res
 
 @padded_call(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def _nll_loss(call: PaddedCall) -> Results:
-    """Return the padded values of a negative log likelihood loss and of its total weight, by which a mean divides.
+    """Return the `PaddedValue`s of a negative log likelihood loss and of its total weight, by which a mean divides.
 
     Raises:
         ReachedError: a target in padding is not `ignore_index`, so the total weight would count it.

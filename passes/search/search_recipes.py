@@ -3,14 +3,14 @@
 An entry of the queue is a set of recipes with a lower bound of their objective (`recipe_pricer`). There are three kinds
 of entries, and each is split into entries of the next kind:
 
-1. All recipes with one layout and one activation policy. Policies that recompute more take longer, so their entries are
-   made only when this entry is split.
+1. All recipes with one layout and one activation policy. If a layout's fastest policy may fit in memory, only its entry
+   is made at first. The slower policies, which recompute more, get their entries when this entry is split.
 2. Also the number of pipeline ranks and the sharding are chosen.
 3. Also the pipeline is chosen, so the entry is one recipe. It is priced (`passes.search.price_recipe`) if it fits.
 
 The search ends when no entry can be faster than the best recipe. The best recipe is then the fastest of all recipes.
-Among equally fast recipes, the best recipe needs the least memory. If the ceiling or Ctrl-C stops the search, the
-result is the best recipe so far, with the lowest bound of the remaining entries.
+Among equally fast recipes, the best recipe needs the least memory. The time limit (`Ceiling`) or Ctrl-C may stop the
+search. The result is then the best recipe so far, with the lowest bound of the remaining entries.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def search_recipes(
     Args:
         memory_limit: bytes of a device.
         smallest: whether to minimise the peak memory in bytes instead of the step in seconds.
-        ceiling: a limit that may end the search; None: no limit.
+        ceiling: the time at which the search ends at the latest; None: no limit.
         known: a recipe to begin with. Recipes that cannot be better are skipped.
         watch: is called with the progress.
 

@@ -21,7 +21,7 @@ ALL_PLANS = "all plans"
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class SearchProgress:
     """The progress of one search for a plan, as shown to the user.
 
     Args:
@@ -80,12 +80,12 @@ class SearchControl:
     Args:
         show: called from time to time with the progress of the search.
         is_stopped: whether searches end as soon as they have a choice. `stop` sets it.
-        problem: name of the problem that is searched now, as in `Progress`.
+        problem: name of the problem that is searched now, as in `SearchProgress`.
         is_building: whether a problem is being built, so that no choice exists yet.
         ceiling: the time limit, shared with other searches for the same plan.
     """
 
-    show: Callable[[Progress], None] | None = None
+    show: Callable[[SearchProgress], None] | None = None
     is_stopped: bool = False
     problem: str = ALL_PLANS
     is_building: bool = False
@@ -140,4 +140,4 @@ class SearchControl:
     def note(self, best: float, lower_bound: float) -> None:
         """Call `show` with the best cost and the proven lower bound of the current problem, both in seconds."""
         if self.show is not None:
-            self.show(Progress(self.problem, best, max(0.0, lower_bound)))
+            self.show(SearchProgress(self.problem, best, max(0.0, lower_bound)))

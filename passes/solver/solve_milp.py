@@ -285,7 +285,7 @@ class _Model:
         return tuple(int(np.argmax(solution[f : f + n])) for f, n in zip(self._first, sizes, strict=True))
 
     def bound(self) -> float:
-        """Return the proven lower bound of the program's optimum, in seconds."""
+        """Return the proven lower bound of the mixed-integer program's optimum, in seconds."""
         return float(self._highs.getInfo().mip_dual_bound) / self._scale
 
 

@@ -165,7 +165,7 @@ class _Expanding:
                 raise VerificationError(f"{node.format_node()} reads all parts of bucket {operand.name!r}.")
 
     def _value(self, part: fx.Node) -> fx.Node:
-        """Return the packed value whose part of a bucket's result the node `part` selects."""
+        """Return the packed value that belongs to `part`, a `getitem` node that selects a part of a bucket's result."""
         source: Any = part.args[0]
         bucket, index = self.buckets[source], part.args[1]
         if not isinstance(index, int) or not 0 <= index < len(bucket.values):

@@ -43,8 +43,8 @@ from passes.verification.verify_offload import verify_offload
 from passes.verification.widen_reductions import widen_reductions
 
 _FORWARD_RESULTS = (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)
-_UPDATE_RESULTS = (OutputKind.PARAMETER_UPDATE, OutputKind.STATE_UPDATE, OutputKind.SQUARES)
-_UPDATE_INPUTS = (InputKind.STATE, InputKind.HYPER, InputKind.SQUARES)
+_UPDATE_RESULTS = (OutputKind.PARAMETER_UPDATE, OutputKind.STATE_UPDATE, OutputKind.SQUARES, OutputKind.NORM)
+_UPDATE_INPUTS = (InputKind.STATE, InputKind.HYPER, InputKind.SQUARES, InputKind.UNSCALE)
 _KERNEL_PREFIXES = ("autoshard.triton_", "autoshard.biased_product")
 
 
@@ -106,9 +106,10 @@ def _walk_hoisted(phased: PhasedProgram, joint: Numbering, inputs: Sequence[int]
 
 
 def _written_out(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return the graph of a phase with the rewrites of lowering undone.
+    """Return the graph of a phase with calls like those of the joint program.
 
-    Triton is imported only if the graph has kernels.
+    The calls take the place of buckets, kernels, native operators, `addmm` and 16-bit reductions. Communicators lose
+    their purposes. Triton is imported only if the graph has kernels.
     """
     check_computed(graph_module.graph)
     graph_module = widen_reductions(expand_collectives(with_targets(graph_module, SEMANTIC)))

@@ -161,7 +161,10 @@ def test_doctor_finds_this_machine_ready(monkeypatch: pytest.MonkeyPatch, capsys
         (("plan", "MODEL", "--cluster", "h100_sxm:4"), "must read NODE_TYPE:NODESxDEVICES"),
         (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--mesh", "data"), "must read AXIS=SIZE"),
         (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--precision", "f12"), "precision='f12' is unknown"),
-        (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--precision", "f16"), "Train with precision='bf16'"),
+        (
+            ("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--precision", "f16", "--optimizer", "none"),
+            "needs a training step, which scales the loss",
+        ),
         (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--memory-gib", "0.00001"), "are enough"),
         (
             ("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--memory-gib", "-1"),

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from autoshard.cli.app import app, parse_cluster
+from autoshard.cli.app import app
+from autoshard.cli.places import parse_cluster
 from autoshard.errors import AutoshardError, MeshError, NotAvailableError
 
 

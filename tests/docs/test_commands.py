@@ -1,4 +1,4 @@
-"""The commands `autoshard ...` of the pages run as they are printed, in a folder with `mine.py` and a small config."""
+"""The commands `autoshard ...` of the pages run as they are printed, in a folder with scripts and a small config."""
 
 import re
 import shlex
@@ -34,6 +34,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config = LlamaConfig(vocab_size=256, **sizes)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path / "path" / "to")
+    (tmp_path / "hostfile").write_text("node1 slots=8\nnode2 slots=8\n")
+    (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
     _run(monkeypatch, "plan mine.py:build --cluster h100_sxm:1x2 --out plan.json")
     return tmp_path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import torch
@@ -11,7 +12,7 @@ from hypothesis import reject
 from hypothesis import strategies as st
 
 import autoshard
-from autoshard import Mesh, NotAvailableError, Plan, Recipe
+from autoshard import LossScaling, Mesh, NotAvailableError, Plan, Recipe
 from autoshard.testing import DrawnProgram, check_plan, meshes, plans, programs, traced_call
 from autoshard.testing.training import options_of
 from autoshard.tracing.precision import run_in_precision
@@ -44,11 +45,28 @@ def any_plan_of_a_whole_step(data: st.DataObject, most_plans: int = 1) -> int:
 
 def any_plan_in_bf16(data: st.DataObject, most_plans: int = 1) -> int:
     """Casts among the nodes."""
-    mesh, program = data.draw(meshes(max_ranks=4, max_axes=2)), data.draw(programs().filter(runs_in_bf16))
+    mesh, program = (
+        data.draw(meshes(max_ranks=4, max_axes=2)),
+        data.draw(programs().filter(partial(runs_in, torch.bfloat16))),
+    )
     pairs = 0
     for plan in _some_plans(data, program, mesh, most_plans, precision="bf16"):
         traced = traced_call(program, plan.precision)
         check_plan(program.model, mesh, program.inputs, plan=plan, traced=traced).raise_if_different()
+        pairs += 1
+    return pairs
+
+
+def any_plan_of_a_step_in_f16(data: st.DataObject, most_plans: int = 1) -> int:
+    """A loss with a scale, whose gradients one device unscales by torch's scaler."""
+    mesh = data.draw(meshes(max_ranks=4, max_axes=2))
+    program = data.draw(programs(max_blocks=2, whole_steps=True).filter(partial(runs_in, torch.float16)))
+    assert program.whole_step is not None, "it is a whole step"
+    whole_step = replace(program.whole_step, loss_scaling=LossScaling(init_scale=64.0))
+    pairs = 0
+    for plan in _some_plans(data, program, mesh, most_plans, precision="f16"):
+        options = {"plan": plan, "traced": traced_call(program, plan.precision), "whole_step": whole_step, "steps": 2}
+        check_plan(program.model, mesh, program.inputs, **options).raise_if_different()
         pairs += 1
     return pairs
 
@@ -103,10 +121,10 @@ def _admitted(ranks: int, micro_batches: int) -> list[tuple[str, int]]:
     return [(name, stages) for name, stages in pairs if admits(name, ranks, micro_batches, stages)]
 
 
-def runs_in_bf16(program: DrawnProgram) -> bool:
-    """Whether one device runs the program in bfloat16; float32 buffers widen sums, some operators want equal types."""
+def runs_in(dtype: torch.dtype, program: DrawnProgram) -> bool:
+    """Whether one device runs the program in a type; float32 buffers widen sums, some operators want equal types."""
     try:
-        run_in_precision(program.model, torch.bfloat16, *program.inputs)
+        run_in_precision(program.model, dtype, *program.inputs)
     except (RuntimeError, ValueError) as error:
         return "dtype" not in str(error)
     return True
@@ -125,6 +143,7 @@ PROPERTIES: Mapping[str, Callable[[st.DataObject, int], int]] = {
     "any plan": any_plan,
     "any plan of a whole step": any_plan_of_a_whole_step,
     "any plan in bf16": any_plan_in_bf16,
+    "any plan of a step in f16": any_plan_of_a_step_in_f16,
     "chosen plan": chosen_plan,
     "pipeline": any_pipeline,
 }

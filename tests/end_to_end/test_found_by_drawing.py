@@ -14,7 +14,7 @@ from autoshard.testing.decided_plans import greedy_plan
 from autoshard.testing.programs import run_source
 from autoshard.tracing import trace
 from passes.strategies.enumerate_strategies import Site
-from tests.end_to_end.drawn_pairs import runs_in_bf16
+from tests.end_to_end.drawn_pairs import runs_in
 from tests.passes.greedy_plans import most_split_plan
 
 _HEAD = """
@@ -203,4 +203,4 @@ def test_gradients_of_sharp_attention_are_settled_in_float64() -> None:
 def test_what_one_device_cannot_run_in_bfloat16_is_not_drawn(layer: str) -> None:
     """A float32 buffer makes a batch norm's and an LSTM's input float32, beside weights in bfloat16."""
     program = run_source(_HEAD + _WIDENED.format(layer=layer))
-    assert runs_in_bf16(program) == layer.startswith("LayerNorm")
+    assert runs_in(torch.bfloat16, program) == layer.startswith("LayerNorm")

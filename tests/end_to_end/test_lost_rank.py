@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -194,3 +195,5 @@ def test_a_rank_that_is_stopped_amid_a_step(tmp_path: Path, axes: str) -> None:
         waited_s, error = (path / f"{rank}").read_text().split(" ", 1)
         assert error.startswith(f"{LostRankError.__name__}: Rank {rank} was communicating with other ranks, and one of")
         assert float(waited_s) < 60
+        assert "3] gave no sign." in error  # rank 2 may have other partners, and still wait
+        assert re.search(r"It was (waiting for the|in the) [a-z-]+ over|It was receiving|It was waiting until", error)

@@ -184,21 +184,6 @@ def test_evaluation_computes_in_the_same_precision() -> None:
         assert autoshard.compile(model.eval(), PAIR, precision="bf16")(**inputs)["loss"].dtype is torch.float32
 
 
-def test_float16_is_for_inference() -> None:
-    """Training in float16 needs a scaled loss, and is refused by name before any computation."""
-    model, (x, _) = Net(), batch(0)
-    sharded = autoshard.compile(model, PAIR, precision="f16")
-    with torch.no_grad():
-        assert sharded.eval()(x).dtype is torch.float16
-    message = r"precision='f16' with gradients is not available.*Train with precision='bf16'"
-    with pytest.raises(NotAvailableError, match=message):
-        sharded(x)
-    with pytest.raises(NotAvailableError, match=message):
-        autoshard.compile(model, PAIR, precision="f16", optimizer=ADAMW(model.parameters()))
-    with pytest.raises(NotAvailableError, match=message):
-        autoshard.plan(model, PAIR, precision="f16", example_inputs=(x,))
-
-
 def test_a_plan_carries_its_precision(tmp_path: Path) -> None:
     """A saved plan carries its precision, and a `compile` call with another precision is refused."""
     model, inputs = Net(), batch(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,13 +51,14 @@ def _update(limit: float | None) -> Update:
     )
 
 
-def _run(program: Program, model: nn.Module) -> dict[str, Tensor]:
-    """Results by kind and name; state is zero."""
+def _run(program: Program, model: nn.Module, scale: float = 1.0) -> dict[str, Tensor]:
+    """Results by kind and name; state is zero, and the loss has a scale."""
     parameters = dict(model.named_parameters())
     given: dict[tuple[InputKind, str], Any] = {(InputKind.INPUT, "input:0"): X}
     given |= {(InputKind.PARAMETER, name): item.detach() for name, item in parameters.items()}
     given |= {(InputKind.HYPER, name): item for name, item in HYPER.items()}
-    given[InputKind.TANGENT, "tangent:0"] = torch.ones((), dtype=torch.float64)
+    given[InputKind.TANGENT, "tangent:0"] = torch.full((), scale, dtype=torch.float64)
+    given[InputKind.UNSCALE, "unscale:all"] = torch.tensor(1 / scale, dtype=torch.float32)
     nodes = program.nodes_by_name()
     values = [
         torch.zeros(nodes[slot.node].meta["val"].shape, dtype=torch.float64)
@@ -74,8 +76,7 @@ def test_a_traced_step_is_a_step(limit: float | None) -> None:
     model = _net()
     found = _run(trace(model, (X,), update=_update(limit)), model)
     model(X).backward()
-    if limit is not None:
-        nn.utils.clip_grad_norm_(model.parameters(), limit)
+    norm = None if limit is None else nn.utils.clip_grad_norm_(model.parameters(), limit)
     adam = torch.optim.AdamW([model.first.weight, model.unused], lr=0.05, betas=(0.9, 0.99), weight_decay=0.1)
     sgd = torch.optim.SGD([model.first.bias], lr=0.1, momentum=0.9)
     adam.step()
@@ -88,9 +89,34 @@ def test_a_traced_step_is_a_step(limit: float | None) -> None:
         "state_update exp_avg_sq:first.weight": state["exp_avg_sq"],
         "state_update momentum_buffer:first.bias": sgd.state[model.first.bias]["momentum_buffer"],
     }
+    expected |= {} if norm is None else {"norm norm:all": norm}
     assert found.keys() - {"output output:0"} == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value.detach(), rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_an_unclipped_step_returns_the_norm_if_asked() -> None:
+    """The norm over all gradients is a result, and the update stays as it is without the norm."""
+    model = _net()
+    update = replace(_update(None), returns_norm=True)
+    plain, found = (_run(trace(model, (X,), update=item), model) for item in (_update(None), update))
+    model(X).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    torch.testing.assert_close(found.pop("norm norm:all"), norm, rtol=1e-12, atol=0.0)
+    assert found.keys() == plain.keys()
+    assert all(torch.equal(found[name], value) for name, value in plain.items())
+
+
+@pytest.mark.parametrize("limit", [None, 0.05])
+def test_a_scaled_step_is_the_same_step(limit: float | None) -> None:
+    """A scale of the loss changes neither norm nor update, because the program removes the scale."""
+    model, update = _net(), replace(_update(limit), returns_norm=True)
+    program = trace(model, (X,), update=replace(update, scales_loss=True))
+    assert [slot.node for slot in program.inputs_of(InputKind.UNSCALE)] == ["unscale_all"]
+    found, expected = _run(program, model, 2.0**20), _run(trace(model, (X,), update=update), model)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)
 
 
 def test_slots_of_a_whole_step() -> None:

@@ -7,29 +7,45 @@ If a process ends, the backend soon tells its neighbours. If it runs but does no
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
 from autoshard.errors import LostRankError
+from autoshard.runtime.agreement.failure_reports import report_failure, reports_in_words
 
 _GLOO = "gloo"
 """A word in the text of Gloo's errors, which are plain `RuntimeError`s: the text names Gloo's source file."""
 
+Doing = str | Callable[[BaseException], str]
+"""A communication in words, such as "receiving 'hidden'", or a function from an error to such words."""
+
 
 @contextlib.contextmanager
-def naming_lost_ranks() -> Iterator[None]:
-    """Within the context, errors of communication between processes become `LostRankError`s."""
+def naming_lost_ranks(doing: Doing = "") -> Iterator[None]:
+    """Within the context, raise errors of communication between processes as `LostRankError`.
+
+    Other errors are reported to the ranks that will wait for this rank. The message contains `doing`.
+    """
     try:
         yield
-    except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and _GLOO not in str(error).lower():
+    except Exception as error:
+        if not isinstance(error, RuntimeError) or not (
+            isinstance(error, dist.DistError) or _GLOO in str(error).lower()
+        ):
+            report_failure(error)
             raise
-        raise LostRankError(
+        words = doing if isinstance(doing, str) else doing(error)
+        sentences = [
             f"Rank {dist.get_rank()} was communicating with other ranks, and one of them stopped or did not answer in "
-            "time. Look for the rank that failed first and its own error (killed for memory, a failing node). Then "
-            f"start the run again from its last checkpoint. ({error})"
-        ) from error
+            "time.",
+            f"It was {words}." if words else "",
+            reports_in_words(waits="timed out" in str(error).lower()),
+            "Look for the rank that failed first and its own error (killed for memory, a failing node).",
+            "Then start the run again from its last checkpoint.",
+            f"({error})",
+        ]
+        raise LostRankError(" ".join(filter(None, sentences))) from error
 
 
 @contextlib.contextmanager

@@ -59,7 +59,7 @@ class AgreedCall:
 
     Args:
         key: a value that is equal for calls that may share a program.
-        describe: returns a text of the call, for messages.
+        describe: returns a description of the call, for messages.
         hyperparameters: the optimizer's hyperparameters as text.
         tensors: the inputs by name; empty if no program is run now.
     """

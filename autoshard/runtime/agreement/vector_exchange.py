@@ -61,7 +61,10 @@ class VectorExchange:
         weakref.finalize(self, _close, [*chain(*links)])
 
     def post(self, numbers: Sequence[int], action: Callable[[], str]) -> None:
-        """Send this rank's integers to the first receiver. `action` returns a text of the call, for errors."""
+        """Send this rank's integers to the rank that receives them in the first round.
+
+        `action` returns the action of this rank for errors, such as "run the call (int64[4, 16]), training".
+        """
         self._said = array("q", numbers).tobytes()
         try:
             self._links[0][0].sendall(self._said)
@@ -71,7 +74,7 @@ class VectorExchange:
     def collect(self, action: Callable[[], str]) -> list[Row]:
         """Wait for the integers of all ranks, and return them in rank order.
 
-        `action` returns a text of the call, for errors.
+        `action` is the argument of `post`.
 
         Raises:
             LostRankError: on every remaining rank, if a rank does not send its integers in time.

@@ -270,7 +270,7 @@ class MessagesBetweenRanks:
             return self._stored.pop(key), slot
         self._post(key)
         work, buffer = self._posted.pop(key)
-        with naming_lost_ranks():
+        with naming_lost_ranks(f"receiving {name!r} for stage {stage}"):
             work.wait()
         self._free_read_messages(key)
         return buffer, slot
@@ -290,7 +290,7 @@ class MessagesBetweenRanks:
                 sent.popleft()[1].wait()
 
     def end(self) -> None:
-        with naming_lost_ranks():
+        with naming_lost_ranks("waiting until other stages had read its messages"):
             for _, work, _ in (entry for sent in self._sent.values() for entry in sent):
                 work.wait()
         self._sent.clear()
@@ -303,7 +303,7 @@ class MessagesBetweenRanks:
             if addend is not None:
                 row = row.to(torch.promote_types(row.dtype, addend.dtype))
                 row[number] = addend
-        with naming_lost_ranks():
+        with naming_lost_ranks("adding up a result of all stages"):
             dist.all_reduce(row, group=self._pipeline)
         return _in_order(list(row))
 
@@ -313,7 +313,7 @@ class MessagesBetweenRanks:
         slot, mesh = staged.sent_slot(name, stage, is_forward=True), staged.stages[stage].phased.lowered.mesh
         given = self._empty(slot, mesh) if value is None else value.contiguous()
         source = {**self._mine, PIPELINE_AXIS: staged.order.stage_ranks[stage]}
-        with naming_lost_ranks():
+        with naming_lost_ranks(f"sharing {name!r} with all stages"):
             dist.broadcast(given, self._ranks[self._mesh.rank_at(source)], self._pipeline)
         return given
 

@@ -56,10 +56,12 @@ class _Applied:
 
 @dataclass(frozen=True, slots=True)
 class _BoxedValue:
-    """A formula: a value, `first`, into which boxes are written, one by one.
+    """A formula: the values of a tensor after writes to boxes (rectangular parts) of the tensor.
 
-    A write has the written box, the dims of the box that the written tensor has, and the operation that writes. The
-    other dims of the box have size 1.
+    Args:
+        first: the values before the writes.
+        writes: for each write the box, the dims of the box that its view has, and the operation that writes to the
+            view. The view lacks dims in which the box has size 1.
     """
 
     first: _Formula

@@ -42,7 +42,8 @@ def in_file_order(tensors: Mapping[str, Unread]) -> list[str]:
 class SafetensorsWriter:
     """A context that writes the file `path`.
 
-    Pass the values of `tensors` to `write` in blocks, in the order of `in_file_order`.
+    Pass the values of the tensors to `write`: tensor by tensor in the order of `in_file_order`, each in one or several
+    blocks of consecutive elements.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, Unread]) -> None:
@@ -59,7 +60,7 @@ class SafetensorsWriter:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, values: torch.Tensor) -> None:
-        """Append the values of the next block to the file."""
+        """Append `values`, the next elements of a tensor, to the file (see `SafetensorsWriter` for the order)."""
         flat = values.detach().cpu().contiguous().reshape(-1)
         if flat.numel():
             self._file.write(flat.view(torch.uint8).numpy().data)

@@ -52,7 +52,9 @@ def phased(layout: str = "ZeRO-1") -> PhasedProgram:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_is_cut_in_three(layout: str) -> None:
-    """Gradients are carried; the update takes parameters, state and hyper-parameters, and returns the first two."""
+    """Gradients are carried; the update takes parameters, state and hyper-parameters, and returns the first two, and
+    the norm of the gradients.
+    """
     found = phased(layout)
     verify_program(found.lowered.traced, found.lowered)
     verify_phases(found)
@@ -60,7 +62,7 @@ def test_a_step_is_cut_in_three(layout: str) -> None:
     counts = {kind: kinds.count(kind) for kind in (InputKind.PARAMETER, InputKind.STATE, InputKind.HYPER)}
     assert counts == {InputKind.PARAMETER: 4, InputKind.STATE: 8, InputKind.HYPER: 1}
     assert len(kinds) == 13
-    assert len(found.update_outputs) == 12
+    assert len(found.update_outputs) == 13
     assert len(found.carried) == 4
     assert not found.backward_outputs
 
@@ -90,7 +92,7 @@ def test_a_call_that_the_step_does_not_make_is_refused_in_the_update() -> None:
 
 def test_a_missing_update_is_refused() -> None:
     """A missing update, and updates in wrong order, are refused."""
-    with pytest.raises(VerificationError, match="12 updates, not None"):
+    with pytest.raises(VerificationError, match="13 updates, not None"):
         verify_phases(dataclasses.replace(phased(), update=None))
     with pytest.raises(VerificationError, match="update_outputs"):
         verify_phases(dataclasses.replace(phased(), update_outputs=phased().update_outputs[::-1]))

@@ -20,7 +20,7 @@ from passes.planning.baselines import solve_baselines
 from passes.planning.bucket_prices import BucketPrice, hidden_part, in_buckets, solve_in_buckets
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.search import Search
-from passes.solver.search_control import Progress, SearchControl
+from passes.solver.search_control import SearchControl, SearchProgress
 from passes.strategies.price import StepPrice
 from tests.passes.blocks import Perceptron
 
@@ -56,7 +56,7 @@ def test_nothing_costs_more_in_buckets() -> None:
     for _ in range(20):
         choice = [int(generator.integers(len(cost))) for cost in bucketed.costs]
         assert bucketed.cost_of(choice) <= planning.assignment.cost_of(choice) + 1e-12
-    shown: list[Progress] = []
+    shown: list[SearchProgress] = []
     search = Search(control=SearchControl(shown.append))
     found = solve_in_buckets(planning, bucketed, search, {})
     assert found is not None

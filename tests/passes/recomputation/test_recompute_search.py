@@ -33,7 +33,7 @@ from passes.recomputation.recompute_options import RecomputeOptions, find_option
 from passes.recomputation.recompute_problem import RecomputeProblem, Restored, build_recompute_problem
 from passes.recomputation.with_restored import with_restored
 from passes.solver.assignment import Assignment
-from passes.solver.search_control import Progress, SearchControl
+from passes.solver.search_control import SearchControl, SearchProgress
 from tests.passes.blocks import (
     blocks_program,
     h100s,
@@ -100,7 +100,7 @@ def test_a_search_that_is_stopped_gives_a_plan_that_fits(looks: int) -> None:
     """A stopped search returns a fitting plan, with or without a limit, and its bound covers the whole problem."""
     control, shown = SearchControl(), []
 
-    def show(progress: Progress) -> None:
+    def show(progress: SearchProgress) -> None:
         shown.append(progress)
         control.is_stopped = len(shown) >= looks
 

@@ -13,7 +13,7 @@ from passes.solver.assignment import Assignment, Edge, MemoryRow
 from passes.solver.dual_search import DualSearch
 from passes.solver.dual_state import Usage
 from passes.solver.messages import Messages
-from passes.solver.search_control import Progress, SearchControl
+from passes.solver.search_control import SearchControl, SearchProgress
 from passes.solver.smallest_peak import choice_of_smallest_peak
 from tests.passes.solver.exhaustive import solve_exhaustive
 from tests.passes.solver.test_solve_milp import assignments
@@ -46,7 +46,7 @@ def check_search(problem: Assignment, usage: Usage, rows: Sequence[MemoryRow]) -
 def test_a_stopped_search_has_a_bound_and_shows_what_holds(problem: Assignment) -> None:
     """A search stopped after one round has a true bound, and all shown values bracket the optimum."""
     best = solve_exhaustive(problem)
-    shown: list[Progress] = []
+    shown: list[SearchProgress] = []
     for control in (SearchControl(shown.append, is_stopped=True), SearchControl(shown.append)):
         search = DualSearch(max_rounds=6, control=control)
         found = search(problem, usage_of(problem), lambda point: problem.rows[point])

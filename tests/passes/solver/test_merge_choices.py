@@ -13,7 +13,7 @@ from passes.solver.assignment import Assignment
 from passes.solver.dual_search import DualSearch
 from passes.solver.dual_state import DualState
 from passes.solver.merge_choices import merge
-from passes.solver.search_control import Progress, SearchControl
+from passes.solver.search_control import SearchControl, SearchProgress
 from tests.passes.solver.closing import check_closer, knapsacks
 from tests.passes.solver.exhaustive import solve_exhaustive
 from tests.passes.solver.test_dual_search import usage_of
@@ -32,7 +32,7 @@ def test_merging_keeps_to_what_is_so(problem: Assignment) -> None:
 @given(knapsacks(most=8), st.data())
 def test_nothing_made_of_choices_seen_is_cheaper(problem: Assignment, data: st.DataObject) -> None:
     """The merged choice fits and is the cheapest, though no seen choice needs to fit; no progress is shown."""
-    shown: list[Progress] = []
+    shown: list[SearchProgress] = []
     state = DualState(problem, usage_of(problem), problem.rows.__getitem__, SearchControl(shown.append))
     choices = st.tuples(*(st.integers(0, len(cost) - 1) for cost in problem.costs))
     seen = data.draw(st.lists(choices, min_size=1, max_size=4))

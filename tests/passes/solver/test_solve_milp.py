@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from passes.solver import reduce_assignment as reduce_assignment_module
 from passes.solver.assignment import Assignment, Edge, MemoryRow
 from passes.solver.reduce_assignment import reduce_assignment
-from passes.solver.search_control import Progress, SearchControl
+from passes.solver.search_control import SearchControl, SearchProgress
 from passes.solver.solve_milp import solve_milp
 from tests.passes.solver.exhaustive import solve_exhaustive
 
@@ -67,7 +67,7 @@ def _hard() -> Assignment:
 def test_a_solver_that_is_stopped_keeps_its_bound() -> None:
     """A solver stopped at its first look has a bound below the optimum, with or without a choice."""
     problem = _hard()
-    shown: list[Progress] = []
+    shown: list[SearchProgress] = []
     best = solve_milp(problem, control=SearchControl(shown.append))
     assert best is not None
     assert shown
@@ -84,7 +84,7 @@ def test_a_solver_that_is_stopped_keeps_its_bound() -> None:
 def test_what_the_watcher_raises_comes_out_of_the_solver(error: type[BaseException]) -> None:
     """An exception of the watcher, such as a second Ctrl-C, leaves the solver as an exception."""
 
-    def show(progress: Progress) -> None:
+    def show(progress: SearchProgress) -> None:
         raise error
 
     with pytest.raises(error):

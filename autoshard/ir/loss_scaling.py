@@ -1,0 +1,61 @@
+"""`LossScaling`: settings of the dynamic scale of the loss, with which a step trains in float16.
+
+Micikevicius et al. (2018), "Mixed precision training", section 3.2: gradients below 6e-8 are zero in float16. So the
+loss is multiplied by a scale, and the gradients are divided by the scale in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from autoshard.errors import NotAvailableError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScaling:
+    """Settings of the scale of the loss under `precision="f16"`, with the names of `torch.amp.GradScaler`.
+
+    A step whose gradients are not all finite is skipped, and the scale falls. After enough steps without a skip, the
+    scale rises.
+
+    Args:
+        init_scale: the scale of the first step, above 0.
+        growth_factor: the scale rises by this factor, above 1.
+        backoff_factor: the scale falls by this factor, between 0 and 1.
+        growth_interval: number of consecutive steps without a skip after which the scale rises.
+
+    Raises:
+        NotAvailableError: a value is out of its range.
+
+    Example:
+        >>> LossScaling(growth_interval=100).init_scale
+        65536.0
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+    def __post_init__(self) -> None:
+        _check("init_scale", self.init_scale, 0.0, math.inf)
+        _check("growth_factor", self.growth_factor, 1.0, math.inf)
+        _check("backoff_factor", self.backoff_factor, 0.0, 1.0)
+        interval = self.growth_interval
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+            raise NotAvailableError(f"LossScaling(growth_interval={interval!r}): pass a whole number of at least 1.")
+
+
+def _check(name: str, value: Any, low: float, high: float) -> None:
+    """Raise `NotAvailableError` unless a value is a number between `low` and `high`, and neither of the two."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not low < float(value) < high:
+        limits = f"above {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
+        raise NotAvailableError(f"LossScaling({name}={value!r}): pass a number {limits}.")
+
+
+def scales_loss(precision: str | None, optimizer: object | None) -> bool:
+    """Whether training steps scale the loss: float16 with an optimizer. `precision` is as in `effective_precision`."""
+    return precision == "f16" and optimizer is not None

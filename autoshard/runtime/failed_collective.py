@@ -1,0 +1,62 @@
+"""Describes the collective of a lowered graph in which an error was raised, with the user's line."""
+
+from __future__ import annotations
+
+import linecache
+from types import TracebackType
+
+from torch import fx
+
+_IN_WORDS = {
+    "all_gather_into_tensor": "all-gather",
+    "all_reduce": "all-reduce",
+    "all_reduce_": "all-reduce",
+    "all_to_all_single": "all-to-all",
+    "reduce_scatter_tensor": "reduce-scatter",
+}
+"""From a collective operator of torch to its usual name."""
+
+_CODE = "<eval_with_key>"
+"""First letters of the file name that torch.fx gives the code of a graph."""
+
+
+def failed_collective(error: BaseException, graph: fx.Graph) -> str:
+    """Return the collective of `graph` in which `error` was raised; "" if the error is of another code.
+
+    For example: "waiting for the all-reduce over 'data' of mlp.up (model.py:12 in forward)".
+    """
+    name = _failed_name(error.__traceback__)
+    node = next((node for node in graph.nodes if node.name == name), None)
+    if node is None:
+        return ""
+    issued = _issued(node)
+    is_wait = issued is not node
+    kind = issued.meta.get("collective", _kind(issued))
+    kind = _IN_WORDS.get(kind, kind)
+    group = issued.meta.get("group")
+    over = f" over {group!r}" if group else ""
+    noted = next((item.meta for item in (issued, node) if item.meta.get("source") or item.meta.get("module")), {})
+    of = f" of {noted['module']}" if noted.get("module") else ""
+    line = f" ({noted['source']})" if noted.get("source") else ""
+    return f"{'waiting for' if is_wait else 'in'} the {kind}{over}{of}{line}"
+
+
+def _failed_name(trace: TracebackType | None) -> str | None:
+    """Return the name that the failing line of a graph's code assigns, from the innermost such line."""
+    found = None
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename.startswith(_CODE):
+            line = linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno, trace.tb_frame.f_globals)
+            found = line.partition("=")[0].partition(":")[0].strip()
+        trace = trace.tb_next
+    return found
+
+
+def _issued(node: fx.Node) -> fx.Node:
+    """Return the collective that a wait waits for; any other node itself."""
+    (operand,) = node.all_input_nodes if len(node.all_input_nodes) == 1 else (None,)
+    return operand if _kind(node) == "wait_tensor" and operand is not None else node
+
+
+def _kind(node: fx.Node) -> str:
+    return str(node.target).removeprefix("_c10d_functional.").partition(".")[0]

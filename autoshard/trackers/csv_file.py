@@ -1,0 +1,60 @@
+"""`CSV` writes the numbers of steps into a file of comma-separated values."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+from autoshard.ir.files import write_text
+
+_STEP = "step"
+
+
+class CSV:
+    """Writes one line per step under a header of names. A number that a step does not have is empty.
+
+    A file that is there is continued: after a restart, lines from the first written step on are replaced.
+
+    Args:
+        path: the file. Its folder is made if needed.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file: TextIO | None = None
+        self._columns: list[str] = [_STEP]
+
+    def log(self, step_number: int, values: Mapping[str, float]) -> None:
+        """Write a line; see `RunWriter.log`."""
+        if self._file is None or not values.keys() <= set(self._columns):
+            self._open(step_number, values)
+        assert self._file is not None, "it was opened"
+        row = {_STEP: step_number, **values}
+        csv.writer(self._file, lineterminator="\n").writerow([row.get(name, "") for name in self._columns])
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self, step_number: int, values: Mapping[str, float]) -> None:
+        """Open the file for a step and later steps, with a column for each of `values`."""
+        self.close()
+        rows = self._rows()
+        known = list(rows[0]) if rows else [_STEP]
+        self._columns = list(dict.fromkeys([*known, *self._columns, *values]))
+        kept = [row for row in rows if row[_STEP] and int(row[_STEP]) < step_number]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [self._columns, *([row.get(name) or "" for name in self._columns] for row in kept)]
+        write_text(self.path, "".join(f"{','.join(line)}\n" for line in lines))
+        self._file = self.path.open("a", newline="")
+
+    def _rows(self) -> list[dict[str, str]]:
+        if not self.path.exists():
+            return []
+        with self.path.open(newline="") as file:
+            return list(csv.DictReader(file))

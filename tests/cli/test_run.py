@@ -1,0 +1,180 @@
+"""`autoshard run`: the command of each host, and the start of all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from autoshard import AutoshardError
+from autoshard.cli.run import HostCommand, commands
+from tests.examples.scripts import ROOT
+
+_SUM = """
+import sys
+import torch
+torch.distributed.init_process_group("gloo")
+total = torch.ones(1)
+torch.distributed.all_reduce(total)
+open(f"{sys.argv[1]}.{torch.distributed.get_rank()}", "w").write(str(total.item()))
+torch.distributed.destroy_process_group()
+"""
+
+_FAKE_SSH = """#!/bin/sh
+while [ "$1" != node2 ]; do shift; done
+shift
+exec sh -c "$*"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a script, where the commands run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(_SUM)
+    return tmp_path
+
+
+def asked(hosts: str | None = None, min_hosts: int | None = None) -> tuple[HostCommand, ...]:
+    if hosts is not None:
+        Path("hosts").write_text(hosts)
+    return commands(
+        "train.py",
+        ["--lr", "a b"],
+        hosts=None if hosts is None else Path("hosts"),
+        processes=None,
+        min_hosts=min_hosts,
+        max_restarts=3,
+        port=29400,
+    )
+
+
+def torchrun_words(command: HostCommand) -> str:
+    return shlex.join(command.words[3:])
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_commands_of_two_hosts() -> None:
+    """All hosts meet at the first; each has its own number of processes."""
+    first, second = asked("node1 slots=8\nme@node2 slots=4\n")
+    meeting = "--rdzv-backend c10d --rdzv-endpoint node1:29400 --rdzv-id train --max-restarts 3 train.py --lr 'a b'"
+    assert torchrun_words(first) == f"--nnodes 2 --nproc-per-node 8 {meeting}"
+    assert torchrun_words(second) == f"--nnodes 2 --nproc-per-node 4 {meeting}"
+    assert not first.is_local
+    assert first.line.startswith(f"cd {Path.cwd()} && ")
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_environment_of_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables of NCCL and of Python's path go along, and nothing else; each attempt has a store of its own."""
+    monkeypatch.setenv("NCCL_DEBUG", "INFO WARN")
+    monkeypatch.setenv("SECRET", "x")
+    (first,) = asked("node1 slots=8\n")
+    assert first.variables["NCCL_DEBUG"] == "INFO WARN"
+    assert first.variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert "SECRET" not in first.variables
+    assert "NCCL_DEBUG='INFO WARN' " in first.line
+
+
+@pytest.mark.usefixtures("folder")
+def test_fewer_hosts_are_enough_if_asked() -> None:
+    """`--min-hosts` is torchrun's range of nodes."""
+    first, _ = asked("node1 slots=8\nnode2 slots=8\n", min_hosts=1)
+    assert torchrun_words(first).startswith("--nnodes 1:2 --nproc-per-node 8 ")
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("hosts", "min_hosts", "message"),
+    [
+        (None, 1, r"--min-hosts 1: pass --hosts too\."),
+        ("a slots=1\n", 2, r"--min-hosts 2: hosts names 1 hosts\."),
+        (
+            "localhost slots=1\na slots=1\n",
+            None,
+            r"hosts: the ranks meet at the first host, .* cannot reach 'localhost'",
+        ),
+    ],
+)
+def test_what_is_refused(hosts: str | None, min_hosts: int | None, message: str) -> None:
+    """Each mistake is named before anything starts."""
+    with pytest.raises(AutoshardError, match=message):
+        asked(hosts, min_hosts)
+
+
+def test_a_missing_script() -> None:
+    """A script that does not exist is named."""
+    with pytest.raises(AutoshardError, match=r"there is no script none\.py"):
+        commands("none.py", (), hosts=None, processes=1, min_hosts=None, max_restarts=0, port=1)
+
+
+def autoshard_run(*words: str, path: str = "") -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{path}:{environment['PATH']}"
+    command = (sys.executable, "-m", "autoshard", "run", *words)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def test_a_dry_run_starts_nothing(folder: Path) -> None:
+    """`--dry-run` prints a line for each host; `--json` prints them as data."""
+    (folder / "hosts").write_text("node1 slots=1\nnode2 slots=1\n")
+    out, err = autoshard_run("train.py", "--hosts", "hosts", "--dry-run", "--json").communicate(timeout=120)
+    assert [item["host"] for item in json.loads(out)] == ["node1", "node2"], err
+    assert sorted(path.name for path in folder.iterdir()) == ["hosts", "train.py"]
+
+
+def test_two_hosts_meet(folder: Path) -> None:
+    """Two emulated hosts, the second behind a program in the place of ssh, add over three ranks."""
+    ssh = folder / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text(_FAKE_SSH)
+    ssh.chmod(0o755)
+    (folder / "hosts").write_text(f"{socket.gethostname()} slots=1\nnode2 slots=2\n")
+    words = ("train.py", "--hosts", "hosts", "--port", str(free_port()), "--", "sum")
+    process = autoshard_run(*words, path=str(ssh.parent))
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert [(folder / f"sum.{rank}").read_text() for rank in range(3)] == ["3.0"] * 3
+
+
+def test_a_failing_host_ends_the_run(folder: Path) -> None:
+    """If the script fails on one host, the other host's processes end too, and the exit status is not 0."""
+    (folder / "train.py").write_text("import os, time\nos.environ['RANK'] == '0' and exit(3)\ntime.sleep(600)\n")
+    (folder / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+    process = autoshard_run("train.py", "--hosts", "hosts", "--port", str(free_port()))
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "autoshard: the run ended with exit status 1." in err
+
+
+def test_a_signal_reaches_the_script(folder: Path) -> None:
+    """SIGTERM of the command goes on to the processes of the script."""
+    (folder / "train.py").write_text(
+        "import pathlib, signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path('told').touch(), exit(0)))\n"
+        "pathlib.Path('ready').touch()\n"
+        "time.sleep(600)\n"
+    )
+    process = autoshard_run("train.py", "--nproc", "1")
+    deadline = time.monotonic() + 120
+    while not (folder / "ready").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    assert (folder / "told").exists()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

@@ -1,0 +1,131 @@
+"""A plan of a step without the norm of its gradients runs the step that returns the norm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import Mesh, Options, P, Plan, PlanMismatchError
+from autoshard.runtime.traced_optimizer import describe_update, names_of
+from autoshard.tracing import trace
+from passes.driver.norm_of_plan import lacks_norm, without_norm
+from tests.models import Blocks
+
+X = torch.linspace(-1.0, 1.0, 8 * 6).view(8, 6)
+ZERO_3 = {"*weight": P("data"), "*:*weight": P("data"), "input:*": P("data"), "*first.bias": P("model")}
+
+
+class Net(nn.Module):
+    """Two layers, whose plan may split them by any axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).tanh()).square().mean()
+
+
+def step_of(model: nn.Module, mesh: Mesh, **options: object) -> autoshard.TrainStep:
+    step = autoshard.compile(model, mesh, optimizer=torch.optim.AdamW(model.parameters()), **options)  # type: ignore[arg-type]
+    assert isinstance(step, autoshard.TrainStep)
+    return step
+
+
+def norm_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    model(x).backward()
+    return nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+
+
+@pytest.mark.parametrize("options", [{}, {"constraints": ZERO_3}, {"constraints": ZERO_3, "micro_batches": 2}])
+@pytest.mark.parametrize("axes", [{"data": 2, "model": 2}, {"pipeline": 2, "data": 2, "model": 2}])
+def test_a_plan_runs_with_the_norm(axes: dict[str, int], options: dict[str, object]) -> None:
+    """The norm of one device, by at most one reduction for each axis; everything else is as it was planned."""
+    mesh, given = Mesh(axes), {"micro_batches": 2 if "pipeline" in axes else 1, **options}
+    planned = step_of(Net(), mesh, example_inputs=(X,), **given).plan
+    assert planned is not None
+    step = step_of(Net(), mesh, plan=planned, options=Options(grad_norm=True))
+    step(X)
+    torch.testing.assert_close(step.last_grad_norm, norm_of(Net(), X))
+    autoshard.verify(step)
+    assert step.sharded.program is not None
+    for part in step.sharded.program.parts:
+        targets = [str(node.target) for node in part.update.graph.nodes] if part.update is not None else []
+        assert sum("all_reduce" in target for target in targets) <= 2
+    if not planned.stages:
+        assert step.plan is not None
+        assert planned.nodes.items() <= step.plan.nodes.items()
+
+
+def test_a_plan_without_inner_blocks_runs_with_the_norm() -> None:
+    """A deep model's plan is expanded first."""
+    mesh, deep = Mesh({"data": 2}), Blocks(8, 12)
+    x = torch.linspace(-1.0, 1.0, 64).view(8, 8)
+    planned = autoshard.plan(deep, mesh, example_inputs=(x,), optimizer="adamw", precision="f32")
+    assert planned.repeats
+    step = step_of(deep, mesh, plan=planned, options=Options(on_nonfinite="raise"))
+    expected = norm_of(deep, x)
+    deep.zero_grad()
+    step(x)
+    torch.testing.assert_close(step.last_grad_norm, expected)
+
+
+def test_a_plan_that_clips_has_the_norm() -> None:
+    """A plan with `max_grad_norm` runs with every option of the norm, as it is."""
+    mesh = Mesh({"data": 2})
+    options = {"optimizer": "adamw", "max_grad_norm": 0.5, "precision": "f32"}
+    planned = autoshard.plan(Net(), mesh, example_inputs=(X,), **options)
+    step = step_of(Net(), mesh, plan=planned, max_grad_norm=0.5, options=Options(on_nonfinite="skip"))
+    step(X)
+    assert step.plan is not None
+    assert step.plan.nodes == planned.nodes
+    torch.testing.assert_close(step.last_grad_norm, norm_of(Net(), X))
+
+
+def test_the_program_without_its_norm_is_the_program_before() -> None:
+    """The digest of the program without the norm is that of a trace without the norm."""
+    model = Net()
+    bare = describe_update(torch.optim.AdamW(model.parameters()), names_of(model.named_parameters()), None)
+    program = trace(model, (X,), update=replace(bare, returns_norm=True))
+    assert without_norm(program).digest() == trace(model, (X,), update=bare).digest()
+
+
+def test_a_plan_of_another_optimizer_is_refused() -> None:
+    """The plan without the norm must be of the same program."""
+    planned = autoshard.plan(Net(), Mesh({"data": 2}), example_inputs=(X,), optimizer="sgd")
+    with pytest.raises(PlanMismatchError, match="another model or other inputs, loss or optimizer"):
+        step_of(Net(), Mesh({"data": 2}), plan=planned, options=Options(grad_norm=True), example_inputs=(X,))
+
+
+def test_gradients_that_the_plan_lacks_are_named() -> None:
+    """A parameter that the optimizer does not update has a gradient in the norm alone."""
+
+    def made(**options: object) -> autoshard.TrainStep:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.first.parameters())
+        found = autoshard.compile(model, Mesh({"data": 2}), optimizer=optimizer, example_inputs=(X,), **options)  # type: ignore[arg-type]
+        assert isinstance(found, autoshard.TrainStep)
+        return found
+
+    planned = made().plan
+    assert isinstance(planned, Plan)
+    with pytest.raises(PlanMismatchError, match=r"requires_grad_\(False\) on these parameters"):
+        made(plan=planned, options=Options(grad_norm=True))
+
+
+def test_a_program_without_a_norm_lacks_none() -> None:
+    """Nothing is added to a plan whose program returns no norm, or clips by its norm."""
+    model = Net()
+    planned = autoshard.plan(model, Mesh({"data": 2}), example_inputs=(X,), optimizer="adamw")
+    update = describe_update(torch.optim.AdamW(model.parameters()), names_of(model.named_parameters()), None)
+    for item, expected in (
+        (update, False),
+        (replace(update, max_grad_norm=1.0), False),
+        (replace(update, returns_norm=True), True),
+    ):
+        assert lacks_norm(planned, trace(model, (X,), update=item)) is expected

@@ -1,0 +1,120 @@
+"""A user's script with `autoshard.run`, whose ranks meet drawn ends: python -m tests.restarted FOLDER STEPS [FATES].
+
+FATES is a JSON list. For each start, it has the rank that ends, the step before which the rank ends, and the way:
+"kill", "memory" or "hang". "kill after 1.5" kills the rank so many seconds after its imports. Each step appends a line
+to `FOLDER/losses`. The line has the number of the step, the loss with all digits, the number of ranks, and the number
+of the batch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import autoshard
+
+EVERY = 4
+AFTER = "kill after "
+TIMEOUT_S = 5.0
+
+
+class Net(nn.Module):
+    """Two layers with dropout, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 10), nn.Linear(10, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(nn.functional.dropout(self.first(x).tanh(), 0.1, self.training)).square().mean()
+
+
+class Batches:
+    """Batches in order, with the place as state."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def take(self) -> torch.Tensor:
+        self.place += 1
+        return torch.randn(8, 6, generator=torch.Generator().manual_seed(self.place))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+class Loss(NamedTuple):
+    """A line of the file of losses."""
+
+    step: int
+    loss: str
+    ranks: int
+    place: int
+
+
+def train(run: autoshard.Run, folder: Path, steps: int, fates: list[tuple[int, int, str]], ranks: int = 0) -> None:
+    """The training function; `ranks`: simulate so many, if not 0."""
+    start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    rank, number, way = fates[start] if start < len(fates) else (-1, -1, "")
+    if run.rank == rank and way.startswith(AFTER):
+        timer = threading.Timer(float(way.removeprefix(AFTER)), meet, ("kill",))
+        timer.daemon = True
+        timer.start()
+    torch.manual_seed(0)
+    model, batches = Net(), Batches()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.7)
+    step = autoshard.compile(
+        model,
+        autoshard.Mesh({"data": ranks or run.ranks}),
+        optimizer=optimizer,
+        example_inputs=(torch.ones(8, 6),),
+        options=autoshard.Options(timeout_s=TIMEOUT_S),
+    )
+    for done in run.steps(step, steps, schedule=schedule, data=batches):
+        if (run.rank, done) == (rank, number):
+            meet(way)
+        loss = step(batches.take())
+        schedule.step()
+        if run.rank == 0:
+            with Path(folder, "losses").open("a") as file:
+                file.write(f"{done} {float(loss).hex()} {run.ranks} {batches.place}\n")
+        time.sleep(0.02)
+
+
+def meet(way: str) -> None:
+    """Meet a fate."""
+    if way == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if way == "memory":
+        raise torch.OutOfMemoryError("out of memory, says a test")
+    time.sleep(3600)
+
+
+def losses(folder: Path) -> list[Loss]:
+    """The lines that the runs in a folder wrote."""
+    lines = (line.split() for line in (folder / "losses").read_text().splitlines())
+    return [Loss(int(step), loss, int(ranks), int(place)) for step, loss, ranks, place in lines]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder, steps, fates = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+    checkpoints = autoshard.Checkpoints(folder / "saved", every=EVERY, keep=2, asynchronous=not fates)
+    autoshard.run(lambda run: train(run, folder, steps, fates), checkpoints=checkpoints)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The scale of the loss follows torch's scaler step by step."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from autoshard.ir.loss_scaling import LossScaling
+from autoshard.runtime.loss_scale import LossScale
+
+SETTINGS = st.builds(
+    LossScaling,
+    init_scale=st.floats(2.0**-10, 2.0**100, width=32),
+    growth_factor=st.sampled_from([2.0, 1.3, 1e6]),
+    backoff_factor=st.sampled_from([0.5, 0.7, 1e-6]),
+    growth_interval=st.integers(1, 3),
+)
+
+
+@given(SETTINGS, st.lists(st.booleans(), max_size=20))
+def test_it_rises_and_falls_as_torch_does(settings: LossScaling, skipped: list[bool]) -> None:
+    """Equal to the last bit, also where the scale would overflow; a copy that loads the state goes on alike."""
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", **dataclasses.asdict(settings))
+    scale, loaded = LossScale(settings), LossScale(settings)
+    scaler.scale(parameter.sum())  # the scaler makes its scale at the first call
+    for is_skipped in skipped:
+        parameter.grad = torch.full((1,), math.inf if is_skipped else 0.0)
+        scaler.step(optimizer)
+        scaler.update()
+        loaded.load_state_dict(copy.deepcopy(scale.state_dict()))
+        for each in (scale, loaded):
+            each.update(was_skipped=is_skipped)
+        assert scale.value == loaded.value == scaler.get_scale()
+        assert scale.state_dict() == loaded.state_dict() == scaler.state_dict()
+
+
+def test_the_inverse_removes_the_scale() -> None:
+    """Powers of two change no digit."""
+    scale = LossScale(LossScaling())
+    assert scale.inverse * scale.value == 1.0
+    assert scale.inverse == 2.0**-16

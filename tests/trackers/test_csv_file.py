@@ -1,0 +1,53 @@
+"""A file of comma-separated values has a line for each step, and goes on after a restart."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from autoshard.trackers import CSV
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_lines_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
+    """Each line is in the file at once, and the folder is made at the first step."""
+    path = tmp_path / "runs" / "a.csv"
+    writer = CSV(path)
+    assert not path.parent.exists()
+    writer.log(1, {"loss": 2.5, "lr": 1e-05})
+    assert path.read_text() == "step,loss,lr\n1,2.5,1e-05\n"
+    writer.log(2, {"loss": 2.25, "lr": 1e-05})
+    assert rows_of(path)[1] == {"step": "2", "loss": "2.25", "lr": "1e-05"}
+    writer.close()
+    writer.close()
+
+
+def test_new_numbers_get_columns(tmp_path: Path) -> None:
+    """A number that comes later, or not at each step, is empty elsewhere."""
+    writer = CSV(tmp_path / "a.csv")
+    writer.log(1, {"loss": 2.0})
+    writer.log(2, {"loss": 1.0, "mfu": 0.25})
+    writer.log(3, {"mfu": 0.5})
+    writer.close()
+    assert (tmp_path / "a.csv").read_text() == "step,loss,mfu\n1,2.0,\n2,1.0,0.25\n3,,0.5\n"
+
+
+def test_a_restart_replaces_the_steps_that_it_repeats(tmp_path: Path) -> None:
+    """Lines before the first written step stay, and later lines are written again."""
+    first = CSV(tmp_path / "a.csv")
+    for number in range(1, 6):
+        first.log(number, {"loss": float(number)})
+    first.close()
+    again = CSV(str(tmp_path / "a.csv"))
+    again.log(4, {"loss": 40.0, "lr": 0.5})
+    again.close()
+    assert [(row["step"], row["loss"], row["lr"]) for row in rows_of(tmp_path / "a.csv")] == [
+        ("1", "1.0", ""),
+        ("2", "2.0", ""),
+        ("3", "3.0", ""),
+        ("4", "40.0", "0.5"),
+    ]

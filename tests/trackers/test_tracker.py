@@ -1,0 +1,228 @@
+"""A tracker hands the numbers of each step to writers, a step later, on the first rank alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autoshard
+from autoshard import LossScaling, Mesh, NonFiniteError, NotAvailableError, Options
+from autoshard.trackers import CSV, Progress, RunWriter, TensorBoard, WandB
+from autoshard.trackers.tracker import _close
+from tests.runtime.processes import report, run_checks
+
+PLAIN = {"loss", "lr", "peak_memory_bytes", "predicted_step_time_s", "predicted_peak_memory_bytes"}
+SPEEDS = {"step_time_s", "tokens_per_s", "mfu"}
+
+
+class Kept:
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.is_closed = False
+
+    def log(self, step_number: int, values: Mapping[str, float]) -> None:
+        assert not self.is_closed
+        self.rows.append((step_number, dict(values)))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Words(nn.Module):
+    """Predicts words from words, so that a step has tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+    def forward(self, tokens: Tensor, scale: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.words(tokens)).flatten(0, 1) * scale, tokens.flatten())
+
+
+TOKENS, ONE = torch.arange(32).view(4, 8) % 16, torch.ones(())
+
+
+def step_of(mesh: Any = None, **options: Any) -> autoshard.TrainStep:
+    model = Words()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = autoshard.compile(model, mesh or Mesh({"data": 2}), optimizer=optimizer, **options)
+    assert isinstance(step, autoshard.TrainStep)
+    return step
+
+
+def test_each_step_is_written_a_step_later() -> None:
+    """Numbers come when the next step ends, and the last ones when the tracker is closed."""
+    step, kept = step_of(), Kept()
+    losses = []
+    with autoshard.track(step, kept):
+        for done in range(3):
+            losses.append(float(step(TOKENS, ONE)))
+            assert [number for number, _ in kept.rows] == list(range(1, done + 1))
+    assert kept.is_closed
+    assert [values["loss"] for _, values in kept.rows] == losses
+    step(TOKENS, ONE)
+    assert len(kept.rows) == 3
+
+
+def test_the_numbers_of_a_step() -> None:
+    """A step that compiles has no speed; a step that clips has its norm; the numbers are those of the run."""
+    step, kept = step_of(max_grad_norm=0.1), Kept()
+    schedule = torch.optim.lr_scheduler.StepLR(step.optimizer, 1, 0.5)
+    norms = []
+    with autoshard.track(step, kept, start=7):
+        for _ in range(2):
+            step(TOKENS, ONE)
+            norms.append(float(step.last_grad_norm))  # type: ignore[arg-type]
+            schedule.step()
+    (first, compiled), (second, values) = kept.rows
+    assert (first, second) == (8, 9)
+    assert compiled.keys() == PLAIN | {"grad_norm"}
+    assert values.keys() == PLAIN | SPEEDS | {"grad_norm"}
+    assert [compiled["grad_norm"], values["grad_norm"]] == norms
+    assert [compiled["lr"], values["lr"]] == [0.01, 0.005]
+    assert values["peak_memory_bytes"] > 1e6
+
+
+def test_speeds_have_the_definitions_of_the_prediction() -> None:
+    """At the predicted step time, tokens per second and MFU are the predicted ones."""
+    step, kept = step_of(micro_batches=2), Kept()
+    with autoshard.track(step, kept):
+        for _ in range(2):
+            step(TOKENS, ONE)
+    assert step.plan is not None
+    predicted, values = step.plan.predicted, kept.rows[-1][1]
+    assert values["predicted_step_time_s"] == predicted.step_time_s
+    assert values["predicted_peak_memory_bytes"] == predicted.peak_memory_bytes
+    assert values["tokens_per_s"] * values["step_time_s"] == pytest.approx(TOKENS.numel())
+    assert predicted.mfu is not None
+    assert values["mfu"] * values["step_time_s"] == pytest.approx(predicted.mfu * predicted.step_time_s)
+
+
+def test_groups_and_skipped_steps() -> None:
+    """Each group of the optimizer has its learning rate, and skipped steps are counted."""
+    model = Words()
+    groups = [{"params": model.words.parameters()}, {"params": model.head.parameters(), "lr": torch.tensor(0.5)}]
+    step = autoshard.compile(
+        model, Mesh({"data": 2}), optimizer=torch.optim.SGD(groups, lr=0.25), options=Options(on_nonfinite="skip")
+    )
+    kept = Kept()
+    with autoshard.track(step, kept):
+        step(TOKENS, ONE)
+        step(TOKENS, ONE * math.nan)
+    assert [(values["lr"], values["lr_1"]) for _, values in kept.rows] == [(0.25, 0.5)] * 2
+    assert [values["skipped_steps"] for _, values in kept.rows] == [0.0, 1.0]
+    assert math.isnan(kept.rows[1][1]["grad_norm"])
+
+
+def test_the_scale_of_the_loss() -> None:
+    """A step in float16 has its scale after the step, and counts skipped steps."""
+    step, kept = step_of(precision="f16", options=Options(loss_scaling=LossScaling(init_scale=2.0**60))), Kept()
+    with autoshard.track(step, kept):
+        step(TOKENS, ONE)
+    assert [(values["loss_scale"], values["skipped_steps"]) for _, values in kept.rows] == [(2.0**59, 1.0)]
+
+
+def test_a_step_that_fails_is_not_written() -> None:
+    """An error ends a step without numbers, and tracking goes on."""
+    step, kept = step_of(options=Options(on_nonfinite="raise")), Kept()
+    with autoshard.track(step, kept):
+        step(TOKENS, ONE)
+        with pytest.raises(NonFiniteError):
+            step(TOKENS, ONE * math.inf)
+        step(TOKENS, ONE)
+    assert [number for number, _ in kept.rows] == [1, 2]
+    assert all(math.isfinite(values["loss"]) for _, values in kept.rows)
+
+
+def test_numbers_of_the_user() -> None:
+    """`add` puts numbers beside those of the last step."""
+    step, kept = step_of(), Kept()
+    tracker = autoshard.track(step, kept)
+    tracker.add(early=1.0)
+    for number in range(2):
+        step(TOKENS, ONE)
+        tracker.add(accuracy=torch.tensor(number / 2, requires_grad=True))
+    tracker.close()
+    tracker.close()
+    assert [values["accuracy"] for _, values in kept.rows] == [0.0, 0.5]
+    assert "early" not in kept.rows[0][1]
+
+
+def test_the_end_of_the_program_writes_the_last_step() -> None:
+    """A tracker that nobody closes is closed at the end; one that is gone is not."""
+    step, kept = step_of(), Kept()
+    tracker = autoshard.track(step, kept)
+    step(TOKENS, ONE)
+    tracker._at_exit()
+    assert kept.is_closed
+    assert len(kept.rows) == 1
+    _close(lambda: None)  # type: ignore[arg-type]
+
+
+def test_an_optimizer_that_is_not_traced_is_tracked() -> None:
+    """The numbers of a step by autograd."""
+    model, kept = Words(), Kept()
+    step = autoshard.compile(
+        model, Mesh({"data": 2}), optimizer=torch.optim.RMSprop(model.parameters()), max_grad_norm=1.0
+    )
+    with autoshard.track(step, kept):
+        for _ in range(2):
+            step(TOKENS, ONE)
+    assert kept.rows[1][1].keys() == PLAIN | SPEEDS | {"grad_norm"}
+
+
+def test_wrong_arguments_are_refused() -> None:
+    """A module, and an object without the methods of a writer."""
+    with pytest.raises(NotAvailableError, match=r"track\(ShardedModule\): only a training step"):
+        autoshard.track(autoshard.compile(Words(), Mesh({"data": 2})), Kept())  # type: ignore[arg-type]
+    for wrong in (print, Kept, "runs/a"):
+        with pytest.raises(NotAvailableError, match="a writer has the methods log"):
+            autoshard.track(step_of(), wrong)  # type: ignore[arg-type]
+    for right in (CSV("a"), TensorBoard("a"), WandB(), Progress(), Kept()):
+        assert isinstance(right, RunWriter)
+
+
+# On processes.
+
+
+def check_on_gloo() -> None:
+    """The first rank alone writes, also where it does not run the stage of the loss."""
+    step, kept = step_of(Mesh({"pipeline": 2, "data": 2}), micro_batches=2, options=Options(grad_norm=True)), Kept()
+    with autoshard.track(step, kept) as tracker:
+        losses = [float(step(TOKENS, ONE)) for _ in range(3)]
+        tracker.add(own=2.0)
+    if dist.get_rank():
+        assert not kept.rows
+        return
+    assert [values["loss"] for _, values in kept.rows] == losses
+    assert kept.rows[-1][1].keys() == PLAIN | SPEEDS | {"grad_norm", "own"}
+
+
+def test_on_gloo() -> None:
+    """Four processes in two stages."""
+    report(run_checks({"tracker": check_on_gloo}), "tracker")
+
+
+@pytest.mark.gpu
+def test_numbers_of_a_gpu_arrive_later() -> None:
+    """On a GPU the numbers are those of the run, and the time is that between two events."""
+    model = Words().cuda()
+    step = autoshard.compile(
+        model, Mesh({"data": 1}), optimizer=torch.optim.AdamW(model.parameters()), max_grad_norm=1.0
+    )
+    kept, losses = Kept(), []
+    with autoshard.track(step, kept):
+        for _ in range(4):
+            losses.append(step(TOKENS.cuda(), ONE.cuda()))
+    assert [values["loss"] for _, values in kept.rows] == [float(loss) for loss in losses]
+    assert all(0 < values["step_time_s"] < 10 for _, values in kept.rows[1:])
