@@ -28,7 +28,8 @@ class Runtime:
         gradient_dtype: type in which gradients are summed over micro-batches and reduced over replicas.
         separate_sum: a micro-batch's 16-bit gradients are stored beside their float32 sum (DeepSpeed's bf16 optimizer).
             Megatron-LM adds each product to the sum at once.
-        master_weights: the optimizer keeps parameters in float32.
+        master_weights: the optimizer keeps trained parameters in float32.
+        frozen_masters: parameters without gradients are kept in float32 too.
         narrow_copies: below ZeRO-3 the model holds a copy of float32 parameters in the type of its products, and ZeRO
             shards the originals. Otherwise each product casts its parameters.
         overlap_gradients: gradients are reduced during the backward of the last micro-batch.
@@ -70,6 +71,7 @@ class Runtime:
     gradient_dtype: str = "f32"
     separate_sum: bool = False
     master_weights: bool = True
+    frozen_masters: bool = False
     narrow_copies: bool = True
     overlap_gradients: bool = True
     overlap_parameters: bool = True

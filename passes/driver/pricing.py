@@ -131,12 +131,19 @@ _NARROW = {"bf16": torch.bfloat16, "f16": torch.float16, "f8": torch.bfloat16}
 
 
 def narrow_dtype(model: nn.Module, precision: str | None) -> torch.dtype | None:
-    """Return the 16-bit dtype in which a float32 model runs its matrix products under `precision`.
+    """Return the 16-bit dtype in which a model with float32 parameters runs its matrix products under `precision`.
 
-    None means that matrix products run in the model's own dtype.
+    Parameters that already have this dtype may be among them, such as frozen weights beside adapters in float32. None
+    means that matrix products run in the model's own dtype.
     """
     dtypes = {item.dtype for item in model.parameters() if item.is_floating_point()}
-    return _NARROW.get(precision or "") if dtypes == {torch.float32} else None
+    narrow = _NARROW.get(precision or "")
+    return narrow if torch.float32 in dtypes and dtypes <= {torch.float32, narrow} else None
+
+
+def has_frozen_masters(model: nn.Module) -> bool:
+    """Whether a parameter in float32 has no gradient."""
+    return any(item.dtype is torch.float32 and not item.requires_grad for item in model.parameters())
 
 
 def _narrowed(model: nn.Module, example_inputs: ExampleInputs, dtype: torch.dtype) -> tuple[nn.Module, ExampleInputs]:

@@ -18,7 +18,7 @@ from autoshard.ir.text import format_bytes
 from cost_models.hardware import Cluster
 from cost_models.memory import room_bytes
 from cost_models.streams import overlap_of
-from passes.driver.pricing import narrow_dtype, priced_model
+from passes.driver.pricing import has_frozen_masters, narrow_dtype, priced_model
 from passes.driver.progress import Show, search_bar
 from passes.search.layers.price_model import CountedModel
 from passes.search.recipe_constraints import pinned
@@ -107,6 +107,7 @@ def recipe_search(call: Call, global_batch: int) -> RecipeSearch:
     if runtime is None:
         has_masters = narrow_dtype(model, base.precision) is not None
         runtime = own_runtime(cluster, base.precision, has_masters=has_masters)
+        runtime = replace(runtime, frozen_masters=has_masters and has_frozen_masters(model))
     base = replace(base, runtime=runtime)
     is_ours = call.runtime is None
     priced = priced_model(model, call.example_inputs, call.loss_fn, base.precision, whole_experts=is_ours)
@@ -185,7 +186,8 @@ def products_precision(model: nn.Module, asked: str | None) -> str:
         raise NotAvailableError(
             f"precision={asked!r} cannot be planned with global_batch= for a model with parameters of "
             f"{', '.join(sorted(map(str, dtypes)))}: a recipe's products run in the model's own dtype, in f8 where it "
-            "has 16 bits, and in 16 bits or f8 where all are float32. Cast the model first: model.bfloat16()."
+            "has 16 bits, and in 16 bits or f8 where the others are float32. Pass precision='bf16', or cast the model "
+            "first: model.bfloat16()."
         )
     return asked or common[0]
 

@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from autoshard.ir.program import InputKind, OutputKind
+from autoshard.ir.program import InputKind, InputSlot, OutputKind, Program
 from autoshard.ir.staged import crosses_stages
 from autoshard.kernels.optimizers import IN_PLACE
 from passes.memory.stage_load import ONE_STAGE, StageLoad
@@ -96,7 +96,7 @@ class Liveness:
         forward_end: the point after the forward, when outputs are returned in the plan's spec.
         adding: name of a gradient's fan-out to the point at which the gradient is added to its sum over micro-batches.
         state_bytes_per_parameter_byte: bytes of optimizer state for each byte of a parameter.
-        parameters: names of the placeholders that are parameters.
+        parameters: names of the placeholders that are parameters with optimizer state.
         of_micro_batch: name of each placeholder that differs between micro-batches → whether it is an activation from
             another stage, which the backward may read.
         repeated: lifetimes in the units that the program leaves out.
@@ -169,7 +169,7 @@ def find_lifetimes(
     times = _Times.of(space)
     lifetimes = _Lifetimes(space, times, micro_batches > 1)
     values, on_links = lifetimes.find()
-    parameters = frozenset(slot.node for slot in space.program.inputs_of(InputKind.PARAMETER))
+    parameters = frozenset(slot.node for slot in with_state(space.program))
     micro_batch = (slot for slot in space.program.inputs if slot.kind in (InputKind.INPUT, InputKind.TANGENT))
     calls = {name: times.calls[name] for name, site in space.sites.items() if not site.is_input and name in times.calls}
     return Liveness(
@@ -186,6 +186,13 @@ def find_lifetimes(
         micro_batches=micro_batches,
         load=load,
     )
+
+
+def with_state(program: Program) -> tuple[InputSlot, ...]:
+    """Return the parameters for which an optimizer keeps state: those with gradients, or all without a backward."""
+    trained = {slot.name for slot in program.outputs if slot.kind is OutputKind.GRADIENT}
+    parameters = program.inputs_of(InputKind.PARAMETER)
+    return tuple(slot for slot in parameters if not trained or slot.name in trained)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from cost_models.hardware import Cluster
 from passes.lowering.lower_program import prepare_for
 from passes.questions.fit_sizes import InputDims, InputSize, cannot_resize, input_sizes, resize
 from passes.questions.fitted_program import FittedProgram, fit_program
-from passes.questions.lowered_parts import reader_of
+from passes.questions.lowered_parts import WITH_STATE, reader_of
 from passes.questions.plan_counts import PlanCounts
 from passes.questions.totals import COMMUNICATION, Counted, block_symbols, total
 from passes.strategies.price import StepPrice
@@ -192,7 +192,7 @@ class CountsOfPlan:
                 return counts.tokens()
             case "optimizer_bytes" if not stage.updates:
                 ratio = sympy.nsimplify(self.state_bytes_per_parameter_byte, rational=True)
-                return ((place, ratio * size) for place, size in counts.local(reader_of("parameter_bytes")))
+                return ((place, ratio * size) for place, size in counts.local(reader_of(WITH_STATE)))
         return counts.local(reader_of(name))
 
     def _counts_of(self, plan: Plan, number: int, sizes: tuple[InputSize, ...], axes: Mapping[str, Size]) -> PlanCounts:

@@ -35,6 +35,9 @@ from passes.strategies.tensor_infos import tensor_infos
 
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
+WITH_STATE = "bytes of parameters with state"
+"""The quantity of which an optimizer outside the program keeps a multiple as its state."""
+
 
 @dataclass(frozen=True, slots=True)
 class CountedPart:
@@ -165,11 +168,20 @@ def _held(phased: PhasedProgram, axes: Mapping[str, Size], kind: InputKind) -> P
     return (_slot(phased, item) for item in phased.lowered.inputs if item.slot.kind is kind)
 
 
+def _with_state(phased: PhasedProgram, axes: Mapping[str, Size]) -> Parts:
+    """Yield the bytes of the parameters for which an optimizer keeps state: those with gradients, if there are any."""
+    trained = {item.slot.name for item in phased.lowered.outputs if item.slot.kind is OutputKind.GRADIENT}
+    for node, part in _held(phased, axes, InputKind.PARAMETER):
+        if not trained or part.label in trained:
+            yield node, part
+
+
 _READERS: Mapping[str, Read] = {
     "rank_flops": _contractions,
     "activation_bytes": _saved,
     "gradient_bytes": _gradients,
     "parameter_bytes": partial(_held, kind=InputKind.PARAMETER),
+    WITH_STATE: _with_state,
     "optimizer_bytes": partial(_held, kind=InputKind.STATE),
 }
 

@@ -50,7 +50,8 @@ _SPLIT_BY = ("tensor", "context", "expert")
 
 _BATCH, _MICRO_BATCH = "batch", "micro_batch"
 _ENDS = (BEFORE, AFTER)
-_HELD = ("saved_bytes", "core_bytes", "entering_bytes", "parameters", "expert_parameters")
+_HELD = ("saved_bytes", "core_bytes", "entering_bytes", "parameters", "expert_parameters", "frozen", "frozen_experts")
+_PARAMETERS = ("parameters", "expert_parameters", "frozen", "frozen_experts")
 _STATE = {"parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer state"}
 
 Tally = Mapping[str, Any]
@@ -213,8 +214,12 @@ class _RecipeCounts:
         if name.startswith(COMMUNICATION):
             return _over(name, self._sent(layer, tally)) / pipeline
         if name in _STATE:
-            shared = ((tally["parameters"], self._shards), (tally["expert_parameters"], self._expert_replicas))
-            return sum(state_bytes(size, ranks, recipe)[_STATE[name]] for size, ranks in shared) / pipeline
+            dense, expert, frozen, frozen_experts = (tally[each] for each in _PARAMETERS)
+            shared = (
+                (dense - frozen, frozen, self._shards),
+                (expert - frozen_experts, frozen_experts, self._expert_replicas),
+            )
+            return sum(state_bytes(*numbers, recipe)[_STATE[name]] for numbers in shared) / pipeline
         match name:
             case "step_flops":
                 return whole["flops"] * self.batch / self.micro_batch
@@ -259,31 +264,34 @@ class _RecipeCounts:
                 "the bytes of the experts' all-to-alls set merged_dispatch=False."
             )
         forwards = 2 if self.recipe.recompute == "full" and layer not in _ENDS else 1
-        sent = {"data": self._exchanged(tally["parameters"], tally["expert_parameters"])}
+        sent = {"data": self._exchanged(*(tally[each] for each in _PARAMETERS))}
         for axis in _SPLIT_BY:
             whole = forwards * tally[f"forward {axis}"] + tally[f"backward {axis}"]
             sent[axis] = self._micro_batches * _gather(whole, self.axes[axis])
         return sent
 
-    def _exchanged(self, dense: Any, expert: Any) -> Any:
+    def _exchanged(self, dense: Any, expert: Any, frozen: Any, frozen_experts: Any) -> Any:
         """Return the bytes that a rank sends in a step to reduce gradients and to gather parameters.
 
-        `dense` and `expert` are the rank's numbers of parameters outside of experts and in experts. The times of these
-        collectives are in `price_ends.exchange_times` and `price_recipe.sharded_time`.
+        `dense` and `expert` are the rank's numbers of parameters outside of experts and in experts. `frozen` and
+        `frozen_experts` are those without gradients. The times of these collectives are in `price_ends.exchange_times`
+        and `price_recipe.sharded_time`.
         """
         recipe = self.recipe
         gradient, weight = GRADIENT_BYTES[recipe.runtime.gradient_dtype], WEIGHT_BYTES[recipe.precision]
         replicas, shards, owners = self._replicas, self._shards, self._expert_replicas
+        trained, of_experts = dense - frozen, expert - frozen_experts
         gathered = _gather(weight * dense, shards) + _gather(weight * expert, owners)
-        scattered = _gather(gradient * expert, owners)
-        in_groups = _gather(gradient * dense, shards) + 2 * _gather(gradient * dense / shards, replicas / shards)
+        updated = _gather(weight * trained, shards) + _gather(weight * of_experts, owners)
+        scattered = _gather(gradient * of_experts, owners)
+        in_groups = _gather(gradient * trained, shards) + 2 * _gather(gradient * trained / shards, replicas / shards)
         if recipe.reduces_each:
             both = scattered + in_groups + (2 * gathered if recipe.zero == 3 else 0)
-            return self._micro_batches * both + (gathered if recipe.zero == 2 else 0)
+            return self._micro_batches * both + (updated if recipe.zero == 2 else 0)
         if not recipe.zero:
-            return 2 * _gather(gradient * dense, replicas) + 2 * scattered
+            return 2 * _gather(gradient * trained, replicas) + 2 * scattered
         is_whole = recipe.zero_group in (None, recipe.replicas)
-        return (in_groups if is_whole else 2 * _gather(gradient * dense, replicas)) + scattered + gathered
+        return (in_groups if is_whole else 2 * _gather(gradient * trained, replicas)) + scattered + updated
 
     @property
     def _replicas(self) -> Any:

@@ -19,7 +19,7 @@ class RankLoad(NamedTuple):
     """The load of a pipeline rank.
 
     Args:
-        dense, expert: numbers of parameters outside of experts, and in experts.
+        dense, expert: numbers of trained parameters outside of experts, and in experts.
         forward_s, backward_s: seconds of the rank's layers for one micro-batch.
     """
 
@@ -49,7 +49,7 @@ def end_times(load: RankLoad, recipe: Execution, groups: Groups, cluster: Cluste
 def exchange_times(dense: float, expert: float, recipe: Execution, groups: Groups) -> tuple[float, float]:
     """Return the seconds of reducing gradients, and the seconds of gathering updated parameters, once per step.
 
-    `dense` and `expert` are the rank's numbers of parameters outside of experts and in experts.
+    `dense` and `expert` are the rank's numbers of trained parameters outside of experts and in experts.
     `price_recipe.sharded_time` has the collectives that run once per micro-batch.
     """
     gradient = GRADIENT_BYTES[recipe.runtime.gradient_dtype]

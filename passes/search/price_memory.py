@@ -76,9 +76,12 @@ def held_bytes(sizes: Mapping[str, LayerPrice], recipe: Execution, groups: Group
         is_block = name not in (BEFORE, AFTER)
         kept = kept_bytes(size, recipe, is_block=is_block)
         is_offloaded = is_block and recipe.offload == "activations"
-        shared = ((size.parameters, groups.zero.size), (size.expert_parameters, groups.expert_replicas.size))
-        states = [state_bytes(elements, ranks, recipe).values() for elements, ranks in shared]
-        update = sum(4.0 * elements / (ranks if recipe.zero else 1) for elements, ranks in shared) if widens else 0.0
+        shared = (
+            (size.trained, size.frozen, groups.zero.size),
+            (size.trained_experts, size.frozen_experts, groups.expert_replicas.size),
+        )
+        states = [state_bytes(*numbers, recipe).values() for numbers in shared]
+        update = sum(4.0 * trained / (ranks if recipe.zero else 1) for trained, _, ranks in shared) if widens else 0.0
         gathered = 2 * WEIGHT_BYTES[recipe.precision] * (size.parameters + size.expert_parameters)
         recomputed = {"none": 0, "selective": size.core_bytes, "full": size.saved_bytes}[recipe.recompute]
         rows.append((
@@ -153,29 +156,32 @@ def host_bytes(
     return int((np.array(in_flight) * (rank_counts(blocks, stages, recipe) @ kept)).max())
 
 
-def state_bytes(elements: Any, shards: Any, recipe: Execution) -> dict[str, Any]:
+def state_bytes(trained: Any, frozen: Any, shards: Any, recipe: Execution) -> dict[str, Any]:
     """Return the bytes of "parameters", "gradients" and "optimizer state" on one rank.
 
-    `elements` is the number of parameters before ZeRO shards them over `shards` ranks. Both may be numbers, arrays or
-    symbols.
+    `trained` and `frozen` are the numbers of parameters with and without gradients, before ZeRO shards them over
+    `shards` ranks. They may be numbers, arrays or symbols.
 
     With float32 master weights and a stage below ZeRO-3, a narrow copy of each parameter counts too, in two cases. The
     runtime has `narrow_copies`, or there is no pipeline. In the second case, the search over specs may shard a
     parameter further than the recipe says, and gather a narrow copy. In a pipeline it would be gathered for each
-    micro-batch.
+    micro-batch. Frozen parameters have master weights only with `frozen_masters`.
     """
     weight, gradient = WEIGHT_BYTES[recipe.precision], GRADIENT_BYTES[recipe.runtime.gradient_dtype]
     has_masters = recipe.runtime.master_weights
     has_copies = has_masters and recipe.zero < 3 and (recipe.runtime.narrow_copies or recipe.pipeline == 1)
     extra = 2 if recipe.runtime.separate_sum and gradient > 2 else 0
-    state = (4 if has_masters else weight) * MOMENTS[recipe.optimizer] + (4 if has_copies else 0)
-    if has_masters and not has_copies:
-        weight = 4
+    moments = (4 if has_masters else weight) * MOMENTS[recipe.optimizer]
+    master = 4 if has_copies else 0
+    wide = 4 if has_masters and not has_copies else weight
+    of_frozen = (wide, master) if recipe.runtime.frozen_masters else (weight, 0)
     on_device = 0.0 if recipe.offload in ("optimizer", "parameters") else 1.0
     return {
-        "parameters": elements * weight / (shards if recipe.zero == 3 else 1),
-        "gradients": elements * (gradient + extra) / (shards if recipe.zero >= 2 else 1),
-        "optimizer state": on_device * elements * state / (shards if recipe.zero >= 1 else 1),
+        "parameters": (trained * wide + frozen * of_frozen[0]) / (shards if recipe.zero == 3 else 1),
+        "gradients": trained * (gradient + extra) / (shards if recipe.zero >= 2 else 1),
+        "optimizer state": on_device
+        * (trained * (moments + master) + frozen * of_frozen[1])
+        / (shards if recipe.zero >= 1 else 1),
     }
 
 

@@ -46,7 +46,7 @@ class LayerTimes(NamedTuple):
         backward_s: seconds of the backward, without recomputation.
         recompute_s: seconds of the recomputation in the backward.
         input_gradient_s, weight_gradient_s: seconds of the two parts of a cut backward, together at least `backward_s`.
-        dense, expert: numbers of parameters outside of experts, and in experts.
+        dense, expert: numbers of trained parameters outside of experts, and in experts.
         communication: for each layer class, the seconds of exposed communication in both passes, by axis.
     """
 
@@ -65,7 +65,7 @@ def layer_times(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Gro
     rows, communication = [], []
     for name, price in layers.items():
         row, exposed = _layer_time(price, recipe, groups, cluster, is_block=name not in (BEFORE, AFTER))
-        rows.append((*row, price.parameters, price.expert_parameters))
+        rows.append((*row, price.trained, price.trained_experts))
         communication.append(exposed)
     return LayerTimes(*np.array(rows, dtype=float).T, communication=communication)
 
@@ -162,10 +162,10 @@ def sharded_time(price: LayerPrice, recipe: Execution, groups: Groups) -> tuple[
     gradient, weight = GRADIENT_BYTES[recipe.runtime.gradient_dtype], WEIGHT_BYTES[recipe.precision]
     dense, expert = price.parameters, price.expert_parameters
 
-    reduce_s = in_pieces(reduce_scatter_time, dense * gradient, groups.zero, recipe)
-    reduce_s += in_pieces(all_reduce_time, dense * gradient / groups.zero.size, groups.outer, recipe)
+    reduce_s = in_pieces(reduce_scatter_time, price.trained * gradient, groups.zero, recipe)
+    reduce_s += in_pieces(all_reduce_time, price.trained * gradient / groups.zero.size, groups.outer, recipe)
     if expert:
-        reduce_s += in_pieces(reduce_scatter_time, expert * gradient, groups.expert_replicas, recipe)
+        reduce_s += in_pieces(reduce_scatter_time, price.trained_experts * gradient, groups.expert_replicas, recipe)
     if recipe.zero < 3:
         return 0.0, reduce_s
     each = max(1, price.matrices) if recipe.runtime.listed_collectives else None
@@ -284,7 +284,7 @@ def accumulation_bytes(price: LayerPrice, recipe: Execution) -> float:
     (`Execution.reduces_each`), FSDP copies them into a flat buffer, and casts it to the dtype of the reduction.
     """
     gradient = GRADIENT_BYTES[recipe.runtime.gradient_dtype]
-    elements = price.parameters + price.expert_parameters
+    elements = price.trained + price.trained_experts
     if recipe.reduces_each:
         return elements * (4 + (2 + gradient if gradient > 2 else 0))
     return elements * (2 + 2 * gradient) if recipe.micro_batches > 1 else 0.0

@@ -48,6 +48,7 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     "gradient_dtype": ({"gradient_dtype": "bf16"},),
     "separate_sum": ({"separate_sum": True},),
     "master_weights": ({"master_weights": False},),
+    "frozen_masters": ({"frozen_masters": True},),
     "narrow_copies": ({"narrow_copies": False, "pipeline": 2},),
     "offload": ({"offload": "activations"},),
     "overlap_gradients": ({"overlap_gradients": False},),

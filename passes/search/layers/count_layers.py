@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 import autoshard.kernels as kernels
-from autoshard.ir.program import InputKind, tensor_values
+from autoshard.ir.program import InputKind, OutputKind, tensor_values
 from autoshard.ir.spec import PartitionSpec
 from passes.search.layers.chains import Chains
 from passes.search.layers.fold_program import FoldedProgram, is_layout
@@ -149,6 +149,7 @@ class LayerClass:
         entering: the values of other layer classes that the forward reads. A recomputed layer keeps only these values.
         parameters: the parameters by qualified name.
         expert_parameters: the names of the parameters that the expert axis splits.
+        frozen: the names of the parameters that have no gradient.
         workspaces: for each kernel, the values that it reads or writes and that are freed before the next phase.
     """
 
@@ -158,6 +159,7 @@ class LayerClass:
     entering: tuple[Sized, ...]
     parameters: Mapping[str, Sized]
     expert_parameters: frozenset[str]
+    frozen: frozenset[str]
     workspaces: tuple[tuple[Sized, ...], ...]
 
     @property
@@ -189,6 +191,7 @@ class _LayerCounter:
         self.nodes = folded.single.nodes_by_name()
         self.slots = {slot.node: slot for slot in folded.single.inputs}
         self.gradients = makers_of_outputs(folded)
+        self.trained = {slot.name for slot in folded.single.outputs if slot.kind is OutputKind.GRADIENT}
         self.core = attention_cores(folded)
         self.varying = depending(folded, {slot.node for slot in folded.single.inputs if slot.kind != InputKind.SEED})
         order = [node for node in folded.single.graph.nodes if _works(node, self.varying)]
@@ -200,10 +203,11 @@ class _LayerCounter:
     def layer(self, name: str) -> LayerClass:
         nodes, expert = self.folded.parameters.get(name, ()), self.layouts.get("expert")
         shared = (node for node in nodes if expert is not None and expert.dim_of((node, 0)) is not None)
+        parameters = {self.slots[node].name: self._sized(self.nodes[node], 0) for node in nodes}
         return LayerClass(
             self._phase(name, "forward"), self._phase(name, "backward"), self._saved(name), self._entering(name),
-            {self.slots[node].name: self._sized(self.nodes[node], 0) for node in nodes},
-            frozenset(self.slots[node].name for node in shared), self._workspaces(name),
+            parameters, frozenset(self.slots[node].name for node in shared),
+            frozenset(parameters.keys() - self.trained), self._workspaces(name),
         )  # fmt: skip
 
     def _phase(self, layer: str, phase: str) -> Phase:

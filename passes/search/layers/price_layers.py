@@ -105,6 +105,7 @@ class LayerPrice:
         parameters: elements on each rank, before ZeRO, of the parameters that all replicas hold.
         matrices: the number of these parameters that have two dims or more.
         expert_parameters: elements on each rank of the parameters that the expert axis splits.
+        frozen, frozen_experts: the elements of `parameters` and of `expert_parameters` that have no gradient.
         phase: prices the "forward" or the "backward".
     """
 
@@ -115,7 +116,19 @@ class LayerPrice:
     parameters: int
     matrices: int
     expert_parameters: int
+    frozen: int = 0
+    frozen_experts: int = 0
     phase: Callable[[str], PhasePrice] = field(repr=False)
+
+    @property
+    def trained(self) -> int:
+        """Elements of `parameters` that have a gradient."""
+        return self.parameters - self.frozen
+
+    @property
+    def trained_experts(self) -> int:
+        """Elements of `expert_parameters` that have a gradient."""
+        return self.expert_parameters - self.frozen_experts
 
     @cached_property
     def forward(self) -> PhasePrice:
@@ -224,8 +237,8 @@ class _Held(NamedTuple):
         values: the different shapes.
         kept: how often each shape occurs, [3 + workspaces, shapes]. The rows are saved values, saved values in
             attention's core, entering values, and the values of each workspace.
-        parameters: how often each shape occurs among parameters that all replicas hold, and among experts' parameters,
-            [2, shapes].
+        parameters: how often each shape occurs among parameters, [4, shapes]. The rows are the parameters that all
+            replicas hold, experts' parameters, and the frozen parameters of both.
         matrices: the number of parameters with two dims or more that all replicas hold.
     """
 
@@ -352,13 +365,18 @@ def _held(layer: LayerClass, *, is_narrow: bool) -> _Held:
         [value for name, value in layer.parameters.items() if (name in layer.expert_parameters) == is_expert]
         for is_expert in (False, True)
     )
+    frozen, frozen_experts = (
+        [layer.parameters[name] for name in layer.frozen if (name in layer.expert_parameters) == is_expert]
+        for is_expert in (False, True)
+    )
     values = tuple(dict.fromkeys(value for items in (*kept, dense, expert) for value in items))
 
     def table(rows: Sequence[Sequence[Sized]]) -> NDArray[np.int64]:
         counts = [Counter(items) for items in rows]
         return np.array([[count[value] for value in values] for count in counts], dtype=np.int64)
 
-    return _Held(values, table(kept), table([dense, expert]), sum(len(value.first) > 1 for value in dense))
+    parameters = table([dense, expert, frozen, frozen_experts])
+    return _Held(values, table(kept), parameters, sum(len(value.first) > 1 for value in dense))
 
 
 def _whole(item: Sized) -> Sized:
@@ -374,9 +392,9 @@ def _held_sizes(held: _Held, batch: int, sizes: Sizes) -> dict[str, int]:
     shapes = np.array([value.local_bytes(batch, sizes) for value in held.values], dtype=np.int64)
     saved, core, entering, *workspaces = (held.kept @ shapes).tolist()
     elements = np.array([math.prod(value.shape(1, sizes)) for value in held.values], dtype=np.int64)
-    dense, expert = (held.parameters @ elements).tolist()
+    dense, expert, frozen, frozen_experts = (held.parameters @ elements).tolist()
     return {
         "saved_bytes": saved, "core_bytes": core, "entering_bytes": entering,
         "workspace_bytes": max(workspaces, default=0), "parameters": dense,
-        "matrices": held.matrices, "expert_parameters": expert,
+        "matrices": held.matrices, "expert_parameters": expert, "frozen": frozen, "frozen_experts": frozen_experts,
     }  # fmt: skip

@@ -73,5 +73,16 @@ def test_gradients_beside_their_sum_take_memory() -> None:
 def test_our_pipelines_hold_their_parameters_in_float32(pipeline: int, zero: int, expected: tuple[int, int]) -> None:
     """Bytes of a parameter and of its state on each of four ranks: our runtime has no narrow copies."""
     recipe = Execution(data=4, zero=zero, pipeline=pipeline, runtime=OURS)
-    found = state_bytes(1, 4, recipe)
+    found = state_bytes(1, 0, 4, recipe)
     assert (found["parameters"], found["optimizer state"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("frozen_masters", "zero", "expected"), [(False, 0, 2), (False, 3, 0.5), (True, 0, 6), (True, 3, 1)]
+)
+def test_frozen_parameters_have_neither_gradients_nor_moments(frozen_masters: bool, zero: int, expected: float) -> None:
+    """Bytes of a frozen parameter on each of four ranks: a copy in 16 bits, and a master weight where asked for."""
+    recipe = under(Execution(data=4, zero=zero, runtime=OURS), frozen_masters=frozen_masters)
+    found = state_bytes(0, 1, 4, recipe)
+    assert found["gradients"] == 0
+    assert found["parameters"] + found["optimizer state"] == expected

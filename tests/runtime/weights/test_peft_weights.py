@@ -1,16 +1,13 @@
-"""Adapters of peft as files, and merged adapters. Uses peft if it is installed, else a hand-written stand-in."""
+"""Adapters of peft as files, and merged adapters."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import distributions
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,20 +25,11 @@ from autoshard import Mesh, P
 from autoshard.errors import WeightsError
 from tests.runtime.processes import checked_once, report
 
+peft = pytest.importorskip("peft")
+
 PAIR = Mesh({"data": 2})
 INPUTS = torch.arange(24.0).reshape(4, 6) / 24
 TOKENS = dict.fromkeys(("input_ids", "labels"), torch.arange(32).reshape(4, 8))
-
-
-IS_INSTALLED = any(distributions(name="peft"))
-"""Whether the library is; pytest may have put the stand-in on the path."""
-
-
-def peft() -> Any:
-    """The library, or the stand-in."""
-    if not IS_INSTALLED:
-        sys.path.insert(0, str(Path(__file__).with_name("standin")))
-    return importlib.import_module("peft")
 
 
 class Net(nn.Module):
@@ -71,8 +59,8 @@ class Wrapped(nn.Module):
 
 def adapted(model: nn.Module, **options: Any) -> Any:
     """The model with non-zero adapters."""
-    config = peft().LoraConfig(**{"r": 2, "lora_alpha": 6, "target_modules": ["up"], **options})
-    found = peft().get_peft_model(model, config)
+    config = peft.LoraConfig(**{"r": 2, "lora_alpha": 6, "target_modules": ["up"], **options})
+    found = peft.get_peft_model(model, config)
     for name, parameter in found.named_parameters():
         if "lora_" in name:
             nn.init.normal_(parameter)
@@ -247,8 +235,6 @@ def test_with_a_process_per_rank(outcomes: dict[str, str], name: str) -> None:
     report(outcomes, name)
 
 
-@pytest.mark.skipif(not IS_INSTALLED, reason="peft is not installed: checked above with a stand-in")
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"use_rslora": True}, {"trainable_token_indices": [1, 3]}])
 def test_peft_loads_what_is_written(tmp_path: Path, options: dict[str, Any]) -> None:
     """`PeftModel.from_pretrained` and `from_pretrained` compute the same as the compiled model."""
@@ -258,5 +244,5 @@ def test_peft_loads_what_is_written(tmp_path: Path, options: dict[str, Any]) -> 
     step.export(tmp_path / "adapter")
     step.export(tmp_path / "merged", merge=True)
     load = transformers.LlamaForCausalLM.from_pretrained
-    assert_same_loss(peft().PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter"), step)
+    assert_same_loss(peft.PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter"), step)
     assert_same_loss(load(tmp_path / "merged"), step)

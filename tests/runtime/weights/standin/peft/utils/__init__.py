@@ -1,1 +1,0 @@
-"""Parts that all ways to adapt have."""
