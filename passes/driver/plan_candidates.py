@@ -179,8 +179,8 @@ _GAIN, _SLOW = 0.95, 1.5
 """Ratios of step times. A candidate is planned if its price is at most `_GAIN` times the fastest step so far, see
 `_may_be_faster`. If the time budget cut a search, its plan may take `_SLOW` times its price.
 
-Measured on 12 models, clusters and batches (2026-11-30): plans with stages, and plans that keep all values, took 1.01 to
-1.19 times the prices of their recipes.
+Measured on 12 models, clusters and batches (2026-11-30). Plans with stages, and plans that keep all values, took 1.01
+to 1.19 times the prices of their recipes.
 """
 
 _SLOWER, _LITTLE = 1.05, 0.02
