@@ -19,6 +19,8 @@ import networkx as nx
 import torch
 from torch import fx
 
+from autoshard.graphs.pointwise import is_pointwise
+
 _aten = torch.ops.aten
 _SOURCE, _SINK = "source", "sink"
 _GROWTH, _FARTHEST = 1.1, 100
@@ -117,7 +119,7 @@ def _is_cheap(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     is_drawn = torch.Tag.nondeterministic_seeded in node.target.tags
-    return node.target in _CHEAP or (torch.Tag.pointwise in node.target.tags and not is_drawn)
+    return node.target in _CHEAP or (is_pointwise(node.target) and not is_drawn)
 
 
 def _is_reduction(node: fx.Node) -> bool:

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from autoshard.graphs.aliases import aliased_operands
+from autoshard.graphs.pointwise import is_pointwise
 from autoshard.ir.collectives import is_collective, is_wait
 from autoshard.ir.lowered import PhasedProgram
 from passes.lowering.rewrite_phases import only_returned, rewrite_phases
@@ -91,9 +91,7 @@ def _ends_a_reduction(node: fx.Node, returned: Collection[fx.Node]) -> bool:
 
     `returned` has the calls whose results are only returned.
     """
-    return node in returned and (
-        len(node.all_input_nodes) == 1 or torch.Tag.pointwise in getattr(node.target, "tags", ())
-    )
+    return node in returned and (len(node.all_input_nodes) == 1 or is_pointwise(node.target))
 
 
 def _places_in_chains(late: Collection[fx.Node]) -> Mapping[fx.Node, int]:

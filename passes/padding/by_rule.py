@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.graphs.pointwise import is_pointwise
 from autoshard.ir.program import tensor_values
 from autoshard.ir.spec import Reduction
 from autoshard.rules.notation import BoundRule, Dims
@@ -211,13 +212,13 @@ class _Ruled:
         reductions = [self.bound.reduce.get(factor) for factor, _ in reduced]
         is_one = len(set(reductions)) == 1
         combine = _COMBINED.get(reductions[0], either) if is_one else either
-        is_pointwise = torch.Tag.pointwise in getattr(self.call.target, "tags", ())
+        may_sum = not is_pointwise(self.call.target)
 
         def content(region: Region) -> PaddedContent:
             if self.bound.transparent:
                 first, *others = self._operands(result, region, frozenset())
                 return replace(first, is_clean=False, is_like_clean=False) if others and region else first
-            if not is_pointwise and self._has_zero_addends(result, region, subsets):
+            if may_sum and self._has_zero_addends(result, region, subsets):
                 return constant(0)
             found = [self._operands(result, region, labels) for labels in subsets]
             if mask := self._added_mask(found):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.graphs.pointwise import is_pointwise
 from autoshard.rules.linearity import Range
 from autoshard.rules.ranges import range_of_call, range_of_type
 
@@ -126,7 +127,7 @@ def content_of_call(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedC
             UNKNOWN if dtype is None else PaddedContent(-math.inf, math.inf, all(item.is_finite for item in operands))
         )
     made = _compute(node, operands) or _combine(node, operands, dtype) or _bound(node, operands, dtype)
-    if operands and _is_pointwise(node) and all(item.is_clean for item in operands):
+    if operands and is_pointwise(node.target) and all(item.is_clean for item in operands):
         return replace(made, is_clean=True)
     return made
 
@@ -151,7 +152,7 @@ def _compute(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent 
 
     Return None if the call is not pointwise, or an operand is not constant.
     """
-    if not _is_pointwise(node) or not operands:
+    if not is_pointwise(node.target) or not operands:
         return None
     if not all(item.is_constant and (abs(item.low) < _EXACT or not item.is_finite) for item in operands):
         return None
@@ -339,7 +340,7 @@ def _bound(node: fx.Node, operands: Sequence[PaddedContent], dtype: torch.dtype)
     if not dtype.is_floating_point:
         return _bound_whole(node, operands, dtype)
     if not all(item.is_finite for item in operands):
-        is_like_clean = _is_pointwise(node) and all(item.has_no_infinity_of_its_own for item in operands)
+        is_like_clean = is_pointwise(node.target) and all(item.has_no_infinity_of_its_own for item in operands)
         return replace(UNKNOWN, is_like_clean=is_like_clean)
     found = _range_of(node, operands)
     return _from_range(found, is_finite=stays_finite(node, operands) or found.is_finite)
@@ -419,7 +420,3 @@ def stays_finite(node: fx.Node, operands: Sequence[PaddedContent]) -> bool:
 
 def _packet(node: fx.Node) -> Any:
     return getattr(node.target, "overloadpacket", None)
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())

@@ -1,0 +1,15 @@
+"""Tells operators that compute each element of their result from the elements at the same place."""
+
+from __future__ import annotations
+
+import torch
+
+
+def is_pointwise(target: object) -> bool:
+    """Whether `target`, the target of a call in a graph, has torch's tag for such operators; False for other targets.
+
+    Example:
+        >>> is_pointwise(torch.ops.aten.add.Tensor), is_pointwise(torch.ops.aten.mm.default)
+        (True, False)
+    """
+    return torch.Tag.pointwise in getattr(target, "tags", ())
