@@ -71,7 +71,11 @@ def test_rows_have_the_asked_tensors() -> None:
 @pytest.mark.parametrize(
     ("document", "lengths", "words"),
     [
-        ({"input_ids": [5, 6], "labels": [5]}, None, "document 0 has 2 tokens and 1 labels, and was packed as 2 tokens"),
+        (
+            {"input_ids": [5, 6], "labels": [5]},
+            None,
+            "document 0 has 2 tokens and 1 labels, and was packed as 2 tokens",
+        ),
         ([5, 6], [1], "document 0 has 2 tokens and 2 labels, and was packed as 1 tokens"),
     ],
 )
