@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -22,7 +21,7 @@ from autoshard.data import Loader, RankRows
 from autoshard.data.rows import order_of
 from autoshard.data.sources import IndexedSource, Reading, StreamSource
 from autoshard.runtime.micro_batches import CutBatch
-from tests.runtime.processes import checked_once, report
+from tests.runtime.processes import checked_once, report, shared_folder
 
 WIDTH = 3
 
@@ -451,19 +450,17 @@ def check_each_rank_loads_its_rows() -> None:
 
 def check_a_run_of_two_ranks_goes_on() -> None:
     """A checkpoint that one process saved holds on four."""
-    folder = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else None]
-    torch.distributed.broadcast_object_list(folder)
-    assert folder[0] is not None
-    step = compiled({"data": 4})
-    loader = autoshard.data.loader(Table(15), step, batch_size=8, seed=3)
-    checkpoints = Checkpoints(folder[0])
-    losses = train(step, loader, 2, checkpoints, 3)
-    checkpoints.wait()
-    step = compiled({"data": 2, "model": 2}, 2)
-    loader = autoshard.data.loader(Table(15), step, batch_size=8, seed=3)
-    assert checkpoints.load(step, data=loader) == 3
-    losses += train(step, loader, 2)
-    torch.testing.assert_close(losses, alone(15, 8, 2), rtol=1e-5, atol=1e-6)
+    with shared_folder() as folder:
+        step = compiled({"data": 4})
+        loader = autoshard.data.loader(Table(15), step, batch_size=8, seed=3)
+        checkpoints = Checkpoints(folder)
+        losses = train(step, loader, 2, checkpoints, 3)
+        checkpoints.wait()
+        step = compiled({"data": 2, "model": 2}, 2)
+        loader = autoshard.data.loader(Table(15), step, batch_size=8, seed=3)
+        assert checkpoints.load(step, data=loader) == 3
+        losses += train(step, loader, 2)
+        torch.testing.assert_close(losses, alone(15, 8, 2), rtol=1e-5, atol=1e-6)
 
 
 def check_a_pipeline_reads_whole_batches() -> None:
