@@ -178,7 +178,7 @@ def test_a_failing_host_ends_the_run(folder: Path) -> None:
 
 
 def test_sigterm_lets_all_hosts_save(folder: Path) -> None:
-    """SIGTERM goes to the ranks of this machine, which tell the others; nothing starts again."""
+    """SIGTERM goes to the ranks of this machine, which tell the others; the run ends, although restarts are left."""
     (folder / "train.py").write_text(_TOLD)
     process = on_two_hosts(folder, 1, "--max-restarts", "3")
     deadline = time.monotonic() + 120
