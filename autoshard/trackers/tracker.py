@@ -102,7 +102,7 @@ class _Taken:
         return found
 
 
-class _Writing:
+class _Unwritten:
     """The writers of a run, and the numbers of its last step, which wait. The step is not known here, so it may end.
 
     Args:
@@ -143,8 +143,8 @@ class Tracker:
         self._programs = 0
         control = step.sharded.engine.control
         is_first = control is None or control.channel.rank == control.channel.ranks[0]
-        self._writing = _Writing(writers if is_first else ())
-        self._close_once = weakref.finalize(self, self._writing.close)
+        self._unwritten = _Unwritten(writers if is_first else ())
+        self._close_once = weakref.finalize(self, self._unwritten.close)
         if is_first:
             step.add_observer(self)
 
@@ -156,12 +156,12 @@ class Tracker:
     def end(self, loss: torch.Tensor) -> None:
         """Take the numbers of a step, and write those of the step before; the step calls this method."""
         time_s = self._clock.end()
-        self._writing.write()
+        self._unwritten.write()
         self._number += 1
         has_compiled = len(self._step.sharded.programs) > self._programs
         plan = self._step.plan
         predicted = None if plan is None or not plan.predicted.step_time_s else plan.predicted
-        self._writing.waiting = _Taken(
+        self._unwritten.waiting = _Taken(
             self._number,
             [LateScalars({"loss": loss, **self._norm(), **self._learning_rates()})],
             self._known(),
@@ -174,8 +174,8 @@ class Tracker:
 
         All ranks may call. Without a step so far, nothing is added.
         """
-        if self._writing.waiting is not None:
-            self._writing.waiting.numbers.append(LateScalars(values))
+        if self._unwritten.waiting is not None:
+            self._unwritten.waiting.numbers.append(LateScalars(values))
 
     def close(self) -> None:
         """Write the numbers of the last step, close the writers, and track no further step."""

@@ -140,7 +140,7 @@ def check_pickle() -> None:
     train(sharded)
     if is_distributed():
         for save in (pickle.dumps, lambda item: torch.save(item, io.BytesIO())):
-            with pytest.raises(autoshard.NotAvailableError, match=r"state_dict\(\) with torch.distributed.checkpoint"):
+            with pytest.raises(autoshard.NotAvailableError, match=r"with torch\.distributed\.checkpoint"):
                 save(sharded)
         return
     buffer = io.BytesIO()
