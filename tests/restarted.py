@@ -1,9 +1,9 @@
 """A user's script with `autoshard.run`, whose ranks meet drawn ends: python -m tests.restarted FOLDER STEPS [FATES].
 
 FATES is a JSON list. For each start, it has the rank that ends, the step before which the rank ends, and the way:
-"kill", "memory" or "hang". "kill after 1.5" kills the rank so many seconds after its imports. Each step appends a line
-to `FOLDER/losses`. The line has the number of the step, the loss with all digits, the number of ranks, and the number
-of the batch.
+"kill", "memory" or "hang". "kill after 1.5" kills the rank so many seconds after its imports, and "late by 1.5" lets it
+come so much later. Each step appends a line to `FOLDER/losses`. The line has the number of the step, the loss with all
+digits, the number of ranks, and the number of the batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 import autoshard
 
 EVERY = 4
-AFTER = "kill after "
+AFTER, LATE = "kill after ", "late by "
 TIMEOUT_S = 5.0
 
 
@@ -72,6 +72,8 @@ def train(run: autoshard.Run, folder: Path, steps: int, fates: list[tuple[int, i
         timer = threading.Timer(float(way.removeprefix(AFTER)), meet, ("kill",))
         timer.daemon = True
         timer.start()
+    if run.rank == rank and way.startswith(LATE):
+        time.sleep(float(way.removeprefix(LATE)))
     torch.manual_seed(0)
     model, batches = Net(), Batches()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

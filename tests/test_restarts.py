@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from autoshard import NotAvailableError
 from autoshard.restarts import STOPPED
 from tests.drawn_kills import campaign
 from tests.examples.scripts import ROOT
-from tests.restarted import EVERY, Loss, losses, train
+from tests.restarted import AFTER, EVERY, LATE, Loss, losses, train
 
 DEADLINE_S = 200.0
 STEPS = 11
@@ -74,6 +75,16 @@ def test_a_kill(tmp_path: Path, whole: dict[int, float]) -> None:
     assert steps_of(found) == whole
     assert [item.step for item in found] == [*range(6), *range(4, STEPS)]
     assert all(item.place == item.step + 1 for item in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_kills_at_drawn_moments(tmp_path: Path, whole: dict[int, float], seed: int) -> None:
+    """Ranks die while they meet, plan, load, train or save, and one comes late: the launcher goes on without help."""
+    draw = random.Random(seed)
+    kills = [(draw.randrange(2), -1, f"{AFTER}{draw.uniform(0, 5)}") for _ in range(2)]
+    finish(start(tmp_path, 2, fates=[*kills, (draw.randrange(2), -1, f"{LATE}1")]))
+    assert steps_of(losses(tmp_path)) == whole
 
 
 @pytest.mark.slow

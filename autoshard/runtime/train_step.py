@@ -328,7 +328,7 @@ class TrainStep(HasWeights):
 
     def _weights(self, batch: MicroBatches) -> list[float]:
         """Return the weight of each micro-batch in the loss."""
-        if len(batch) == 1:
+        if batch.is_whole:
             return [1.0]
         (args, kwargs), *_ = batch.parts
         with torch.enable_grad():

@@ -27,6 +27,7 @@ from autoshard.testing.plans import plans
 from autoshard.tracing import trace
 from passes.lowering.bucket_updates import BucketUpdates
 from tests.benchmarks.live_memory import peak_bytes_of
+from tests.end_to_end.layouts import ZERO_3
 from tests.end_to_end.training import whole
 from tests.runtime.processes import checked_once, report, run_checks
 
@@ -42,7 +43,6 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 LINE, SQUARE = Mesh({"data": 4}), Mesh({"data": 2, "model": 2})
 ZERO_1 = {"[0-9].*": P(), "*:*weight": P("data"), "input:*": P("data")}
-ZERO_3 = {"*weight": P("data"), "*:*weight": P("data"), "input:*": P("data")}
 STEPS = 3
 
 

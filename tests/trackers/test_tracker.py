@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +16,6 @@ from torch.nn import functional as F
 import autoshard
 from autoshard import LossScaling, Mesh, NonFiniteError, NotAvailableError, Options
 from autoshard.trackers import CSV, Progress, RunWriter, TensorBoard, WandB
-from autoshard.trackers.tracker import _close
 from tests.runtime.processes import report, run_checks
 
 PLAIN = {"loss", "lr", "peak_memory_bytes", "predicted_step_time_s", "predicted_peak_memory_bytes"}
@@ -158,15 +158,16 @@ def test_numbers_of_the_user() -> None:
     assert "early" not in kept.rows[0][1]
 
 
-def test_the_end_of_the_program_writes_the_last_step() -> None:
-    """A tracker that nobody closes is closed at the end; one that is gone is not."""
+def test_a_tracker_that_is_not_closed_writes_the_last_step() -> None:
+    """It is closed when nobody has the step any more, or else at the end of the program."""
     step, kept = step_of(), Kept()
-    tracker = autoshard.track(step, kept)
+    assert autoshard.track(step, kept)._close_once.atexit
     step(TOKENS, ONE)
-    tracker._at_exit()
+    assert not kept.rows
+    del step
+    gc.collect()
     assert kept.is_closed
     assert len(kept.rows) == 1
-    _close(lambda: None)  # type: ignore[arg-type]
 
 
 def test_an_optimizer_that_is_not_traced_is_tracked() -> None:
