@@ -1,4 +1,4 @@
-"""Optimizers whose update is traced into the program of a step: SGD, Adam and AdamW of torch.optim.
+"""Optimizers whose update is traced into the program of a step: SGD, Adam, AdamW and Muon of torch.optim.
 
 This module describes their update as data (`autoshard.ir.update`). The optimizer object keeps its groups, options and
 state, so schedulers and state dicts work. Only the arithmetic runs in the program of the step.
@@ -18,7 +18,7 @@ from torch import nn
 from autoshard.errors import NotAvailableError
 from autoshard.ir.lowered import LocalSlot
 from autoshard.ir.program import InputKind, OutputKind
-from autoshard.ir.update import Update, UpdateGroup, UpdateRule
+from autoshard.ir.update import NewtonSchulz, Update, UpdateGroup, UpdateRule
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.known_state import KnownState, UpdateInputs
@@ -32,8 +32,9 @@ _LOGGER = logging.getLogger(__name__)
 
 _SGD_HYPER = ("lr", "weight_decay", "momentum", "dampening", "first")
 _ADAM_HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "step")
+_MUON_HYPER = ("lr", "weight_decay", "momentum")
 _NEED_GRADIENTS = attrgetter("grad", "_backward_hooks", "_post_accumulate_grad_hooks")
-_TRACED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+_TRACED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Muon)
 
 
 def why_untraced(optimizer: torch.optim.Optimizer) -> str | None:
@@ -109,6 +110,11 @@ def names_of(named: Iterable[tuple[str, nn.Parameter]]) -> dict[int, str]:
 
 
 def _rule_of(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> UpdateRule:
+    if isinstance(optimizer, torch.optim.Muon):
+        adjust = options["adjust_lr_fn"] or "original"
+        a, b, c = map(float, options["ns_coefficients"])
+        whole = NewtonSchulz((a, b, c), options["ns_steps"], options["eps"], adjust, bool(options["nesterov"]))
+        return UpdateRule("muon_update", ("momentum_buffer",), (), _MUON_HYPER, whole)
     maximize = bool(options["maximize"])
     if isinstance(optimizer, torch.optim.SGD):
         if options["momentum"] == 0:
@@ -267,7 +273,7 @@ class TracedState:
         steps = self._steps_taken.of(parameter)
         if isinstance(self.optimizer, torch.optim.SGD):
             options["first"] = float(steps == 0)
-        else:
+        elif "betas" in options:
             options |= {"beta1": options["betas"][0], "beta2": options["betas"][1], "step": steps}
         return torch.tensor([float(options[name]) for name in group.rule.hyper], dtype=torch.float64)
 
