@@ -19,6 +19,7 @@ from autoshard.errors import NotAvailableError
 from autoshard.ir.lowered import LocalSlot
 from autoshard.ir.program import InputKind, OutputKind
 from autoshard.ir.update import NewtonSchulz, Update, UpdateGroup, UpdateRule
+from autoshard.joined_optimizer import parts_of_optimizer
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.known_state import KnownState, UpdateInputs
@@ -39,6 +40,10 @@ _TRACED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Muo
 
 def why_untraced(optimizer: torch.optim.Optimizer) -> str | None:
     """Return why an optimizer's update cannot be traced, as a sentence; None if it can."""
+    return next(filter(None, map(_why_untraced, parts_of_optimizer(optimizer))), None)
+
+
+def _why_untraced(optimizer: torch.optim.Optimizer) -> str | None:
     name = type(optimizer).__name__
     if type(optimizer) not in _TRACED:
         return f"{name} is none of {', '.join(kind.__name__ for kind in _TRACED)}, whose updates are traced."
@@ -55,8 +60,9 @@ def why_by_autograd(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str,
 
     `named` are the model's parameters with their names.
     """
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return f"{type(optimizer).__name__} has hooks on its step"
+    for item in {optimizer, *parts_of_optimizer(optimizer)}:
+        if item._optimizer_step_pre_hooks or item._optimizer_step_post_hooks:
+            return f"{type(item).__name__} has hooks on its step"
     named = list(named)
     if all(map(is_, chain.from_iterable(map(_NEED_GRADIENTS, (item for _, item in named))), repeat(None))):
         return None
@@ -95,11 +101,10 @@ def describe_update(
     check_parameters(optimizer, names)
     steps_taken = steps_taken or StepsTaken(optimizer)
     groups = []
-    for options in optimizer.param_groups:
+    for rule, options in zip(_rules_of(optimizer), optimizer.param_groups, strict=True):
         members: dict[float, list[str]] = {}
         for parameter in options["params"]:
             members.setdefault(steps_taken.of(parameter), []).append(names[id(parameter)])
-        rule = _rule_of(optimizer, options)
         groups += [UpdateGroup(rule, tuple(found)) for found in members.values()]
     return Update(type(optimizer).__name__, tuple(groups), max_grad_norm, returns_norm, scales_loss)
 
@@ -107,6 +112,12 @@ def describe_update(
 def names_of(named: Iterable[tuple[str, nn.Parameter]]) -> dict[int, str]:
     """Return a dict from the `id` of each parameter to its name."""
     return {id(parameter): name for name, parameter in named}
+
+
+def _rules_of(optimizer: torch.optim.Optimizer) -> list[UpdateRule]:
+    """Return the update rule of each group of an optimizer, in the order of the groups."""
+    parts = parts_of_optimizer(optimizer)
+    return [_rule_of(item, options) for item in parts for options in item.param_groups]
 
 
 def _rule_of(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> UpdateRule:
@@ -158,7 +169,7 @@ class TracedState:
 
     def update(self, members: Members) -> Update:
         """Return the optimizer's update at the present step, as data. `members` has the model's parameters."""
-        known, rules = self._known, [_rule_of(self.optimizer, options) for options in self.optimizer.param_groups]
+        known, rules = self._known, _rules_of(self.optimizer)
         if known is None or not known.is_current(members) or not self._steps_taken.are_as_counted():
             follow_replaced(self.optimizer)
             known = self._known = KnownState(self.optimizer, members)
@@ -269,12 +280,10 @@ class TracedState:
         group = update.groups[number]
         name = next(name for name in group.parameters if name in executable.updated_parameters)
         parameter = self._present.members.parameters[name]
-        options = dict(self._options(parameter))
         steps = self._steps_taken.of(parameter)
-        if isinstance(self.optimizer, torch.optim.SGD):
-            options["first"] = float(steps == 0)
-        elif "betas" in options:
-            options |= {"beta1": options["betas"][0], "beta2": options["betas"][1], "step": steps}
+        options = {**self._options(parameter), "first": float(steps == 0), "step": steps}
+        if "betas" in options:
+            options["beta1"], options["beta2"] = options["betas"]
         return torch.tensor([float(options[name]) for name in group.rule.hyper], dtype=torch.float64)
 
     def _options(self, parameter: nn.Parameter) -> Mapping[str, Any]:
