@@ -17,7 +17,10 @@ _NAME = "autoshard.orthogonalise.default"
 
 @operator_cost(_NAME)
 def orthogonalise(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Return the work of all steps on a batch of matrices [..., m, n]; `arguments` are (xs, coefficients, steps, eps)."""
+    """Return the work of all steps on a batch of matrices [..., m, n].
+
+    arguments: (xs, coefficients, steps, eps).
+    """
     batch, low, high = _sizes(inputs)
     steps = arguments[2]
     assert isinstance(steps, int), "the number of steps is a literal"

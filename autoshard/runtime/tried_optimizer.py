@@ -33,8 +33,8 @@ _ON_SHARDS = (
 def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer) -> float:
     """Return the bytes of state that an optimizer keeps per byte of a float32 parameter: 2.0 for AdamW, 0.0 for SGD.
 
-    If the optimizer has no state yet, a copy takes one step on a small parameter, with the first group's options. Of
-    joined optimizers, the most bytes are returned.
+    If the optimizer has no state yet, a copy takes one step on a small parameter, with the first group's options. For
+    joined optimizers, the greatest number of them is returned.
 
     Raises:
         NotAvailableError: the trial step fails.
@@ -69,7 +69,7 @@ def _is_elementwise(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
     if optimizer.state:
         return False  # state from before the first step is not that of a small parameter
     ranks = {max(1, parameter.dim()) for parameter in options["params"]}
-    return all([_moves_parts_alone(optimizer, options, rank) for rank in sorted(ranks)])
+    return all(_moves_parts_alone(optimizer, options, rank) for rank in sorted(ranks))
 
 
 def _moves_parts_alone(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], rank: int) -> bool:
@@ -79,10 +79,10 @@ def _moves_parts_alone(optimizer: torch.optim.Optimizer, options: Mapping[str, A
     value, *grads = torch.randn(1 + _STEPS, *shape, generator=generator, dtype=torch.float64)
     options = {**options, "lr": _LR} if "lr" in options else options
     moved, again = (_results(optimizer, options, value, grads) for _ in range(2))
-    if moved is None or again is None or not _are_close(moved, again):
+    if not _are_close(moved, again):
         raise NotAvailableError(
-            f"optimizer={type(optimizer).__name__} draws random numbers, so ranks would update a parameter differently. "
-            "Use an optimizer whose step() is deterministic, such as AdamW."
+            f"optimizer={type(optimizer).__name__} draws random numbers, so ranks would update a parameter in unequal "
+            "ways. Use an optimizer whose step() is deterministic, such as AdamW."
         )
     for dim in range(min(rank, 2)):
         half = [item.narrow(dim, 0, item.shape[dim] // 2) for item in (value, *grads)]
@@ -131,9 +131,9 @@ def _tried(
             type(optimizer).step(trial)  # the object's own `step` may be that of a learning rate schedule
         except Exception as error:  # the step is the user's code
             raise NotAvailableError(
-                f"optimizer={type(optimizer).__name__} fails on a small parameter, shape={tuple(value.shape)}, on which "
-                f"compile tries it: {type(error).__name__}: {error}. Use an optimizer whose step() needs nothing but "
-                "parameters, gradients and options of groups."
+                f"optimizer={type(optimizer).__name__} fails on a small parameter of shape={tuple(value.shape)}, "
+                f"with which compile tries it ({type(error).__name__}: {error}). Use an optimizer whose step() needs "
+                "nothing but parameters, gradients and options of groups."
             ) from error
     return parameter.detach(), trial.state[parameter]
 

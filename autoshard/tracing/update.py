@@ -198,8 +198,9 @@ class _Appending:
             batch = self._call(_aten.stack.default, directions, of=of) if several else directions[0]
             options = [list(rule.coefficients), rule.steps, rule.eps]
             whole = self._call(_autoshard.orthogonalise.default, batch, *options, of=of)
+            parts = self._call(_aten.unbind.int, whole, of=of) if several else None
             for index, item in enumerate(members):
-                found[item.name] = [self._call(_aten.select.int, whole, 0, index, of=of) if several else whole]
+                found[item.name] = [whole if parts is None else self._call(operator.getitem, parts, index, of=of)]
         return found
 
     def _update(self, item: _Updated, operands: Sequence[fx.Node | None]) -> list[fx.Node]:

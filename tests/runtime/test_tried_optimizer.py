@@ -73,5 +73,5 @@ def test_random_steps_are_refused() -> None:
 
 def test_a_step_that_fails_alone_is_refused() -> None:
     """The refusal names the optimizer and its error."""
-    with pytest.raises(NotAvailableError, match="optimizer=Failing fails on a small parameter.*KeyError: 'layer name'"):
+    with pytest.raises(NotAvailableError, match=r"optimizer=Failing fails on a small.*KeyError: 'layer name'"):
         state_bytes_per_parameter_byte(Failing([MATRIX]))
