@@ -39,11 +39,27 @@ class JoinedOptimizer(torch.optim.Optimizer):
             super().__init__([group for item in optimizers for group in item.param_groups], {})
         except ValueError as error:
             raise TraceError(f"JoinedOptimizer: {error}. Give each parameter to one of the optimizers.") from error
-        self.optimizers = optimizers
-        for item in optimizers:
+        self.optimizers = tuple(part for item in optimizers for part in parts_of_optimizer(item))
+        for item in self.optimizers:
             self.state.update(item.state)
+        self._share()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, with copies of the joined optimizers."""
+        return {**super().__getstate__(), "optimizers": self.optimizers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take groups and state of a copy, or of `load_state_dict`, which calls this method."""
+        super().__setstate__(state)
+        self._share()
+
+    def _share(self) -> None:
+        """Give groups and state to the joined optimizers."""
+        groups = list(self.param_groups)
+        for item in self.optimizers:
+            count = len(item.param_groups)
+            item.param_groups, groups = groups[:count], groups[count:]
             item.state = self.state
-        self.register_load_state_dict_post_hook(_give_back)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step of each optimizer. Only the first calls `closure`, and its result is returned."""
@@ -57,12 +73,3 @@ class JoinedOptimizer(torch.optim.Optimizer):
 def parts_of_optimizer(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
     """Return the optimizers of a joined optimizer; any other optimizer alone."""
     return optimizer.optimizers if isinstance(optimizer, JoinedOptimizer) else (optimizer,)
-
-
-def _give_back(joined: torch.optim.Optimizer) -> None:
-    """Give the groups and the state that `load_state_dict` has made to the joined optimizers."""
-    groups = list(joined.param_groups)
-    for item in parts_of_optimizer(joined):
-        count = len(item.param_groups)
-        item.param_groups, groups = groups[:count], groups[count:]
-        item.state = joined.state

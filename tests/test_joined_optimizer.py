@@ -51,12 +51,21 @@ def test_state_dicts_go_on() -> None:
     other = copy.deepcopy(layer)
     loaded = _joined(other)
     loaded.load_state_dict(copy.deepcopy(joined.state_dict()))
-    _step(layer, joined)
-    _step(other, loaded)
-    assert torch.equal(layer.weight, other.weight)
-    assert torch.equal(layer.bias, other.bias)
-    assert all(item.state is loaded.state for item in loaded.optimizers)
-    assert [group for item in loaded.optimizers for group in item.param_groups] == loaded.param_groups
+    third, copied = copy.deepcopy((other, loaded))
+    for model, optimizer in ((layer, joined), (other, loaded), (third, copied)):
+        _step(model, optimizer)
+        assert torch.equal(layer.weight, model.weight)
+        assert torch.equal(layer.bias, model.bias)
+        assert all(item.state is optimizer.state for item in optimizer.optimizers)
+        groups = [group for item in optimizer.optimizers for group in item.param_groups]
+        assert all(one is two for one, two in zip(groups, optimizer.param_groups, strict=True))
+
+
+def test_joined_optimizers_may_be_joined() -> None:
+    """The parts of a joined optimizer become parts of the new one."""
+    layer, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    joined = JoinedOptimizer(_joined(layer), torch.optim.SGD(other.parameters()))
+    assert [type(item).__name__ for item in joined.optimizers] == ["Muon", "AdamW", "SGD"]
 
 
 def test_wrong_parts_are_refused() -> None:

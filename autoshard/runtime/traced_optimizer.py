@@ -52,7 +52,14 @@ def _why_untraced(optimizer: torch.optim.Optimizer) -> str | None:
     parameters = [item for group in optimizer.param_groups for item in group["params"]]
     if any(item.is_complex() for item in parameters):
         return f"{name} updates complex parameters."
+    if isinstance(optimizer, torch.optim.Muon) and any(map(_normalizes_momentum, optimizer.param_groups)):
+        return f"{name} with nesterov=False normalizes the momentum of bfloat16 parameters itself, in torch 2.13."
     return None
+
+
+def _normalizes_momentum(options: Mapping[str, Any]) -> bool:
+    """Whether torch's Muon divides the momentum by its norm in place, because `bfloat16()` copies nothing."""
+    return not options["nesterov"] and any(item.dtype == torch.bfloat16 for item in options["params"])
 
 
 def why_by_autograd(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> str | None:

@@ -28,6 +28,8 @@ def test_which_optimizers_are_traced() -> None:
     muon = torch.optim.Muon([layer.weight for layer in model])
     adam = torch.optim.Adam([layer.bias for layer in model])
     assert why_untraced(JoinedOptimizer(muon, adam)) is None
+    narrow = torch.optim.Muon([nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))], nesterov=False)
+    assert "normalizes the momentum of bfloat16 parameters" in str(why_untraced(narrow))
     assert "RMSprop is none of" in str(why_untraced(JoinedOptimizer(torch.optim.RMSprop([model[0].bias]), muon)))
     assert str(why_untraced(Slower(model.parameters(), lr=0.1))).startswith("Slower is none of SGD, Adam, AdamW")
     assert "differentiable=True" in str(why_untraced(torch.optim.Adam(model.parameters(), differentiable=True)))
