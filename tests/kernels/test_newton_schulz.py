@@ -34,13 +34,7 @@ def _step(parameter: Tensor, grad: Tensor, buffer: Tensor, scale: Tensor | None,
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize(
     ("dtype", "nesterov"),
-    [
-        (torch.float64, False),
-        (torch.float64, True),
-        (torch.float32, False),
-        (torch.float32, True),
-        (torch.bfloat16, True),
-    ],
+    [*product((torch.float64, torch.float32), (False, True)), (torch.bfloat16, True)],
     ids=str,
 )
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
