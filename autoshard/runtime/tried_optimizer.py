@@ -48,10 +48,11 @@ def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer) -> float:
 
 
 def parameters_needed_whole(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the parameters that must be whole on each rank that updates them, because their update is not elementwise.
+    """Return the parameters that must be whole on each rank that updates them.
 
-    Torch's own classes are known. An optimizer of another class takes trial steps, with the options of each group. If
-    a part of a parameter then moves as it does without the other parts, the group's update is elementwise.
+    Their update is not elementwise, or uses operators that torch does not shard (Rprop). Torch's own classes are known.
+    An optimizer of another class takes trial steps, with the options of each group. If a part of a parameter then moves
+    as it does without the other parts, the group's update is elementwise.
 
     Raises:
         NotAvailableError: the trial steps fail, or depend on random numbers.

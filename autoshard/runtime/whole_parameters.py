@@ -46,8 +46,8 @@ def with_whole_parameters(
     given = "; ".join(_splits(names, constraints, recipe, fixed))
     if given:
         raise NotAvailableError(
-            f"optimizer={type(optimizer).__name__} needs each parameter whole, because its update is not elementwise, "
-            f"and {given}. Leave that out, or use AdamW, Adam, SGD or Muon."
+            f"optimizer={type(optimizer).__name__} needs each parameter whole, because its update does not run on "
+            f"shards, and {given}. Leave that out, or use AdamW, Adam, SGD or Muon."
         )
     return {**constraints, **dict.fromkeys(names, PartitionSpec())}
 
