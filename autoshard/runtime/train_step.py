@@ -374,7 +374,7 @@ class TrainStep(HasWeights):
                 raise
             raise NotAvailableError(
                 f"optimizer={type(self.optimizer).__name__} cannot step sharded weights, because torch cannot shard an "
-                "operator of its step. Keep the weights whole with constraints={'*': P()}, or use AdamW, Adam, SGD or "
+                "operator of its step. Keep the weights whole with constraints={'*.weight': P()}, or use AdamW, Adam, SGD or "
                 "Muon."
             ) from error
 
