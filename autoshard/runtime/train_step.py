@@ -374,8 +374,8 @@ class TrainStep(HasWeights):
                 raise
             raise NotAvailableError(
                 f"optimizer={type(self.optimizer).__name__} cannot step sharded weights, because torch cannot shard an "
-                "operator of its step. Keep the weights whole with constraints={'*.weight': P()}, or use AdamW, Adam, SGD or "
-                "Muon."
+                "operator of its step. Keep the weights whole with constraints={'*.weight': P()}, or use AdamW, Adam, "
+                "SGD or Muon."
             ) from error
 
     def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MicroBatches:
