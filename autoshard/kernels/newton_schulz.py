@@ -47,15 +47,20 @@ def orthogonalise_reference(xs: Tensor, coefficients: Sequence[float], steps: in
         steps: the number of iterations.
         eps: the least norm by which a matrix is divided.
     """
+    found = [_orthogonalised(x, coefficients, steps, eps) for x in xs.reshape(-1, *xs.shape[-2:]).unbind()]
+    return torch.stack(found).reshape(xs.shape) if found else xs.clone()
+
+
+def _orthogonalised(x: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
+    """Return the result for one matrix, by the calls of `torch.optim.Muon`, so that the bits do not depend on a batch."""
     a, b, c = coefficients
-    is_tall = xs.shape[-2] > xs.shape[-1]
-    x = xs.reshape(-1, *xs.shape[-2:])
-    x = x.mT if is_tall else x
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    is_tall = x.shape[0] > x.shape[1]
+    x = x.T if is_tall else x
+    x = x / x.norm().clamp(min=eps)
     for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if is_tall else x).reshape(xs.shape).contiguous()
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
 
 
 muon_direction = define(

@@ -57,9 +57,25 @@ class Net(nn.Module):
         return self.head(x).square().mean()
 
 
-def net() -> Net:
+class Pair(nn.Module):
+    """Two matrices of one shape and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(4, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.tanh(self.first(x)) * self.second(x)).square().mean()
+
+
+def net() -> nn.Module:
     torch.manual_seed(0)
     return Net().double()
+
+
+def pair() -> nn.Module:
+    torch.manual_seed(0)
+    return Pair().double()
 
 
 def batch(number: int) -> Tensor:
@@ -107,9 +123,16 @@ LAYOUTS: dict[str, tuple[Mesh, dict[str, Any]]] = {
 SPLIT = ("ZeRO-3", "split")
 
 
-def check_steps(make: MakeOptimizer, mesh: Mesh, *, limit: float | None = None, **options: Any) -> TrainStep:
+def check_steps(
+    make: MakeOptimizer,
+    mesh: Mesh,
+    *,
+    limit: float | None = None,
+    build: Callable[[], nn.Module] = net,
+    **options: Any,
+) -> TrainStep:
     """Check losses, parameters and optimizer state of some steps beside one device."""
-    model, plain = net(), net()
+    model, plain = build(), build()
     optimizer, reference = make(model), make(plain)
     step = autoshard.compile(model, mesh, optimizer=optimizer, max_grad_norm=limit, **options)
     assert isinstance(step, TrainStep)
@@ -168,9 +191,9 @@ def test_optimizers_of_another_kind_are_refused(name: str, reason: str) -> None:
 
 
 @cache
-def program_of(name: str, limit: float | None) -> Program:
-    """The traced program of a step of `net`."""
-    model = net()
+def program_of(name: str, build: Callable[[], nn.Module], limit: float | None = None) -> Program:
+    """The traced program of a step."""
+    model = build()
     update = describe_update(OPTIMIZERS[name](model), names_of(model.named_parameters()), limit)
     return trace(model, (batch(0),), update=update)
 
@@ -182,13 +205,13 @@ def test_any_plan_of_muon_is_right(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(["Muon", "Muon, adjusted"]))
     mesh = data.draw(st.sampled_from([DATA, Mesh({"data": 3}), SQUARE]))
     limit = data.draw(st.sampled_from([None, 0.3]))
-    plan = data.draw(plans(program_of(name, limit), mesh))
-    check_steps(OPTIMIZERS[name], mesh, plan=plan, limit=limit)
+    plan = data.draw(plans(program_of(name, pair, limit), mesh))
+    check_steps(OPTIMIZERS[name], mesh, plan=plan, limit=limit, build=pair)
 
 
 def test_matrices_of_a_block_are_a_batch() -> None:
     """Matrices of one shape within a block are orthogonalised together, so that ranks can share them."""
-    program = program_of("Muon", None)
+    program = program_of("Muon", net)
     calls = [node for node in program.graph.nodes if node.target is torch.ops.autoshard.orthogonalise.default]
     assert [tuple(node.meta["val"].shape) for node in calls] == [(2, 6, 4), (4, 6)] * 2
     assert [node.meta["module"] for node in calls] == ["layers.0", "layers.0.down", "layers.1", "layers.1.down"]
