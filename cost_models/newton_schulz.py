@@ -17,31 +17,26 @@ _NAME = "autoshard.orthogonalise.default"
 
 @operator_cost(_NAME)
 def orthogonalise(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Return the work of all steps on a batch of matrices [..., m, n].
+    """Return the work of all steps on a batch of matrices [..., m, n], one matrix after the other.
 
     arguments: (xs, coefficients, steps, eps).
     """
     batch, low, high = _sizes(inputs)
     steps = arguments[2]
     assert isinstance(steps, int), "the number of steps is a literal"
-    shapes = (
-        MatmulShape(low, low, high, batch),
-        MatmulShape(low, low, low, batch),
-        MatmulShape(low, high, low, batch),
-    )
-    flops = steps * sum(shape.flops for shape in shapes)
-    elements = steps * batch * (2 * low * high + 3 * low * low)  # read by a step: X twice, A three times
+    shapes = (MatmulShape(low, low, high), MatmulShape(low, low, low), MatmulShape(low, high, low)) * steps * batch
+    flops = sum(shape.flops for shape in shapes)
+    read = steps * batch * (2 * low * high + 3 * low * low)  # by each step: X twice, A three times
     written = steps * batch * (low * high + 2 * low * low)
     itemsize = inputs[0].itemsize
-    read_bytes, written_bytes = size_bytes(inputs) + elements * itemsize, size_bytes(outputs) + written * itemsize
-    dtype = compute_dtype(inputs)
-    return Work(flops, read_bytes, written_bytes, Kind.MATMUL, dtype, shapes * steps, steps=max(1, 3 * steps))
+    read_bytes, written_bytes = size_bytes(inputs) + read * itemsize, size_bytes(outputs) + written * itemsize
+    return Work(flops, read_bytes, written_bytes, Kind.MATMUL, compute_dtype(inputs), shapes, steps=max(1, len(shapes)))
 
 
 def _workspace(inputs: Tensors, arguments: Arguments) -> float:
-    """Return the bytes of X, its successor, A and b A + c A A."""
+    """Return the bytes of all results, and of one matrix X, A and b A + c A A."""
     batch, low, high = _sizes(inputs)
-    return 2 * batch * (low * high + low * low) * inputs[0].itemsize
+    return ((batch + 1) * low * high + 2 * low * low) * inputs[0].itemsize
 
 
 def _sizes(inputs: Tensors) -> tuple[int, int, int]:
