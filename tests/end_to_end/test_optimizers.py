@@ -163,7 +163,7 @@ def check_same(step: TrainStep, plain: nn.Module, reference: torch.optim.Optimiz
             torch.testing.assert_close(found, value, rtol=TOLERANCE, atol=TOLERANCE, msg=f"{number} {name}")
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_under_every_layout(name: str, layout: str) -> None:
@@ -199,7 +199,7 @@ def program_of(name: str, build: Callable[[], nn.Module], limit: float | None = 
 
 
 @given(st.data())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_any_plan_of_muon_is_right(data: st.DataObject) -> None:
     """Any spec of directions, orthogonal matrices, momentum and parameters that the rules admit."""
     name = data.draw(st.sampled_from(["Muon", "Muon, adjusted"]))
@@ -289,7 +289,7 @@ ON_PROCESSES: dict[str, Callable[[], None]] = {
     **{
         f"{name}, {layout}": partial(check_on_gloo, name, layout)
         for name, layout in (
-            *(("Muon", "ZeRO-1"), ("Muon", "ZeRO-3"), ("Muon", "pipeline"), ("Lion", "ZeRO-3")),
+            *(("Muon", "ZeRO-1"), ("Muon", "pipeline"), ("Lion", "ZeRO-3")),
             *(("Adafactor", "data"), ("Rprop", "ZeRO-1"), ("Shampoo", "data")),
         )
     },
