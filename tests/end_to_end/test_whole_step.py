@@ -265,7 +265,7 @@ def test_an_optimizer_that_is_not_traced_takes_its_own_step(caplog: pytest.LogCa
     optimizer, reference = (torch.optim.RMSprop(item.parameters(), lr=0.01) for item in (model, plain))
     with caplog.at_level(logging.WARNING, "autoshard"):
         step = autoshard.compile(model, LINE, optimizer=optimizer, loss_fn=F.mse_loss)
-    assert "RMSprop is none of SGD, Adam, AdamW, whose updates are traced." in caplog.text
+    assert "RMSprop is none of SGD, Adam, AdamW, Muon, whose updates are traced." in caplog.text
     assert not step.is_traced
     x, y = batch(0)
     step(x, y)
