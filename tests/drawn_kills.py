@@ -90,7 +90,8 @@ def check(new: Sequence[Loss], first: int, ranks: int, whole: Sequence[float]) -
 
 def campaign(count: int, seed: int, folder: Path, name: str) -> Found:
     """Draw and judge `count` kills of a model's runs."""
-    draw, found, places = random.Random(seed), Found(), itertools.cycle(PLACES)
+    draw, found = random.Random(seed), Found()
+    places = itertools.cycle(draw.sample(list(PLACES), len(PLACES)))
     whole = losses_of_a_whole_run(folder / "whole", name)
     while found.kills < count:
         run, has_ended = folder / str(found.runs), False

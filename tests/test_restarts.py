@@ -27,6 +27,8 @@ from tests.restarted import EVERY, Loss, losses, train
 
 DEADLINE_S = 200.0
 STEPS = 11
+SEED = 238
+"""Draws the first kill in the second rename of a checkpoint, on two ranks, and the next start on one."""
 
 
 def start(
@@ -118,7 +120,7 @@ def test_a_signal_and_other_ranks(tmp_path: Path, whole: dict[int, float]) -> No
 )
 def test_drawn_kills(name: str, count: int, tmp_path: Path) -> None:
     """After kills in drawn places, on drawn numbers of ranks, each start goes on where it should."""
-    assert campaign(count, seed=0, folder=tmp_path, name=name).kills == count
+    assert campaign(count, seed=SEED, folder=tmp_path, name=name).kills == count
 
 
 def test_a_process_alone_ends_with_its_status(tmp_path: Path) -> None:
