@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard import Mesh
+from autoshard import Mesh, P
 from tests.examples.scripts import ROOT
 from tests.models import LENGTH, llama, mixtral, words
 
@@ -71,9 +71,12 @@ class Restarted:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+_SPLIT = P("data")
+"""Weights, and in the GPT their state too, lie in other pieces on each number of ranks."""
+
 MODELS: Mapping[str, Restarted] = {
     "net": Restarted(Net, _numbers),
-    "gpt": Restarted(_gpt, _words_and_targets),
-    "experts": Restarted(lambda: mixtral()[0], _words),
+    "gpt": Restarted(_gpt, _words_and_targets, options={"constraints": {"*weight": _SPLIT, "*:*weight": _SPLIT}}),
+    "experts": Restarted(lambda: mixtral()[0], _words, options={"constraints": {"*.experts.*": _SPLIT}}),
     "stages": Restarted(lambda: llama(layers=2)[0], _words, _in_stages, {"micro_batches": 2}),
 }

@@ -28,6 +28,8 @@ TARGET = 1.01
 
 def line_of(size: int, found: Mapping[str, Any]) -> str:
     """Return a line of the table in Markdown: the step's time, and the ratio of each variant."""
+    first = {tuple(round(loss, 4) for loss in item["losses"]) for item in found.values()}
+    assert len(first) == 1, f"variants train on other batches: {first}"
     base: Sequence[float] = found[WITHOUT]["times_s"]
     cells = [f"{SIZES[size][0]} x {SIZES[size][1]}", f"{statistics.median(base) * 1e3:.0f}"]
     for name in list(VARIANTS)[1:]:
