@@ -45,10 +45,10 @@ PLACES: Mapping[str, Place] = {
     "tracing": Place(((Planner, "trace"),), 0.8),
     "planning": Place(((SimulatorEngine, "share"), (DistributedEngine, "share")), 0.8),
     "load": Place(((Checkpoints, "load"),), 0.05),
-    "step": Place(((TrainStep, "__call__"),), 0.03, calls=20),
-    "update": Place(((TracedStep, "_update"),), 0.01, calls=20),
-    "save": Place(((Writer, "write"),), 0.02, calls=5),
-    "rename": Place(((folders, "commit"),), 0.005, calls=5, on_first_rank=True),
+    "step": Place(((TrainStep, "__call__"),), 0.012, calls=20),
+    "update": Place(((TracedStep, "_update"),), 0.004, calls=20),
+    "save": Place(((Writer, "write"),), 0.01, calls=5),
+    "rename": Place(((folders, "commit"),), 0.003, calls=5, on_first_rank=True),
 }
 
 
