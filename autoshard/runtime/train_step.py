@@ -200,6 +200,15 @@ class TrainStep(HasWeights):
         return None if self._loss_scale is None else self._loss_scale.value
 
     @property
+    def steps_done(self) -> int:
+        """The number of steps that ended without an error, with those before the checkpoint of `Checkpoints.load`."""
+        return self._check.steps_done
+
+    def count_from(self, steps_done: int) -> None:
+        """Set the number of steps done, from which later steps are counted."""
+        self._check.steps_done = steps_done
+
+    @property
     def is_traced(self) -> bool:
         """Whether the update is part of the program, so that the plan has the specs of optimizer state."""
         return self._traced is not None
@@ -238,6 +247,7 @@ class TrainStep(HasWeights):
             observer.begin()
         with self.sharded.agreement.one_thread, naming_micro_batches(self.micro_batches):
             loss = self._step(args, kwargs)
+        self._check.end()
         for observer in self._observers:
             observer.end(loss)
         return StepLoss.of(loss)

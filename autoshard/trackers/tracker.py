@@ -23,7 +23,7 @@ from autoshard.trackers.step_clock import StepClock
 from autoshard.trackers.writer import RunWriter
 
 
-def track(step: TrainStep, *writers: RunWriter, start: int = 0) -> Tracker:
+def track(step: TrainStep, *writers: RunWriter, start: int | None = None) -> Tracker:
     """Write the numbers of each step from now on. All ranks may call; the first rank writes.
 
     The numbers are listed in docs/how_to/watch_a_run.md.
@@ -31,7 +31,8 @@ def track(step: TrainStep, *writers: RunWriter, start: int = 0) -> Tracker:
     Args:
         step: the step, the result of `autoshard.compile` with an optimizer.
         writers: `TensorBoard(folder)`, `CSV(path)`, `WandB()`, `Progress()`, or objects of your own (`RunWriter`).
-        start: number of steps done before, as `Checkpoints.load` returns it. The next step is number `start + 1`.
+        start: number of steps done before; the next step has the number `start + 1`. Default: `step.steps_done`, which
+            counts on after `Checkpoints.load`.
 
     Returns:
         The tracker, a context manager. Its `close`, or the end of the step or of the program, writes the last step.
@@ -65,7 +66,9 @@ def track(step: TrainStep, *writers: RunWriter, start: int = 0) -> Tracker:
                 f"track(step, {writer!r}): a writer has the methods log(step_number, values) and close(). Pass "
                 'TensorBoard("runs/a"), CSV("run.csv"), WandB(), Progress(), or an object with these methods.'
             )
-    return Tracker(step, writers, start)
+    if start is not None:
+        step.count_from(start)
+    return Tracker(step, writers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +137,10 @@ class Tracker:
     Args:
         step: the step.
         writers: the writers.
-        start: number of steps done before.
     """
 
-    def __init__(self, step: TrainStep, writers: tuple[RunWriter, ...], start: int) -> None:
-        self._step, self._number = step, start
+    def __init__(self, step: TrainStep, writers: tuple[RunWriter, ...]) -> None:
+        self._step = step
         self._clock = StepClock(step.sharded.engine.device)
         self._programs = 0
         control = step.sharded.engine.control
@@ -157,12 +159,11 @@ class Tracker:
         """Take the numbers of a step, and write those of the step before; the step calls this method."""
         time_s = self._clock.end()
         self._unwritten.write()
-        self._number += 1
         has_compiled = len(self._step.sharded.programs) > self._programs
         plan = self._step.plan
         predicted = None if plan is None or not plan.predicted.step_time_s else plan.predicted
         self._unwritten.waiting = _Taken(
-            self._number,
+            self._step.steps_done,
             [LateScalars({"loss": loss, **self._norm(), **self._learning_rates()})],
             self._known(),
             None if has_compiled else time_s,

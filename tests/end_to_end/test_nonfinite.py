@@ -85,7 +85,7 @@ def run_planted(step: Any, action: str, planted: str, number: int = 1) -> Tensor
     before, skipped = contents(step), step.skipped_steps
     loss = None
     if action == "raise":
-        with pytest.raises(NonFiniteError, match=r"Step \d+ since compile has loss=.* and a gradient norm of"):
+        with pytest.raises(NonFiniteError, match=r"Step \d+ has loss=.* and a gradient norm of"):
             step(*batch(number, planted))
     else:
         loss = step(*batch(number, planted))

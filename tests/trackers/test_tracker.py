@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,6 +143,20 @@ def test_a_step_that_fails_is_not_written() -> None:
         step(TOKENS, ONE)
     assert [number for number, _ in kept.rows] == [1, 2]
     assert all(math.isfinite(values["loss"]) for _, values in kept.rows)
+
+
+def test_numbers_count_on_after_a_load(tmp_path: Path) -> None:
+    """After a restart, the next step has the number after the saved step."""
+    step, kept = step_of(), Kept()
+    step(TOKENS, ONE)
+    checkpoints = autoshard.Checkpoints(tmp_path, asynchronous=False)
+    checkpoints.save(step, at=41)
+    again = step_of(example_inputs=(TOKENS, ONE))
+    with autoshard.track(again, kept):
+        checkpoints.load(again)
+        again(TOKENS, ONE)
+    assert again.steps_done == 42
+    assert [number for number, _ in kept.rows] == [42]
 
 
 def test_numbers_of_the_user() -> None:
