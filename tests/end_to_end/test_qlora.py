@@ -1,0 +1,252 @@
+"""QLoRA: adapters of peft beside 4-bit weights of bitsandbytes train as on one device; ranks gather four bits."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import nn
+
+import autoshard
+from autoshard import Cluster, Mesh, P, Plan
+from autoshard.testing import WholeStep, check_plan
+from tests.benchmarks.live_memory import peak_bytes_of
+from tests.end_to_end.test_adapters import adamw, assert_same, planned, shared_folder, whole
+from tests.models import Inputs, build, words
+from tests.runtime.processes import checked_once, report
+
+peft, bnb = pytest.importorskip("peft"), pytest.importorskip("bitsandbytes")
+
+LINE, SQUARE, PAIR = Mesh({"data": 4}), Mesh({"data": 2, "model": 2}), Mesh({"data": 2})
+STAGES = Mesh({"pipeline": 2, "data": 2})
+PACKED = "*base_layer.weight"
+ZERO = {PACKED: P("data"), "input:*": P("data")}
+ROWS = {f"*{name}_proj.base_layer.weight": P("model") for name in ("q", "gate", "up")} | {"input:*": P("data")}
+
+
+@cache
+def base_folder() -> Path:
+    """A folder with a Llama in float32."""
+    folder = Path(tempfile.mkdtemp())
+    sizes = {"words": 96, "width": 128, "inner": 256, "heads": 4, "key_heads": 2, "length": 16}
+    build("llama", layers=2, **sizes).save_pretrained(folder)
+    return folder
+
+
+def quantised(folder: Path | None = None, **options: Any) -> Any:
+    """The Llama in 4 bits, loaded as users load it."""
+    settings = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, **options}
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, **settings)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    return load(folder or base_folder(), quantization_config=config, dtype=torch.float32)
+
+
+def adapted(base: Any = None, **options: Any) -> tuple[Any, Inputs]:
+    """The Llama in 4 bits with adapters that are not zero, and a batch."""
+    model = peft.prepare_model_for_kbit_training(base or quantised(), use_gradient_checkpointing=False)
+    config = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
+    torch.manual_seed(3)
+    found = peft.get_peft_model(model, peft.LoraConfig(**config))
+    for name, parameter in found.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    found.config.use_cache = False
+    return found, words(4, 8, 96)
+
+
+def check(mesh: Mesh, settings: dict[str, Any] | None = None, base: Any = None, **options: Any) -> Plan:
+    """Loss, all parameters and state after two steps equal those of one device."""
+    model, inputs = adapted(base and base(), **options)
+    plan = None if settings is None else planned(model, inputs, mesh, **settings)
+    whole_step = WholeStep(adamw, max_grad_norm=None, micro_batches=1)
+    found = check_plan(model, mesh, inputs, plan=plan, steps=2, whole_step=whole_step)
+    found.raise_if_different()
+    return found.plan
+
+
+CASES: dict[str, Any] = {
+    "data": partial(check, LINE),
+    "rows": partial(check, SQUARE, {"constraints": ROWS}),
+    "zero": partial(check, LINE, {"constraints": ZERO}),
+    "dropout": partial(check, SQUARE, lora_dropout=0.3),
+    "DoRA": partial(check, PAIR, use_dora=True),
+    "some layers": partial(check, SQUARE, target_modules=["q_proj", "down_proj"]),
+    "plain scales": partial(check, LINE, {"constraints": ZERO}, partial(quantised, bnb_4bit_use_double_quant=False)),
+    "bfloat16": partial(check, PAIR, None, partial(quantised, bnb_4bit_compute_dtype=torch.bfloat16)),
+}  # fmt: skip
+QUICK = ("rows", "zero")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[] if each in QUICK else pytest.mark.slow) for each in CASES]
+)
+def test_adapters_of_4_bit_weights_train_as_on_one_device(name: str) -> None:
+    """Each kind of adapter and layout trains on simulated ranks as on one device."""
+    CASES[name]()
+
+
+def test_equal_to_peft_that_autoshard_never_saw() -> None:
+    """The step's losses and adapters are those of the same model in bitsandbytes' own layers."""
+    model, inputs = adapted()
+    plain = copy.deepcopy(model)
+    step = autoshard.compile(model, SQUARE, optimizer=adamw(model.parameters()), constraints=ROWS)
+    assert_adapters_same(step, inputs, plain)
+
+
+def assert_adapters_same(step: Any, inputs: Inputs, plain: nn.Module, steps: int = 3) -> None:
+    assert type(plain.get_submodule("base_model.model.model.layers.0.mlp.up_proj.base_layer")) is bnb.nn.Linear4bit
+    for item in step.sharded.modules():
+        for name in ("absmax", "nested"):  # bitsandbytes keeps them elsewhere
+            assert item._parameters.get(name) is None or not item._parameters[name].requires_grad
+    assert_same(step, inputs, plain, steps)
+
+
+def gathered(step: Any) -> dict[torch.dtype, int]:
+    """Bytes of all results of all-gathers, by type."""
+    found: dict[torch.dtype, int] = {}
+    for phase in step.sharded.program.phased.phases.values():
+        for node in phase.graph.nodes:
+            if "all_gather" in str(node.target):
+                values = node.meta["val"]
+                for value in values if isinstance(values, (list, tuple)) else [values]:
+                    found[value.dtype] = found.get(value.dtype, 0) + value.nbytes
+    return found
+
+
+def test_ranks_gather_packed_weights() -> None:
+    """ZeRO-3 of packed weights gathers bytes, once in the forward and once in the backward, and no weight in full."""
+    model, inputs = adapted()
+    step = autoshard.compile(
+        model, LINE, optimizer=adamw(model.parameters()), example_inputs=inputs, constraints={**ZERO, "*lora_*": P()}
+    )
+    packed = sum(item.nbytes for name, item in model.named_parameters() if name.endswith("base_layer.weight"))
+    found = gathered(step)
+    assert packed <= found[torch.uint8] <= 2.1 * packed
+    assert found.keys() == {torch.uint8}
+
+
+def test_no_weight_is_kept_in_full_for_the_backward() -> None:
+    """The forward saves no dequantised weight, and the backward dequantises again."""
+    model, inputs = adapted()
+    step = autoshard.compile(model, PAIR, optimizer=adamw(model.parameters()), example_inputs=inputs)
+    phased = step.sharded.program.phased
+    calls = {name: sum("dequantize_nf4" in str(node.target) for node in phase.graph.nodes) for name, phase in
+             phased.phases.items()}  # fmt: skip
+    assert calls["forward"] == 14
+    assert calls["backward"] >= 13  # the first layer's input needs no gradient by its base weights
+    kept = {node.name for node in phased.forward.graph.nodes if "dequantize_nf4" in str(node.target)}
+    assert not kept & set(phased.saved)
+
+
+def test_stages_train_adapters_of_4_bit_weights() -> None:
+    """Two stages of two ranks train as one device, with packed weights in pieces."""
+    model, inputs = adapted()
+    plain = copy.deepcopy(model)
+    settings = {"micro_batches": 2, "constraints": {PACKED: P("data")}}
+    step = autoshard.compile(model, STAGES, optimizer=adamw(model.parameters()), **settings)
+    assert_adapters_same(step, inputs, plain)
+
+
+def llama_3_8b() -> Any:
+    """On meta, in 4 bits, with adapters of all layers."""
+    sizes = {"layers": 32, "words": 128256, "width": 4096, "inner": 14336, "heads": 32, "key_heads": 8, "length": 8192}
+    settings = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16"}
+    with torch.device("meta"):
+        model = build("llama", **sizes).bfloat16()
+        config = transformers.BitsAndBytesConfig(load_in_4bit=True, **settings)
+        transformers.integrations.replace_with_bnb_linear(
+            model, modules_to_not_convert=["lm_head"], quantization_config=config
+        )
+        model.is_loaded_in_4bit = True
+        config = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        return peft.get_peft_model(model, config)
+
+
+def test_llama_3_8b_in_4_bits_is_planned_for_a_small_gpu() -> None:
+    """6.6 GiB of weights fit into 16 GiB; the planner knows their size without quantising them."""
+    model, tokens = llama_3_8b(), torch.empty(1, 2048, dtype=torch.int64, device="meta")
+    plan = autoshard.plan(
+        model, Cluster("h100_sxm", 1, 1), example_inputs={"input_ids": tokens, "labels": tokens}, optimizer="adamw",
+        global_batch=1, memory_budget=16 * 2**30,
+    )  # fmt: skip
+    parts = plan.predicted.memory_breakdown
+    in_4_bits = 32 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
+    in_16_bits = 2 * 2 * 128256 * 4096
+    assert parts["parameters"] > in_4_bits / 2 + in_16_bits
+    assert parts["parameters"] < 1.1 * (in_4_bits / 2 + in_16_bits)
+    assert plan.predicted.peak_memory_bytes < 16 * 2**30
+
+
+# Two Gloo ranks.
+
+
+def check_training(**options: Any) -> None:
+    model, inputs = adapted(**options)
+    plain = copy.deepcopy(model)
+    step = autoshard.compile(model, PAIR, optimizer=adamw(model.parameters()), constraints=ZERO)
+    assert_adapters_same(step, inputs, plain)
+
+
+def check_memory(packed: P) -> None:
+    """The measured peak is the predicted peak within 5 %."""
+    model, inputs = adapted()
+    optimizer = adamw(model.parameters())
+    constraints = {PACKED: packed, "input:*": P("data")}
+    step = autoshard.compile(model, PAIR, optimizer=optimizer, example_inputs=inputs, constraints=constraints)
+    step(**inputs)
+    state = [item for kept in optimizer.state.values() for name, item in kept.items() if name != "step"]
+    held = [*step.sharded.parameters(), *step.sharded.buffers(), *state, *inputs.values()]
+    found, predicted = peak_bytes_of(partial(step, **inputs), held), step.plan.predicted.peak_memory_bytes
+    assert abs(found / predicted - 1) < 0.05, (found, predicted)
+
+
+def check_files(**options: Any) -> None:
+    """Peft loads the adapter beside 4-bit weights, and transformers the merged model, which is no longer in 4 bits."""
+    folder = shared_folder()
+    model, inputs = adapted(**options)
+    step = autoshard.compile(model, PAIR, optimizer=adamw(model.parameters()), constraints=ZERO)
+    step(**inputs)
+    step.export(folder / "adapter")
+    step.export(folder / "merged", merge=True)
+    expected = whole(step.sharded(**inputs).loss.detach())
+    assert all("lora_" in name for name in load_file(folder / "adapter" / "adapter_model.safetensors"))
+    again = peft.PeftModel.from_pretrained(quantised(), folder / "adapter")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged")
+    assert {type(item) for item in merged.modules() if isinstance(item, nn.Linear)} == {nn.Linear}
+    for found in (again, merged):
+        torch.testing.assert_close(found(**inputs).loss.detach(), expected, rtol=1e-5, atol=1e-6)
+
+
+def check_own_code() -> None:
+    """`generate` runs the model's own layers on gathered weights."""
+    model, inputs = adapted()
+    plain = copy.deepcopy(model).eval()
+    step = autoshard.compile(model, PAIR, optimizer=adamw(model.parameters()), example_inputs=inputs, constraints=ZERO)
+    prompt, options = inputs["input_ids"][:1], {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    found = step.sharded.eval().generate(input_ids=prompt, **options)
+    assert torch.equal(found, plain.generate(input_ids=prompt, **options))
+
+
+CHECKS = {
+    "QLoRA": check_training,
+    "memory, copied": partial(check_memory, P()),
+    "memory, in pieces": partial(check_memory, P("data")),
+    "files": check_files,
+    "files, DoRA": partial(check_files, use_dora=True),
+    "own code": check_own_code,
+}
+
+outcomes = checked_once(CHECKS, ranks=2)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_two_gloo_ranks(outcomes: dict[str, str], name: str) -> None:
+    """Training, memory, files and the model's own code with a process per rank."""
+    report(outcomes, name)
