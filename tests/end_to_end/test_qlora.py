@@ -58,7 +58,7 @@ def adapted(base: Any = None, **options: Any) -> tuple[Any, Inputs]:
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
     found.config.use_cache = False
-    return found, words(4, 8, 96)
+    return found.train(), words(4, 8, 96)  # in evaluation, bitsandbytes computes in bfloat16 on some CPUs
 
 
 def check(mesh: Mesh, settings: dict[str, Any] | None = None, base: Any = None, **options: Any) -> Plan:
@@ -123,8 +123,9 @@ def gathered(step: Any) -> dict[torch.dtype, int]:
 def test_ranks_gather_packed_weights() -> None:
     """ZeRO-3 of packed weights gathers bytes, once in the forward and once in the backward, and no weight in full."""
     model, inputs = adapted()
+    others = dict.fromkeys(("*lora_*", "*norm.weight", "*embed_tokens.weight", "*lm_head.weight"), P())
     step = autoshard.compile(
-        model, LINE, optimizer=adamw(model.parameters()), example_inputs=inputs, constraints={**ZERO, "*lora_*": P()}
+        model, LINE, optimizer=adamw(model.parameters()), example_inputs=inputs, constraints={**ZERO, **others}
     )
     packed = sum(item.nbytes for name, item in model.named_parameters() if name.endswith("base_layer.weight"))
     found = gathered(step)
@@ -140,7 +141,7 @@ def test_no_weight_is_kept_in_full_for_the_backward() -> None:
     calls = {name: sum("dequantize_nf4" in str(node.target) for node in phase.graph.nodes) for name, phase in
              phased.phases.items()}  # fmt: skip
     assert calls["forward"] == 14
-    assert calls["backward"] >= 13  # the first layer's input needs no gradient by its base weights
+    assert calls["backward"] == 11  # the input of the first three needs no gradient
     kept = {node.name for node in phased.forward.graph.nodes if "dequantize_nf4" in str(node.target)}
     assert not kept & set(phased.saved)
 
@@ -221,16 +222,16 @@ def check_files(**options: Any) -> None:
     merged = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged")
     assert {type(item) for item in merged.modules() if isinstance(item, nn.Linear)} == {nn.Linear}
     for found in (again, merged):
-        torch.testing.assert_close(found(**inputs).loss.detach(), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found.train()(**inputs).loss.detach(), expected, rtol=1e-5, atol=1e-6)
 
 
 def check_own_code() -> None:
     """`generate` runs the model's own layers on gathered weights."""
     model, inputs = adapted()
-    plain = copy.deepcopy(model).eval()
+    plain = copy.deepcopy(model)
     step = autoshard.compile(model, PAIR, optimizer=adamw(model.parameters()), example_inputs=inputs, constraints=ZERO)
     prompt, options = inputs["input_ids"][:1], {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
-    found = step.sharded.eval().generate(input_ids=prompt, **options)
+    found = step.sharded.generate(input_ids=prompt, **options)
     assert torch.equal(found, plain.generate(input_ids=prompt, **options))
 
 
