@@ -93,7 +93,10 @@ def test_in_full() -> None:
     assert full.weight.dtype is torch.bfloat16
     assert torch.equal(full.weight, ours.dequantize())
     assert full.bias is ours.bias
-    assert ours.to("meta").in_full().weight.shape == (96, 128)
+    with torch.device("meta"):
+        on_meta = bnb.nn.Linear4bit(128, 96, bias=False, quant_type="nf4")
+    take_over_4bit_layers(on_meta)
+    assert on_meta.in_full().weight.shape == (96, 128)
 
 
 def test_state_dict_has_all_tensors() -> None:
