@@ -1,8 +1,8 @@
 """`autoshard::dequantize_nf4`: the weights that 4-bit numbers stand for, as bitsandbytes stores them for QLoRA.
 
 A byte holds two numbers, the first in its upper bits. Each number is an index into NF4, a table of 16 values. A block
-of consecutive weights has one scale, its largest magnitude. With double quantisation, a scale is a byte too: an index
-into a second table, whose values are scaled in groups of 256 (Dettmers et al., "QLoRA", 2023).
+of consecutive weights has one scale, its largest magnitude. With double quantisation, a scale is a byte too. It is an
+index into a second table, whose values are scaled in groups of 256 (Dettmers et al., "QLoRA", 2023).
 
 Scales are stored as bytes whatever they hold, so that no cast of a model to another dtype changes them.
 """
