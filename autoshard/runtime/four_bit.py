@@ -29,7 +29,8 @@ def take_over_4bit_layers(model: nn.Module) -> None:
     from autoshard.runtime.linear_4bit import Linear4bit
 
     refused = (bnb.nn.Linear8bitLt, bnb.nn.Embedding8bit, bnb.nn.Embedding4bit)
-    for name, module in model.named_modules():
+    modules: Any = model.named_modules()
+    for name, module in modules:
         if isinstance(module, refused):
             raise NotAvailableError(
                 f"{name!r} is a {type(module).__name__} of bitsandbytes; of its quantised layers, only Linear4bit is "

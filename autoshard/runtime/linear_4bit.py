@@ -88,9 +88,10 @@ class _FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        weight, absmax, nested = ctx.saved_tensors
         # As in bitsandbytes, the backward's weight is rounded to the dtype from which it was quantised.
-        weight = _dequantize(*ctx.saved_tensors, ctx.form, ctx.form[2]).to(grad.dtype)
-        return grad @ weight, None, None, None, None
+        full = _dequantize(weight, absmax, nested, ctx.form, ctx.form[2]).to(grad.dtype)
+        return grad @ full, None, None, None, None
 
 
 def _dequantize(weight: Tensor, absmax: Tensor, nested: Tensor | None, form: _Form, dtype: torch.dtype) -> Tensor:

@@ -181,7 +181,7 @@ def _put_in_full(layer: Any) -> None:
     """
     from peft.tuners.lora import Linear, Linear4bit  # type: ignore[import-not-found]
 
-    if not isinstance(layer, Linear4bit):
+    if not issubclass(type(layer), Linear4bit):
         raise WeightsError(
             f"The adapter in a {type(layer).__name__} cannot be merged into 4-bit weights: LoRA and DoRA alone can. "
             "Export the adapter: export(path)."
