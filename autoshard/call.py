@@ -33,6 +33,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.runtime import Runtime
 from autoshard.runtime.agreement.control_channel import TIMEOUT_S
+from autoshard.runtime.four_bit import take_over_4bit_layers
 from autoshard.runtime.sharded_module import MAX_PROGRAMS, ShardedModule
 from autoshard.runtime.train_step import TrainStep
 from cost_models.hardware import Cluster
@@ -147,6 +148,7 @@ class Call:
         check_limits(time_budget_s=self.time_budget_s, global_batch=self.global_batch)
         if self.example_inputs is not None:
             split_inputs(self.example_inputs)
+        take_over_4bit_layers(self.model)
 
     @property
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

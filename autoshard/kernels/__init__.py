@@ -8,6 +8,7 @@ on meshes or plans.
 from autoshard.kernels.attention import attention, attention_backward, attention_composite
 from autoshard.kernels.cross_entropy import cross_entropy, cross_entropy_backward
 from autoshard.kernels.ctc_loss import ctc_loss, ctc_loss_backward
+from autoshard.kernels.dequantize import dequantize_nf4
 from autoshard.kernels.dropout import dropout
 from autoshard.kernels.exchange import EXCHANGING
 from autoshard.kernels.exchanged_experts import (
@@ -46,6 +47,7 @@ __all__ = [
     "cross_entropy_backward",
     "ctc_loss",
     "ctc_loss_backward",
+    "dequantize_nf4",
     "dropout",
     "exchanged_experts",
     "exchanged_experts_backward",

@@ -25,6 +25,7 @@ TUNABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "bias_gelu_forward_kernel": _BOTH,
         "cross_entropy_backward_kernel": _BOTH,
         "cross_entropy_forward_kernel": _BOTH,
+        "dequantize_nf4_kernel": ("BLOCK",),
         "dropout_kernel": _BOTH,
         "gated_backward_kernel": _BOTH,
         "gated_forward_kernel": _BOTH,

@@ -11,9 +11,10 @@ from types import MappingProxyType
 
 from torch._ops import OpOverload
 
-from autoshard.kernels import native_attention, native_cross_entropy
+from autoshard.kernels import native_attention, native_cross_entropy, native_dequantize
 from autoshard.kernels.attention import attention, attention_backward
 from autoshard.kernels.cross_entropy import cross_entropy, cross_entropy_backward
+from autoshard.kernels.dequantize import dequantize_nf4
 from autoshard.kernels.split_cross_entropy import split_cross_entropy, split_cross_entropy_backward
 
 NATIVE: Mapping[OpOverload, OpOverload] = MappingProxyType(
@@ -22,6 +23,7 @@ NATIVE: Mapping[OpOverload, OpOverload] = MappingProxyType(
         attention_backward: native_attention.native_backward,
         cross_entropy: native_cross_entropy.native,
         cross_entropy_backward: native_cross_entropy.native_backward,
+        dequantize_nf4: native_dequantize.native,
         split_cross_entropy: native_cross_entropy.native_split,
         split_cross_entropy_backward: native_cross_entropy.native_split_backward,
     },

@@ -17,6 +17,7 @@ from autoshard.kernels import (
     triton_add_norm,
     triton_bias_add_norm,
     triton_cross_entropy,
+    triton_dequantize,
     triton_dropout,
     triton_gated,
     triton_gelu,
@@ -31,6 +32,7 @@ from autoshard.kernels.kernel import FusedKernel, Kernel
 
 _MODULES = (
     triton_cross_entropy,
+    triton_dequantize,
     triton_dropout,
     triton_layer_norm,
     triton_rms_norm,

@@ -20,6 +20,7 @@ from autoshard.rules import (  # noqa: F401  (each registers its rules)
     checks,
     convolution,
     creation,
+    dequantize,
     experts,
     images,
     indexing,

@@ -22,6 +22,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.precision import PRECISIONS
 from autoshard.ir.program import InputKind, Program, describe
 from autoshard.ir.request import CompiledProgram
+from autoshard.runtime.four_bit import take_over_4bit_layers
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
 from autoshard.testing.report import TOLERANCE, CheckReport, compare_all
@@ -101,6 +102,8 @@ def check_plan(
         raise NotAvailableError("make_optimizer= and whole_step= both name an optimizer; leave one of them out.")
     args, kwargs = split_inputs(inputs)
     training = Training(args, kwargs, steps, make_optimizer or gradient_descent, whole_step)
+    model = copy.deepcopy(model)
+    take_over_4bit_layers(model)
     alone = copy.deepcopy(model)
     sharded = _compile(copy.deepcopy(model), mesh, training, plan, precision, traced)
     if sharded.plan is None:

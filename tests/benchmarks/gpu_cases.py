@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from autoshard.kernels.dequantize import GROUP, SCALE_VALUES, dequantize_nf4_reference
 from autoshard.kernels.optimizers import ADAM_HYPER
 from autoshard.kernels.split_cross_entropy import (
     split_cross_entropy_backward_reference,
@@ -27,6 +28,7 @@ from autoshard.kernels.triton_add_norm import (
 )
 from autoshard.kernels.triton_bias_add_norm import bias_add_layer_norm, bias_add_rms_norm
 from autoshard.kernels.triton_cross_entropy import triton_cross_entropy, triton_cross_entropy_backward
+from autoshard.kernels.triton_dequantize import triton_dequantize_nf4
 from autoshard.kernels.triton_dropout import triton_dropout
 from autoshard.kernels.triton_gated import gated, gated_backward
 from autoshard.kernels.triton_gelu import bias_gelu, bias_gelu_backward
@@ -277,6 +279,20 @@ def _split_cross_entropy(ranks: int = 8) -> Iterator[Case]:
     )
 
 
+def _dequantize() -> Iterator[Case]:
+    """Weights of a layer in NF4 with bytes as scales, beside the definition."""
+    weights = HIDDEN * INNER
+    packed, absmax = (torch.randint(0, 256, (count,), dtype=torch.uint8) for count in (weights // 2, weights // 64))
+    scales = draw(SCALE_VALUES + 1 + absmax.numel() // GROUP, dtype=_F32).view(torch.uint8)
+    arguments = (packed, absmax, scales, [INNER, HIDDEN], 64, 0, _BF16)
+    yield Case(
+        "NF4 to bfloat16",
+        lambda: triton_dequantize_nf4(*arguments),
+        lambda: dequantize_nf4_reference(*arguments),
+        bytes_of(packed, absmax) + 2 * weights,
+    )
+
+
 def _optimizer(count: int = 16) -> Iterator[Case]:
     """Parameters, gradients and state of 268 million elements in float32, beside torch's fused AdamW."""
     params, grads, first, second = ([draw(HIDDEN, HIDDEN, dtype=_F32) for _ in range(count)] for _ in range(4))
@@ -302,7 +318,7 @@ def _optimizer(count: int = 16) -> Iterator[Case]:
 def cases() -> Iterator[Case]:
     """Return all comparisons of handwritten kernels; each makes its inputs when called."""
     for group in (_pointwise, _norms, _added_norms, _rotary, _softmax, _cross_entropy, _linear_cross_entropy,
-                  _split_cross_entropy, _optimizer):  # fmt: skip
+                  _split_cross_entropy, _dequantize, _optimizer):  # fmt: skip
         yield from group()
     for size in (64, 128):
         for length in (2048, 8192, 32768):

@@ -48,6 +48,14 @@ def test_products_count_two_flops_per_multiply_add(name, inputs, output, flops):
     assert found.kind is Kind.MATMUL
 
 
+def test_4_bit_weights_move_their_bytes():
+    """Dequantisation reads packed weights and their scales, and writes weights."""
+    operands = [TensorInfo(shape, 1, "u8") for shape in ((2048, 1), (64,), (1036,))]
+    found = work("autoshard.dequantize_nf4.default", operands, [tensor(64, 64)])
+    assert (found.bytes_read, found.bytes_written) == (2048 + 64 + 1036, 2 * 64 * 64)
+    assert found.kind is Kind.POINTWISE
+
+
 def test_ctc_moves_its_table():
     """CTC moves forward and backward variables [2, 8, 7] for a batch of 2, 8 times and targets of 3."""
     lengths, loss, table = indices(2), tensor(2), tensor(2, 8, 7)

@@ -126,9 +126,9 @@ def assert_same(step: Any, inputs: Inputs, plain: nn.Module, steps: int = 3) -> 
         optimizer.step()
         optimizer.zero_grad()
         torch.testing.assert_close(step(**inputs), loss.detach(), rtol=1e-5, atol=1e-6)
-    expected = dict(plain.named_parameters())
-    for name, item in step.sharded.named_parameters():
-        torch.testing.assert_close(whole(item), expected[name].detach(), rtol=1e-5, atol=2e-6)
+    found = dict(step.sharded.named_parameters())
+    for name, item in plain.named_parameters():
+        torch.testing.assert_close(whole(found[name]), item.detach(), rtol=1e-5, atol=2e-6)
 
 
 def test_an_optimizer_over_all_parameters_trains_the_adapters_alone() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autoshard.kernels.triton_adam import adam_updates_
 from autoshard.kernels.triton_cross_entropy import triton_cross_entropy, triton_cross_entropy_backward
+from autoshard.kernels.triton_dequantize import triton_dequantize_nf4
 from autoshard.kernels.triton_dropout import triton_dropout
 from autoshard.kernels.triton_gated import gated, gated_backward
 from autoshard.kernels.triton_gelu import bias_gelu, bias_gelu_backward
@@ -82,6 +83,12 @@ def _dropout(rows: int, columns: int) -> Any:
     return triton_dropout(draw(rows, columns), seed, 0.3, 1, [0, 0], [rows, columns])
 
 
+def _dequantize(rows: int, columns: int) -> Any:
+    packed, absmax = _indices(rows * columns, 256).byte(), _indices(rows * columns, 256).byte()
+    scales = draw(257 + rows * columns // 256 + 1).view(torch.uint8)
+    return triton_dequantize_nf4(packed, absmax, scales, [rows, 2 * columns], 2, 0, torch.float32)
+
+
 def _adam(rows: int, columns: int) -> Any:
     """In place."""
     params, grads, first, second = ([draw(rows, columns), draw(columns)] for _ in range(4))
@@ -96,7 +103,7 @@ CALLS: Mapping[str, Callable[[int, int], Any]] = {
     call.__name__.strip("_"): call
     for call in (
         *(_norm, _gated, _gelu, _softmax, _cross_entropy, _linear_cross_entropy, _split_cross_entropy),
-        *(_rotary, _dropout, _adam),
+        *(_rotary, _dropout, _dequantize, _adam),
     )
 }
 

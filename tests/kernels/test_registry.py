@@ -24,6 +24,7 @@ def _calls(device: str, dtype: torch.dtype = torch.float32) -> list[tuple[torch.
     target = torch.zeros(4, dtype=torch.int64, device=device)
     seed = torch.zeros((), dtype=torch.int64, device=device)
     rows, weight, three = x(2, 4, 6), x(6), statistic(2, 4, 1)
+    packed, scale = (torch.zeros(count, dtype=torch.uint8, device=device) for count in (32, 4))
     return [
         (aten.native_layer_norm.default, (rows, [6], weight, weight, 1e-5)),
         (
@@ -45,6 +46,7 @@ def _calls(device: str, dtype: torch.dtype = torch.float32) -> list[tuple[torch.
             (x(4, 6), statistic(4), statistic(4), target, target > 1, target > 2, -0.9, 0.1),
         ),
         (autoshard.dropout.default, (rows, seed, 0.5, 1, [0, 0, 0], [2, 4, 6])),
+        (autoshard.dequantize_nf4.default, (packed, scale, None, [4, 16], 64, 0, dtype)),
     ]
 
 
@@ -53,7 +55,7 @@ def _describe(results: Tensor | tuple[Tensor | None, ...]) -> list[tuple[object,
     return [None if x is None else (x.shape, x.dtype, x.stride()) for x in results]
 
 
-@pytest.mark.parametrize("index", range(11))
+@pytest.mark.parametrize("index", range(12))
 def test_replacement_gives_the_operators_results(index: int) -> None:
     """On meta tensors a replacement gives its operator's shapes, dtypes and strides."""
     operator, arguments = _calls("meta")[index]
@@ -62,7 +64,7 @@ def test_replacement_gives_the_operators_results(index: int) -> None:
     assert _describe(kernel.replacement(*arguments)) == _describe(operator(*arguments))
 
 
-@pytest.mark.parametrize("index", range(11))
+@pytest.mark.parametrize("index", range(12))
 def test_replacement_takes_the_operators_arguments(index: int) -> None:
     """A replacement's schema names the operator's arguments in the same order."""
     operator, _ = _calls("meta")[index]
@@ -72,7 +74,7 @@ def test_replacement_takes_the_operators_arguments(index: int) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs through the interpreter")
-@pytest.mark.parametrize("index", range(11))
+@pytest.mark.parametrize("index", range(12))
 def test_opcheck(index: int) -> None:
     """Schema, real run and fake run of each replacement agree."""
     operator, arguments = _calls("cpu")[index]

@@ -21,6 +21,7 @@ from torch import nn
 
 from autoshard.errors import WeightsError
 from autoshard.runtime.engine import NO_PIPELINE_RANKS, Engine
+from autoshard.runtime.four_bit import is_4bit
 from autoshard.runtime.freed_memory import give_freed_memory_back
 from autoshard.runtime.inference import in_normal_mode
 from autoshard.runtime.weights import peft_weights, transformers_weights
@@ -137,8 +138,8 @@ def _adapters(model: nn.Module, engine: Engine, tensors: Mapping[str, Unread]) -
 
 
 def _weights(model: nn.Module, tensors: Mapping[str, Unread], max_file_bytes: int) -> _FolderContent:
-    """Return the content of a folder with all weights of a model, with adapters merged into them."""
-    if peft_weights.has_adapters(model):
+    """Return the content of a folder with all weights of a model, dequantised, with adapters merged into them."""
+    if peft_weights.has_adapters(model) or any(map(is_4bit, model.modules())):
         model, tensors = peft_weights.merged(model, tensors)
     written = to_write(model, tensors, names_by_tensor(persistent_tensors(model)))
     check_types(written)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import WeightsError
+from autoshard.runtime.four_bit import is_4bit
 from autoshard.runtime.weights import transformers_weights
 from autoshard.runtime.weights.unread import Region, Unread
 from autoshard.runtime.weights.weight_names import names_by_tensor, persistent_tensors
@@ -92,6 +93,8 @@ def merged(model: nn.Module, tensors: Mapping[str, Unread]) -> tuple[nn.Module, 
         else:
             found[name] = tensors[names[id(outline)]]
     _untie(model, base, names_by_tensor(held), {name: layers[place] for name, place in at.items()})
+    if transformers_weights.applies_to(base):
+        transformers_weights.forget_quantisation(base)
     return base, found
 
 
@@ -144,7 +147,7 @@ def _without_layers(module: Any, path: str, at: str, layers: dict[str, str]) -> 
             return module
         leaf = "base_model" if is_model else "model"
         module, path = getattr(module, leaf), f"{path}.{leaf}".removeprefix(".")
-    if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+    if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) or is_4bit(module):
         layers[at] = path
         return _unloaded(module, merge=isinstance(module, AuxiliaryTrainingWrapper))
     for leaf, child in list(module._modules.items()):
@@ -155,13 +158,36 @@ def _without_layers(module: Any, path: str, at: str, layers: dict[str, str]) -> 
 
 
 def _unloaded(layer: Any, *, merge: bool) -> nn.Module:
-    """Return the plain layer inside a peft layer. With `merge`, active adapters are merged into it."""
+    """Return the plain layer inside a peft layer. With `merge`, active adapters are merged into it.
+
+    A layer with 4-bit weights becomes a plain layer in the dtype from which the weights were quantised.
+    """
+    if is_4bit(layer):
+        return layer.in_full()
+    if is_4bit(getattr(layer, "base_layer", None)):
+        _put_in_full(layer)
     unload = getattr(layer, "unload_and_optionally_merge_module", None)
     if unload is not None:
         return unload(merge=merge, safe_merge=False, adapter_names=None)
     if merge:
         layer.merge(safe_merge=False, adapter_names=None)
     return layer.get_base_layer()
+
+
+def _put_in_full(layer: Any) -> None:
+    """Dequantise the weights inside a peft layer, which then merges as peft's layer of weights that are not quantised.
+
+    Peft itself would quantise the merged weights again.
+    """
+    from peft.tuners.lora import Linear, Linear4bit  # type: ignore[import-not-found]
+
+    if not issubclass(type(layer), Linear4bit):
+        raise WeightsError(
+            f"The adapter in a {type(layer).__name__} cannot be merged into 4-bit weights: LoRA and DoRA alone can. "
+            "Export the adapter: export(path)."
+        )
+    layer.base_layer = layer.base_layer.in_full()
+    layer.__class__ = Linear
 
 
 def _untie(model: nn.Module, base: Any, tied: Iterable[Sequence[str]], layers: Mapping[str, str]) -> None:

@@ -104,6 +104,12 @@ def write_config(model: Any, folder: Path) -> None:
         model.generation_config.save_pretrained(folder)
 
 
+def forget_quantisation(model: Any) -> None:
+    """Remove from a model's configuration that its weights are quantised, because they no longer are."""
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+
+
 _COMPUTED = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
 """Buffers that models now compute, but old files contain.
 

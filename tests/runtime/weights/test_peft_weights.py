@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 import autoshard
 from autoshard import Mesh, P
 from autoshard.errors import WeightsError
+from autoshard.runtime.four_bit import take_over_4bit_layers
+from autoshard.runtime.weights.peft_weights import merged
 from tests.runtime.processes import checked_once, report, shared_folder
 
 peft = pytest.importorskip("peft")
@@ -218,6 +220,18 @@ outcomes = checked_once(CHECKS, ranks=2)
 def test_with_a_process_per_rank(outcomes: dict[str, str], name: str) -> None:
     """The checks pass on two ranks, each with rows of every matrix."""
     report(outcomes, name)
+
+
+def test_other_adapters_of_4_bit_weights_are_not_merged() -> None:
+    """IA3 beside 4-bit weights is refused by its layer, with the way out; bitsandbytes would quantise again."""
+    bnb = pytest.importorskip("bitsandbytes")
+    model: Any = Net()
+    model.up = bnb.nn.Linear4bit(6, 6, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+    model.is_loaded_in_4bit = True
+    scaled = peft.get_peft_model(model, peft.IA3Config(target_modules=["up"], feedforward_modules=[]))
+    take_over_4bit_layers(scaled)
+    with pytest.raises(WeightsError, match=r"Linear4bit cannot be merged into 4-bit weights.*export\(path\)"):
+        merged(scaled, {})
 
 
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"use_rslora": True}, {"trainable_token_indices": [1, 3]}])

@@ -1,0 +1,102 @@
+"""`autoshard::dequantize_nf4`: the weights that 4-bit numbers stand for, as bitsandbytes stores them for QLoRA.
+
+A byte holds two numbers, the first in its upper bits. Each number is an index into NF4, a table of 16 values. A block
+of consecutive weights has one scale, its largest magnitude. With double quantisation, a scale is a byte too. It is an
+index into a second table, whose values are scaled in groups of 256 (Dettmers et al., "QLoRA", 2023).
+
+Scales are stored as bytes whatever they hold, so that no cast of a model to another dtype changes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from autoshard.kernels.library import define
+
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""The values of 4-bit indices: quantiles of the normal distribution, divided by the largest (QLoRA, appendix E)."""
+
+SCALE_VALUES = 256
+"""Length of the second table, the values of scales that are bytes."""
+
+GROUP = 256
+"""The number of consecutive scales that share a scale of their own."""
+
+ARGUMENTS = (
+    "(Tensor packed, Tensor absmax, Tensor? nested, SymInt[] shape, int blocksize, SymInt first_block, "
+    "ScalarType dtype) -> Tensor"
+)
+
+
+def dequantize_nf4_reference(
+    packed: Tensor,
+    absmax: Tensor,
+    nested: Tensor | None,
+    shape: Sequence[int],
+    blocksize: int,
+    first_block: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the weights [*shape] of type `dtype`. All tensors are bytes (uint8).
+
+    Args:
+        packed: two 4-bit indices in each byte, in the order of the weights.
+        absmax: the scale of each block. Without `nested` it is a float32, so four bytes.
+        nested: the bytes of float32 values: the `SCALE_VALUES` values of scales, the mean of all scales, and the scale
+            of each group of `GROUP` scales. None: scales are not quantised.
+        shape: the shape of the weights.
+        blocksize: the number of weights in a block, an even number.
+        first_block: the index of the first block here among the blocks of the whole weight.
+        dtype: the type of the result.
+    """
+    count = prod(shape)
+    scales = _block_scales(absmax, nested, first_block)
+    weights = F.embedding(packed.reshape(-1).to(torch.int32), _pairs(packed.device)).view(-1)[:count]
+    if count % blocksize:
+        weights = weights * scales.repeat_interleave(blocksize)[:count]
+    else:
+        weights.view(-1, blocksize).mul_(scales.unsqueeze(1))
+    return weights.view(*shape).to(dtype)
+
+
+def _block_scales(absmax: Tensor, nested: Tensor | None, first_block: int) -> Tensor:
+    """Return the scale of each block [blocks] in float32."""
+    if nested is None:
+        return absmax.view(torch.float32)
+    values, mean, groups = nested.view(torch.float32).split([SCALE_VALUES, 1, nested.numel() // 4 - SCALE_VALUES - 1])
+    block = torch.arange(absmax.numel(), device=absmax.device) + first_block
+    return values[absmax.to(torch.int32)] * groups[block // GROUP] + mean
+
+
+@cache
+def _pairs(device: torch.device) -> Tensor:
+    """Return the two weights of each byte [256, 2], before they are scaled."""
+    values = torch.tensor(NF4, device=device)
+    byte = torch.arange(256, device=device)
+    return torch.stack((values[byte >> 4], values[byte & 15]), dim=1)
+
+
+def fake_weights(
+    packed: Tensor,
+    absmax: Tensor,
+    nested: Tensor | None,
+    shape: Sequence[int],
+    blocksize: int,
+    first_block: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return an empty tensor with the shape, dtype and device of the weights."""
+    return packed.new_empty(shape, dtype=dtype)
+
+
+dequantize_nf4 = define("dequantize_nf4", ARGUMENTS, dequantize_nf4_reference, fake_weights)

@@ -1,0 +1,129 @@
+"""`autoshard::dequantize_nf4` as a Triton kernel: it reads packed bytes and scales, and writes weights, in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from math import prod
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autoshard.kernels.dequantize import ARGUMENTS, GROUP, NF4, SCALE_VALUES, dequantize_nf4, fake_weights
+from autoshard.kernels.kernel import Kernel, block_example
+from autoshard.kernels.launch import FLOATS, cdiv, launch, require
+from autoshard.kernels.library import define
+
+_BLOCK, _WARPS = 1024, 4
+
+
+@triton.jit
+def dequantize_nf4_kernel(
+    packed_ptr,
+    absmax_ptr,
+    nested_ptr,
+    nf4_ptr,
+    out_ptr,
+    weights,
+    blocksize,
+    first_block,
+    NESTED: tl.constexpr,
+    SCALE_VALUES: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write BLOCK weights.
+
+    packed_ptr [weights / 2] has bytes, nf4_ptr [16] the values of 4-bit indices, and out_ptr [weights] the result.
+    absmax_ptr [weights / blocksize] has float32 scales, or with NESTED indices into the first SCALE_VALUES values of
+    nested_ptr. The mean of scales follows there, then one scale for each GROUP of scales.
+    """
+    weight = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = weight < weights
+    block = weight // blocksize
+    byte = tl.load(packed_ptr + weight // 2, mask=inside, other=0).to(tl.int32)
+    index = tl.where(weight % 2 == 0, byte >> 4, byte & 15)
+    value = tl.load(nf4_ptr + index)
+    scale = tl.load(absmax_ptr + block, mask=inside, other=0)
+    if NESTED:
+        mean = tl.load(nested_ptr + SCALE_VALUES)
+        group = (block + first_block) // GROUP
+        of_group = tl.load(nested_ptr + SCALE_VALUES + 1 + group, mask=inside, other=0.0)
+        scale = tl.load(nested_ptr + scale.to(tl.int32)) * of_group + mean
+    tl.store(out_ptr + weight, value * scale, mask=inside)
+
+
+def why_not_dequantize(
+    packed: Tensor,
+    absmax: Tensor,
+    nested: Tensor | None,
+    shape: Sequence[int],
+    blocksize: int,
+    first_block: int,
+    dtype: torch.dtype,
+) -> str | None:
+    """Return why the kernel cannot replace `autoshard::dequantize_nf4`, or None if it can."""
+    if dtype not in FLOATS:
+        return f"the result has dtype {dtype}; the kernel writes float32, bfloat16 and float16."
+    return None
+
+
+def _dequantize(
+    packed: Tensor,
+    absmax: Tensor,
+    nested: Tensor | None,
+    shape: Sequence[int],
+    blocksize: int,
+    first_block: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    given = (packed, absmax, nested, shape, blocksize, first_block, dtype)
+    require("triton_dequantize_nf4", why_not_dequantize(*given))
+    out, count = fake_weights(*given), prod(shape)
+    launch(
+        dequantize_nf4_kernel,
+        lambda blocks: (cdiv(count, blocks["BLOCK"]),),
+        packed.device,
+        packed.contiguous(),
+        absmax.contiguous() if nested is not None else absmax.contiguous().view(torch.float32),
+        None if nested is None else nested.contiguous().view(torch.float32),
+        _nf4(packed.device),
+        *(out, count, blocksize, first_block),
+        NESTED=nested is not None,
+        SCALE_VALUES=SCALE_VALUES,
+        GROUP=GROUP,
+        BLOCK=_BLOCK,
+        num_warps=_WARPS,
+    )
+    return out
+
+
+@cache
+def _nf4(device: torch.device) -> Tensor:
+    return torch.tensor(NF4, device=device)
+
+
+triton_dequantize_nf4 = define("triton_dequantize_nf4", ARGUMENTS, _dequantize, fake_weights)
+
+KERNELS = (
+    Kernel(
+        dequantize_nf4,
+        triton_dequantize_nf4,
+        why_not_dequantize,
+        tuple(
+            block_example(
+                dequantize_nf4_kernel,
+                f"*u8 {'*u8 *fp32' if nested else '*fp32 None'} *fp32 *bf16 i64 i32 i64",
+                _BLOCK,
+                _WARPS,
+                NESTED=nested,
+                SCALE_VALUES=SCALE_VALUES,
+                GROUP=GROUP,
+                BLOCK=_BLOCK,
+            )
+            for nested in (True, False)
+        ),
+    ),
+)
