@@ -48,8 +48,8 @@ def calibrate(
 ) -> Calibration:
     """Measure this machine, and return the result, whose `cluster` is an argument of `autoshard.plan`.
 
-    With a process group, all ranks measure at once. With `step`, nothing is run. The cluster that the step was planned
-    for is corrected by the step's last profile: each kind of operator and collective by measured over predicted time.
+    With a process group, all ranks measure at once. With `step`, nothing is run: the step's last profile corrects the
+    cluster that the step was planned for. Each kind of operator and collective gets measured over predicted time.
 
     Args:
         step: a step with a profile, or a profile. None: measure operators and collectives one by one.

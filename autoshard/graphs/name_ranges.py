@@ -1,7 +1,7 @@
 """Names the operators and collectives of a lowered graph, as ranges of torch's profiler and of NVTX.
 
-A range's name has a part of the step in front: "forward: layers.0.mlp mm", or "communication over data: all-reduce of
-head". Predictions name the same nodes by the same function, so measured and predicted seconds are compared by name.
+`autoshard.ir.range_names` describes the names. Predictions name nodes by the same function, so measured and predicted
+seconds are compared by name.
 
 Before → after `name_ranges`: `y = mm(x, w)` → `token = begin("forward: mlp mm"); y = mm(x, w); end(token)`.
 """
@@ -29,6 +29,7 @@ IN_WORDS: Mapping[str, str] = {
 """From a collective operator of torch to its usual name."""
 
 _NO_PHASE = "inputs and outputs"
+_UPDATE = "update"
 _ARITHMETIC = ("_operator", "builtins", "math")
 
 
@@ -48,7 +49,9 @@ def range_name(node: fx.Node, phase: str = _NO_PHASE) -> str:
         return f"{OVER}{axes}: {_verb(node)}{IN_WORDS.get(collective, collective)}{of}"
     if not _works(node):
         return ""
-    return f"{node.meta.get('phase') or phase}: {f'{module} ' if module else ''}{_operator(node)}"
+    phase = node.meta.get("phase") or phase
+    named = module and phase != _UPDATE  # one call may update parameters of several modules
+    return f"{phase}: {f'{module} ' if named else ''}{_operator(node)}"
 
 
 def collective_of(node: fx.Node) -> str:
@@ -106,7 +109,11 @@ def _works(node: fx.Node) -> bool:
 
 
 def _operator(node: fx.Node) -> str:
-    """Return the name of a node's operator without namespace, overload and marks: "mm" for `aten.mm.out`."""
+    """Return the name of a node's operator without namespace, overload and marks: "mm" for `aten.mm.out`.
+
+    An operator that updates several parameters at once has the name of the operator for one parameter.
+    """
     if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name.partition("::")[2].strip("_")
+        name = node.target._schema.name.partition("::")[2].strip("_")
+        return name.removesuffix("s") if name.endswith("_updates") else name
     return str(getattr(node.target, "__name__", node.target)).strip("_")

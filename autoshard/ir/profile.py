@@ -72,13 +72,13 @@ class RangeCost(NamedTuple):
         name: name of the range.
         constant: the constant of the hardware that the cost depends on, by the names of `cost_models.refit`; "" for a
             cost that depends on several constants.
-        calls: number of calls in a step.
-        seconds: seconds of all calls.
+        launches: number of launches of the calls in a step; 0 if the seconds contain no launch.
+        seconds: seconds of all calls in a step.
     """
 
     name: str
     constant: str
-    calls: int
+    launches: int
     seconds: float
 
 
@@ -211,8 +211,8 @@ class Profile:
 def measured_seconds(ranks: Sequence[Sequence[StepSpans]]) -> dict[str, float]:
     """Return the seconds of each operator and collective in a step, by the name of its range.
 
-    An operator has the mean over steps and ranks. A collective has the mean over steps of its shortest time on a rank,
-    because a rank that joins early waits for the rank that joins last.
+    The result has the mean of each rank over its steps: of an operator the mean over ranks, of a collective the
+    shortest. A rank that joins a collective early waits for the rank that joins last.
     """
     means = [_mean([step.seconds for step in steps]) for steps in ranks]
     names = dict.fromkeys(name for each in means for name in each)

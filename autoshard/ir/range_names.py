@@ -1,8 +1,12 @@
 """Names of ranges: named work of a step, in profiles and in torch's profiler.
 
-A name has a part of the step in front, a phase or communication over mesh axes: "forward: layers.0.mlp mm". For a
-collective, "issuing the" is the call, "waiting for the" is the wait, and "adding up the" is a local sum after it:
-"communication over data: all-reduce of head", "communication over data: waiting for the all-reduce of head".
+A name begins with a part of the step, which is a phase, or communication over mesh axes. Examples:
+
+* `forward: layers.0.mlp mm`, an operator of a module;
+* `communication over data: all-reduce of head`, a collective;
+* `communication over data: issuing the all-reduce of head`, the call that starts the collective;
+* `communication over data: waiting for the all-reduce of head`, the wait for the collective;
+* `communication over data: adding up the all-reduce of head`, a local sum after the wait.
 """
 
 from __future__ import annotations

@@ -131,9 +131,8 @@ def _moved(span: RangeSpan, by_ns: int) -> RangeSpan:
 def _names_of(phased: PhasedProgram) -> dict[str, str]:
     """Return the range of each node of a program, by the node's name."""
     graphs = [*phased.phases.values(), *((phased.halves.inputs, phased.halves.weights) if phased.halves else ())]
-    return {node.name: range_name(node) for module in graphs for node in module.graph.nodes} | {
-        _ADDING_UP: f"{_BACKWARD}: {_ADDING_UP}"
-    }
+    calls = (node for module in graphs for node in module.graph.nodes if node.op == "call_function")
+    return {_ADDING_UP: f"{_BACKWARD}: {_ADDING_UP}"} | {node.name: range_name(node) for node in calls}
 
 
 def _step(segments: Iterable[Segment], names: Mapping[str, str], cluster: Cluster) -> StepSpans:

@@ -73,7 +73,7 @@ class ProfileRun:
         spans = None if recording is None else recording.end()
         self._sharded.engine.ranges.are_on = self._were_on
         has_compiled = len(self._sharded.programs) > self._programs
-        self._is_warm = not has_compiled
+        self._is_warm = True
         if spans is not None and not has_compiled:
             self._measured.append(spans)
         if len(self._measured) == self._steps:

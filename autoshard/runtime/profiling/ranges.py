@@ -9,7 +9,7 @@ import torch
 from torch.profiler import record_function
 
 PREFIX = "autoshard "
-"""Prefix of the names of all ranges: "autoshard forward: layers.0.mlp mm"."""
+"""Prefix of the names of all ranges in torch's profiler."""
 
 
 class Ranges:

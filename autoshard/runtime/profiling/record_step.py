@@ -54,9 +54,9 @@ def step_spans(events: Iterable[FunctionEvent]) -> StepSpans:
     """Return the spans of the named ranges among the events of a profiler, which recorded one step."""
     events = list(events)
     named = [event for event in events if event.name.startswith(PREFIX)]
-    (step,) = (event for event in named if event.name == PREFIX + _STEP and event.device_type is DeviceType.CPU)
+    (step,) = (event for event in named if event.name == PREFIX + _STEP and event.device_type == DeviceType.CPU)
     begin_us, end_us = step.time_range.start, step.time_range.end
-    on_device = [event for event in named if event.device_type is not DeviceType.CPU and event.name != PREFIX + _STEP]
+    on_device = [event for event in named if event.device_type != DeviceType.CPU and event.name != PREFIX + _STEP]
     works = [event for event in events if event.is_async and event.name.partition(":")[0] in _BACKENDS]
     ranges = on_device or _with_works([event for event in named if event is not step], works)
     spans = (

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard import Cluster, Mesh
+from autoshard import Cluster, Mesh, P
 from autoshard.ir.plan import Plan
 from autoshard.ir.profile import ELSE, PredictedSteps
 from autoshard.ir.range_names import OVER, part_of
@@ -44,7 +44,7 @@ def predicted(mesh: Mesh, cluster: Cluster | None = None, **options: Any) -> tup
         ({"data": 2, "model": 2}, GPUS, {"max_grad_norm": 1.0}),
         ({"data": 4}, GPUS, {"micro_batches": 2}),
         ({"pipeline": 2, "data": 2}, GPUS, {"micro_batches": 4, "max_grad_norm": 1.0}),
-        ({"pipeline": 2}, None, {"micro_batches": 2, "recipe": autoshard.Recipe(schedule="ZBVZeroBubble")}),
+        ({"pipeline": 2}, None, {"micro_batches": 2, "recipe": autoshard.Recipe(schedule="InterleavedZeroBubble")}),
     ],
 )
 def test_the_step_is_that_of_the_plan(axes: dict[str, int], cluster: Cluster | None, options: dict[str, Any]) -> None:
@@ -60,8 +60,8 @@ def test_the_step_is_that_of_the_plan(axes: dict[str, int], cluster: Cluster | N
 
 
 def test_costs_are_those_of_the_spans() -> None:
-    """Where nothing overlaps, the costs of a part take as long as its spans."""
-    found, plan = predicted(Mesh({"data": 2}), micro_batches=2)
+    """If nothing overlaps, the costs of a part take as long as its spans."""
+    found, plan = predicted(Mesh({"data": 2}), micro_batches=2, constraints={"input:0": P("data"), "*.weight": P()})
     costs = defaultdict[str, float](float)
     for cost in found.costs[0]:
         costs[part_of(cost.name)] += cost.seconds
@@ -70,6 +70,6 @@ def test_costs_are_those_of_the_spans() -> None:
     assert costs["forward"] == pytest.approx(parts["forward"], rel=1e-3)
     assert costs["backward"] == pytest.approx(parts["backward"] - adding_s, rel=1e-3)
     assert costs["update"] == pytest.approx(parts["update"], rel=1e-3)
-    assert costs[f"{OVER}data"] == pytest.approx(parts[f"{OVER}data"], rel=1e-3)
+    assert costs[f"{OVER}data"] == pytest.approx(parts[f"{OVER}data"], rel=1e-2)  # and copies of a bucket
     assert parts[ELSE] == pytest.approx(0, abs=1e-6)
     assert {cost.constant for cost in found.costs[0]} == {"matmul.f32", "memory", "link.intra"}
