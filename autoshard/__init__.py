@@ -38,6 +38,7 @@ from autoshard.errors import (
 from autoshard.ir.loss_scaling import LossScaling
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
+from autoshard.ir.profile import Profile
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.runtime import Runtime
 from autoshard.ir.spec import P, PartitionSpec
@@ -79,6 +80,7 @@ __all__ = [
     "PartitionSpec",
     "Plan",
     "PlanMismatchError",
+    "Profile",
     "RankMismatchError",
     "Recipe",
     "RecipeError",

@@ -1,4 +1,4 @@
-"""Measure this machine as a cluster to plan for.
+"""Measure this machine as a cluster to plan for, or learn from a profile of a training step.
 
 `cost_models.calibration` times the kernels and collectives of compiled programs: autoshard's own operators on PyTorch's
 fused kernels, and Gloo reductions in the order of ranks.
@@ -6,8 +6,11 @@ fused kernels, and Gloo reductions in the order of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
+from math import log
 
 import torch
 import torch.distributed as dist
@@ -15,12 +18,16 @@ from torch import Tensor, fx
 
 import autoshard.kernels  # noqa: F401  (registers the operators)
 from autoshard.cluster import Cluster
+from autoshard.errors import NotAvailableError
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.profile import Profile, RangeCost
 from autoshard.kernels.native import NATIVE
 from autoshard.runtime.rank_order import reduce_in_rank_order
+from autoshard.runtime.train_step import TrainStep
 from cost_models import calibration
 from cost_models.calibration import Calibration, OnProgress
 from cost_models.kernel_samples import KernelSample
+from cost_models.refit import refitted
 
 ATTENTIONS = ((1, 2, 64, 64), (4, 4, 128, 64), (16, 4, 128, 64), (2, 4, 512, 64))
 ROWS, CLASSES, COLUMNS = (32, 512, 4096), 1024, 768
@@ -32,6 +39,7 @@ TOKENS, EXPERTS, CHOSEN = (64, 1024), (8, 256, 512), 2
 
 
 def calibrate(
+    step: TrainStep | Profile | None = None,
     *,
     name: str = "this_machine",
     memory_bytes: int | None = None,
@@ -40,14 +48,22 @@ def calibrate(
 ) -> Calibration:
     """Measure this machine, and return the result, whose `cluster` is an argument of `autoshard.plan`.
 
-    With a process group, all ranks measure at once.
+    With a process group, all ranks measure at once. With `step`, nothing is run: the step's last profile corrects the
+    cluster that the step was planned for. Each kind of operator and collective gets measured over predicted time.
 
     Args:
+        step: a step with a profile, or a profile. None: measure operators and collectives one by one.
         name: name of the measured cluster.
         memory_bytes: usable bytes per rank; default: the device's own (GPU), or this machine's split over its ranks.
-        budget_s: seconds, a rough limit of all timed runs.
-        on_progress: called before each measurement, e.g. to draw a progress bar.
+            With `step`, default: as before.
+        budget_s: seconds, a rough limit of all timed runs; without `step`.
+        on_progress: called before each measurement, e.g. to draw a progress bar; without `step`.
+
+    Raises:
+        NotAvailableError: the step has no profile, or one process simulated all its ranks.
     """
+    if step is not None:
+        return learned_from(_profile_of(step), name, memory_bytes)
     found = calibration.calibrate(
         name=name,
         memory_bytes=memory_bytes,
@@ -58,6 +74,68 @@ def calibrate(
     )
     measured = found.cluster
     return replace(found, cluster=Cluster(measured.node, measured.nodes, measured.devices_per_node))
+
+
+def learned_from(profile: Profile, name: str, memory_bytes: int | None = None) -> Calibration:
+    """Return the cluster of a profile's prediction, corrected by the measured times.
+
+    1. The launch latency is the least time that a call takes beyond its predicted work, but no more than a call takes.
+    2. The factor of a constant is measured over predicted seconds of the calls that it prices, without launches.
+
+    Factors are within 1/`_MOST` and `_MOST`. The other arguments are those of `calibrate`.
+    """
+    if profile.is_simulated:
+        raise NotAvailableError(
+            "calibrate(step): one process simulated all ranks, so the measured times say nothing about hardware. "
+            "Profile a step under torchrun."
+        )
+    old = profile.predicted.cluster
+    known = [(cost, seconds) for cost, seconds in profile.costs() if cost.constant and min(cost.seconds, seconds) > 0]
+    launch_s = _launch_latency(known, old.device.launch_latency_s)
+    measured, work = defaultdict[str, float](float), defaultdict[str, float](float)
+    launches = defaultdict[str, int](int)
+    for cost, seconds in known:
+        measured[cost.constant] += seconds
+        launches[cost.constant] += cost.launches
+        work[cost.constant] += max(0.0, cost.seconds - cost.launches * old.device.launch_latency_s)
+    factors = {
+        constant: min(_MOST, max(1 / _MOST, (seconds - launches[constant] * launch_s) / work[constant]))
+        for constant, seconds in measured.items()
+        if work[constant] > 0
+    }
+    residuals = {
+        constant: log((factor * work[constant] + launches[constant] * launch_s) / measured[constant])
+        for constant, factor in factors.items()
+    }
+    node = replace(refitted(old.node, factors, launch_s), name=name)
+    if memory_bytes is not None:
+        node = replace(node, device=replace(node.device, memory_bytes=memory_bytes))
+    cluster = Cluster(node, old.nodes, old.devices_per_node)
+    return Calibration(cluster, dict(measured), residuals, datetime.now(UTC).date().isoformat())
+
+
+_MOST = 100.0
+"""The largest factor by which a profile changes a constant."""
+
+
+def _profile_of(step: TrainStep | Profile) -> Profile:
+    found = step.last_profile if isinstance(step, TrainStep) else step
+    if isinstance(found, Profile):
+        return found
+    has_none = "the step has no profile" if isinstance(step, TrainStep) else f"{step!r} is no training step"
+    raise NotAvailableError(f"calibrate(step): {has_none}. Measure steps within `with step.profile(steps=3):` first.")
+
+
+def _launch_latency(known: Sequence[tuple[RangeCost, float]], old_s: float) -> float:
+    """Return the seconds of a launch: the least that a call takes beyond its work, but no more than a call takes.
+
+    `known` has costs with their measured seconds. If some call takes less than its predicted work, the latency is at
+    most `old_s`.
+    """
+    calls = [(cost, seconds) for cost, seconds in known if cost.launches]
+    shortest_s = min((seconds / cost.launches for cost, seconds in calls), default=old_s)
+    beyond_s = min((old_s + (seconds - cost.seconds) / cost.launches for cost, seconds in calls), default=old_s)
+    return min(beyond_s if beyond_s > 0 else old_s, shortest_s)
 
 
 def semantic_samples() -> Iterator[KernelSample]:

@@ -68,6 +68,8 @@ class Options:
         on_nonfinite: with an optimizer: "raise" raises `NonFiniteError` on all ranks, before the update, if the loss or
             the gradient norm is not finite on any rank. "skip" leaves out the update and counts `step.skipped_steps`.
             None checks nothing; see docs/how_to/watch_a_run.md.
+        name_ranges: name each operator by module, and each collective by axis, in every `torch.profiler` trace and as
+            NVTX ranges on GPUs. It costs a few microseconds a call; see docs/how_to/profile_a_step.md.
         grad_norm: with an optimizer: compute `step.last_grad_norm` even without `max_grad_norm`.
         loss_scaling: with an optimizer and `precision="f16"`: settings of the scale of the loss. None: the defaults of
             `torch.amp.GradScaler`; see docs/reference/precision.md.
@@ -85,6 +87,7 @@ class Options:
     gather_outputs: bool = False
     cuda_graph: bool = False
     on_nonfinite: str | None = None
+    name_ranges: bool = False
     grad_norm: bool = False
     loss_scaling: LossScaling | None = None
 
@@ -95,6 +98,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_flags(gather_outputs=self.gather_outputs, cuda_graph=self.cuda_graph, grad_norm=self.grad_norm)
+        check_flags(name_ranges=self.name_ranges)
         check_on_nonfinite(self.on_nonfinite)
         check_scaling(self.loss_scaling)
         checked_outputs(self.outputs, gather_outputs=self.gather_outputs)

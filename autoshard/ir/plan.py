@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 10
 """Schema version of saved files. Files of another version are refused."""
 
+BEFORE = "the plan before"
+"""The name in `Plan.baselines` of the plan that `autoshard.plan(previous=)` was given."""
+
 _Specs = tuple[PartitionSpec, ...]
 _OF_OTHER_FORM: Mapping[str, Any] = {
     "mesh": Mapping[str, int],
@@ -176,6 +179,15 @@ class Plan:
             "replicated": tuple(item for item in self.operators if item.has_rule and not item.is_split),
             "without rule": tuple(item for item in self.operators if not item.has_rule),
         }
+
+    @property
+    def speedup_over_previous(self) -> float | None:
+        """Predicted step of the plan `previous` over this plan's step, both priced for this plan's hardware.
+
+        Above 1, this plan is faster. None if the plan was made without `previous`, or if `previous` does not fit.
+        """
+        before_s, own_s = self.baselines.get(BEFORE), self.predicted.step_time_s
+        return before_s / own_s if before_s is not None and own_s > 0 else None
 
     @property
     def updates(self) -> bool:

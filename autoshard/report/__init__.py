@@ -3,6 +3,6 @@
 Importing this folder registers the functions with `autoshard.ir.show`.
 """
 
-from autoshard.report import explanation, page, printer, run_table
+from autoshard.report import explanation, page, printer, profile_table, run_table
 
-__all__ = ["explanation", "page", "printer", "run_table"]
+__all__ = ["explanation", "page", "printer", "profile_table", "run_table"]

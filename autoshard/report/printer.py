@@ -9,13 +9,16 @@ from rich.table import Table
 
 from autoshard.ir.kernels import KernelUse
 from autoshard.ir.offload import Offload
-from autoshard.ir.plan import Plan
+from autoshard.ir.plan import BEFORE, Plan
 from autoshard.ir.plan_parts import ParameterPlan
 from autoshard.ir.recompute import Recompute
 from autoshard.ir.show import text_of
 from autoshard.ir.text import any_block, as_text, common_name, format_bytes, format_time
 
 _SHOWN_CALLS, _SHOWN_INPUTS = 4, 6
+
+_FASTER = 1.005
+"""The least ratio of step times for which a plan is called faster than another."""
 
 _TOLD = 0.05
 """`in_words` names a layout of an axis only if at least this share of all parameters has the layout."""
@@ -66,12 +69,23 @@ def notes(plan: Plan) -> list[str]:
         else "",
         "The search was interrupted: this is the best plan until then." if plan.was_interrupted else "",
         "The search was cut by time_budget_s: with more time the plan may be another." if plan.was_cut else "",
+        _previous(plan),
         _schedule(plan),
         _recompute(plan),
         _offload(plan),
         f"With {predicted.kernels}." if predicted.kernels.uses else "",
     ]
     return [line for line in lines if line]
+
+
+def _previous(plan: Plan) -> str:
+    """Return a sentence on the plan that was given as `previous`; "" without such a plan."""
+    speedup, before_s = plan.speedup_over_previous, plan.baselines.get(BEFORE)
+    if speedup is None or before_s is None:
+        return "The previous plan does not fit here." if BEFORE in plan.baselines else ""
+    if speedup < _FASTER:
+        return f"No faster plan than the previous plan was found, which takes {format_time(before_s)} here."
+    return f"The previous plan would take {format_time(before_s)} here, {speedup:.2f} times as long as this plan."
 
 
 def in_words(plan: Plan) -> list[str]:

@@ -19,30 +19,24 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.fx.proxy import GraphAppendingTracer
 
 from autoshard.errors import MeshError, NotAvailableError
-from autoshard.graphs.add_to_sums import add_to_sums
-from autoshard.graphs.direct_calls import call_directly
-from autoshard.graphs.fill_buckets import fill_buckets
-from autoshard.graphs.fold_views import fold_views
-from autoshard.graphs.join_squares import join_squares
-from autoshard.graphs.write_in_place import write_in_place
 from autoshard.ir.boundary import pad_local, unpad_local
 from autoshard.ir.emit import emit_reshard
-from autoshard.ir.local import running_at
 from autoshard.ir.lowered import LocalSlot
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.reshard import plan_reshard
 from autoshard.ir.spec import PartitionSpec
 from autoshard.runtime.agreement.control_channel import TIMEOUT_S
 from autoshard.runtime.agreement.control_group import ControlGroup, Facts
-from autoshard.runtime.agreement.lost_ranks import Doing, naming_lost_ranks
+from autoshard.runtime.agreement.lost_ranks import naming_lost_ranks
 from autoshard.runtime.engine import NO_PIPELINE_RANKS, NOTHING, Loaded
-from autoshard.runtime.failed_collective import failed_collective
 from autoshard.runtime.freed_memory import keep_freed_memory
+from autoshard.runtime.graph_loader import CheckInPlace, FinishInPlace, GraphLoader
 from autoshard.runtime.known_layouts import LikeWriter, Reader, are_dtensors, is_same_memory, local_of
 from autoshard.runtime.layouts import Layouts, TensorLayout
 from autoshard.runtime.parameters import give_buffers_memory, memory_of, swap_parameter, take_over_parameters
 from autoshard.runtime.pickled_shards import pickle_wholes_alone
-from autoshard.runtime.process_groups import ProcessGroups, bind, reduce_in_place, taking_from_a_list
+from autoshard.runtime.process_groups import ProcessGroups
+from autoshard.runtime.profiling.ranges import Ranges
 from autoshard.runtime.split_output import SplitOutput
 from autoshard.runtime.stages.stage_meshes import StageMeshes, is_elsewhere
 from autoshard.runtime.state_in_loops import check_states_again
@@ -52,14 +46,6 @@ from autoshard.runtime.weights.unread import shape_of
 
 T = TypeVar("T")
 
-CheckInPlace = Callable[[fx.GraphModule, fx.GraphModule, Mapping[int, int]], None]
-"""Function that checks a graph that writes over inputs.
-
-It takes the graph without writes, the graph with writes, and the argument `written` of `Engine.load`.
-"""
-FinishInPlace = Callable[[fx.GraphModule], fx.GraphModule]
-"""Function that rewrites a graph that writes over inputs."""
-
 REPLICATED = PartitionSpec()
 
 SMALL_BYTES = 2**20
@@ -67,8 +53,6 @@ SMALL_BYTES = 2**20
 
 _MOST_RESHARDS = 1024
 """The most loaded reshard programs that are kept. Each input or output of a program may need some."""
-
-Bound = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class DistributedEngine:
@@ -102,9 +86,8 @@ class DistributedEngine:
         self._stages = stages
         self.groups = ProcessGroups(device_mesh, timeout_s, outer)
         self.control = control or ControlGroup(device_mesh.mesh.flatten().tolist(), timeout_s)
-        self._wrap = wrap
-        self._check_in_place = check_in_place
-        self._finish_in_place = finish_in_place
+        self._loader = GraphLoader(self.groups, self.control, wrap, check_in_place, finish_in_place)
+        self._has_compiler = wrap is not None
         self._reshard_loaded = lru_cache(_MOST_RESHARDS)(self._load_reshard)
         self._layouts = Layouts(self.groups.mesh, self.groups.rank)
         pickle_wholes_alone([device_mesh] if stages is None else stages.meshes)
@@ -128,80 +111,21 @@ class DistributedEngine:
         return self.groups.mesh
 
     @property
+    def ranges(self) -> Ranges:
+        return self._loader.ranges
+
+    @property
     def device(self) -> torch.device:
         kind = self.device_mesh.device_type
         return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
     def load(self, graph_module: fx.GraphModule, written: Mapping[int, int] = NOTHING) -> Loaded:
-        """Make a lowered graph ready to run on this rank.
-
-        If `written` names results that replace inputs, the graph writes them over these inputs, and `wrap` does not
-        compile it.
-        """
-        if self._wrap is not None and not written:
-            return self._showing_life_once(self._at_rank(_spread(self._wrap(bind(graph_module, self.groups)))))
-        return self._load_plainly(self._writing(graph_module, written), folds_views=not written)
+        """Make a lowered graph ready to run on this rank, see `GraphLoader.load`."""
+        return self._loader.load(graph_module, written)
 
     def load_adding(self, graph_module: fx.GraphModule, owned: Sequence[bool]) -> Loaded | None:
-        """Make a graph ready to run that adds its last results to sums.
-
-        Return None if a compiler is used, because results of its graphs may share memory.
-        """
-        if self._wrap is not None:
-            return None
-        return self._load_plainly(add_to_sums(self._writing(graph_module, NOTHING), owned), folds_views=True)
-
-    def _load_plainly(self, writing: fx.GraphModule, *, folds_views: bool) -> Loaded:
-        """Make a graph ready to run on this rank without a compiler. `folds_views` removes redundant views."""
-        bound = bind(writing, self.groups)
-        reduce_in_place(bound)
-        join_squares(bound)
-        if folds_views:
-            fold_views(bound)
-        call_directly(bound)
-        taking = taking_from_a_list(bound)
-        return self._at_rank(taking, partial(failed_collective, graph=taking.graph))
-
-    def _at_rank(self, run_bound: Bound, doing: Doing = "in a compiled program") -> Loaded:
-        """Return a function that runs a graph with this rank's coordinates, and without gradients.
-
-        The graph names this rank's process groups. `doing` describes its communication for errors.
-        """
-        coordinates, one_thread = self.groups.coordinates, self.control.one_thread
-
-        @torch.no_grad()
-        def run(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-            values.reverse()
-            with one_thread, running_at(coordinates), naming_lost_ranks(doing):
-                return tuple(run_bound(values))
-
-        return run
-
-    def _showing_life_once(self, run: Loaded) -> Loaded:
-        """Return `run` with signs of life during its first call. This call compiles, and other ranks wait for it."""
-        has_run = [False]
-
-        def run_showing_life(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-            if has_run[0]:
-                return run(values)
-            with self.control.channel.showing_life("runs a program for the first time"):
-                results = run(values)
-            has_run[0] = True
-            return results
-
-        return run_showing_life
-
-    def _writing(self, graph_module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
-        """Return a graph that writes its `written` results over inputs, finished and checked.
-
-        If `written` is empty, the graph instead computes values directly in the memory of their buckets.
-        """
-        writing = write_in_place(graph_module, written) if written else fill_buckets(graph_module)
-        if self._finish_in_place is not None and written:
-            writing = self._finish_in_place(writing)
-        if self._check_in_place is not None and writing is not graph_module:
-            self._check_in_place(graph_module, writing, written)
-        return writing
+        """Make a graph ready to run that adds its last results to sums, see `GraphLoader.load_adding`."""
+        return self._loader.load_adding(graph_module, owned)
 
     def read(self, tensor: torch.Tensor, slot: LocalSlot) -> torch.Tensor:
         if tuple(tensor.shape) != slot.shape:
@@ -280,7 +204,7 @@ class DistributedEngine:
 
         With a compiler, results of graphs may share memory, so they are never written over.
         """
-        if owned is not None and self._wrap is not None:
+        if owned is not None and self._has_compiler:
             owned = [False] * len(sums)
         in_place = [index for index in range(len(sums)) if owned is None or owned[index]]
         if in_place:
@@ -466,20 +390,6 @@ def _dim_to_slice(tensor: DTensor) -> int | None:
         return None
     free = [dim for dim in range(tensor.dim()) if not any(place.is_shard(dim) for place in tensor.placements)]
     return max(free, key=lambda dim: tensor.shape[dim], default=None)
-
-
-def _spread(function: Callable) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]:
-    """Return a function that takes a list of tensors in reverse order, and calls `function(*tensors)`.
-
-    The list is emptied.
-    """
-
-    def run(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        inputs = values[::-1]
-        values.clear()
-        return function(*inputs)
-
-    return run
 
 
 def reshard_program(

@@ -8,6 +8,7 @@ slot (`LocalSlot`) is an input or result of a program, with its name, spec, glob
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -17,13 +18,15 @@ import torch
 from torch import fx, nn
 
 from autoshard.errors import MeshError
+from autoshard.graphs.name_ranges import phase_of, range_name
 from autoshard.ir.boundary import shard_all, unshard
 from autoshard.ir.lowered import LocalSlot
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import PartitionSpec
 from autoshard.runtime.agreement.control_group import ControlGroup, Facts
 from autoshard.runtime.parameters import give_buffers_memory, memory_of, swap_parameter
-from autoshard.runtime.simulator import simulate
+from autoshard.runtime.profiling.ranges import Ranges
+from autoshard.runtime.simulator import Around, simulate
 
 T = TypeVar("T")
 
@@ -66,6 +69,11 @@ class Engine(Protocol):
     @property
     def control(self) -> ControlGroup | None:
         """The ranks that compare calls and programs; None if one process runs the mesh alone."""
+        ...
+
+    @property
+    def ranges(self) -> Ranges:
+        """The switch of the named ranges of programs."""
         ...
 
     def load(self, graph_module: fx.GraphModule, written: Mapping[int, int] = NOTHING) -> Loaded:
@@ -203,6 +211,7 @@ class SimulatorEngine:
 
     mesh: Mesh
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    ranges: Ranges = field(default_factory=Ranges, compare=False)
 
     @property
     def control(self) -> None:
@@ -214,9 +223,21 @@ class SimulatorEngine:
         def run(values: list[LocalValue]) -> tuple[LocalValue, ...]:
             inputs = values.copy()
             values.clear()
-            return tuple(simulate(graph_module, self.mesh, inputs))
+            return tuple(simulate(graph_module, self.mesh, inputs, around=self._around(graph_module)))
 
         return run
+
+    def _around(self, graph_module: fx.GraphModule) -> Around | None:
+        """Return a function that puts nodes into ranges; None if the ranges are off. All ranks run in one range."""
+        if not self.ranges.are_on:
+            return None
+        phase = phase_of(graph_module)
+
+        def around(node: fx.Node) -> AbstractContextManager[None]:
+            name = range_name(node, phase)
+            return self.ranges.around(name) if name else nullcontext()
+
+        return around
 
     def load_adding(self, graph_module: fx.GraphModule, owned: Sequence[bool]) -> Loaded | None:
         """Return None: ranks may share a tensor, so adding to it would change the values of several ranks."""

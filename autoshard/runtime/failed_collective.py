@@ -7,14 +7,7 @@ from types import TracebackType
 
 from torch import fx
 
-_IN_WORDS = {
-    "all_gather_into_tensor": "all-gather",
-    "all_reduce": "all-reduce",
-    "all_reduce_": "all-reduce",
-    "all_to_all_single": "all-to-all",
-    "reduce_scatter_tensor": "reduce-scatter",
-}
-"""From a collective operator of torch to its usual name."""
+from autoshard.graphs.name_ranges import IN_WORDS, issued_by, kind_of
 
 _CODE = "<eval_with_key>"
 """First letters of the file name that torch.fx gives the code of a graph."""
@@ -29,10 +22,10 @@ def failed_collective(error: BaseException, graph: fx.Graph) -> str:
     node = next((node for node in graph.nodes if node.name == name), None)
     if node is None:
         return ""
-    issued = _issued(node)
+    issued = issued_by(node)
     is_wait = issued is not node
-    kind = issued.meta.get("collective", _kind(issued))
-    kind = _IN_WORDS.get(kind, kind)
+    kind = issued.meta.get("collective", kind_of(issued))
+    kind = IN_WORDS.get(kind, kind)
     group = issued.meta.get("group")
     over = f" over {group!r}" if group else ""
     noted = next((item.meta for item in (issued, node) if item.meta.get("source") or item.meta.get("module")), {})
@@ -50,13 +43,3 @@ def _failed_name(trace: TracebackType | None) -> str | None:
             found = line.partition("=")[0].partition(":")[0].strip()
         trace = trace.tb_next
     return found
-
-
-def _issued(node: fx.Node) -> fx.Node:
-    """Return the collective that a wait waits for; any other node itself."""
-    (operand,) = node.all_input_nodes if len(node.all_input_nodes) == 1 else (None,)
-    return operand if _kind(node) == "wait_tensor" and operand is not None else node
-
-
-def _kind(node: fx.Node) -> str:
-    return str(node.target).removeprefix("_c10d_functional.").partition(".")[0]

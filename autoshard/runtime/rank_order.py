@@ -77,7 +77,7 @@ class _Rewriter:
     def _copy(self, node: fx.Node) -> fx.Node:
         if node in self._finish:
             made = self._finish[node]()
-            made.meta = dict(node.meta)
+            made.meta = dict(node.meta) | _origin_of(node.all_input_nodes[0])
             return made
         if node.target is _c10d.reduce_scatter_tensor.default and self._is_ours(node):
             return _noted(self._start_reduce_scatter(node), node)
@@ -111,7 +111,7 @@ class _Rewriter:
 
         def gather() -> None:
             mine = self._call(_reduce, self._wait(started), reduction, size, (-1,))
-            gathered.append(self._all_gather(mine, size, group))
+            gathered.append(_noted(self._all_gather(mine, size, group), node))
 
         middle = self._nodes[(self._places[node] + self._places[wait]) // 2]
         self._midway.setdefault(middle, []).append(gather)
@@ -136,10 +136,15 @@ class _Rewriter:
 
 
 def _noted(made: fx.Node, replaced: fx.Node) -> fx.Node:
-    """Return the node, with the name and the origin of the collective that it replaces (for errors)."""
-    made.meta |= {key: replaced.meta[key] for key in ("phase", "module", "source") if key in replaced.meta}
-    made.meta["collective"] = str(replaced.target).split(".")[1]
+    """Return the node, with the name and the origin of the collective that it replaces, for errors and profiles."""
+    made.meta |= _origin_of(replaced)
     return made
+
+
+def _origin_of(replaced: fx.Node) -> dict[str, str]:
+    """Return metadata of a collective for the nodes that replace it: its name, group, module and line."""
+    found = {key: replaced.meta[key] for key in ("phase", "module", "source") if key in replaced.meta}
+    return found | {"collective": str(replaced.target).split(".")[1], "group": str(replaced.args[-1])}
 
 
 def _wait_of(start: fx.Node) -> fx.Node:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,6 +28,9 @@ from autoshard.kernels.exchange import run_together
 OnValues = Callable[[fx.Node, Sequence[Any]], None]
 """Function that is called with each evaluated node and its values, one for each rank."""
 
+Around = Callable[[fx.Node], AbstractContextManager[None]]
+"""Function that returns a context manager, within which a node is evaluated for all ranks."""
+
 GroupCollective = Callable[..., Sequence[Any]]
 """Function that simulates a collective, and returns a result for each rank of the group.
 
@@ -40,6 +44,7 @@ def simulate(
     inputs: Sequence[Sequence[Any]],
     *,
     on_values: OnValues | None = None,
+    around: Around | None = None,
 ) -> list[Any]:
     """Run `program` for every rank of `mesh`, without gradients.
 
@@ -49,6 +54,7 @@ def simulate(
         mesh: the mesh whose ranks are simulated.
         inputs: for each placeholder, the value of each rank. Give the same object to ranks that hold copies.
         on_values: called after each node, for example to compare values.
+        around: returns the context of each call, for example to measure it.
 
     Returns:
         For each output, a list of the ranks' values; ranks that hold copies get the same object. A program that
@@ -59,8 +65,8 @@ def simulate(
         MeshError: a group names an axis that the mesh does not have.
     """
     if isinstance(program, fx.Graph):
-        return _SimulatedRun(program, torch.nn.Module(), mesh, on_values).run(inputs)
-    return _SimulatedRun(program.graph, program, mesh, on_values).run(inputs)
+        return _SimulatedRun(program, torch.nn.Module(), mesh, on_values, around).run(inputs)
+    return _SimulatedRun(program.graph, program, mesh, on_values, around).run(inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,7 @@ class _SimulatedRun:
     root: torch.nn.Module
     mesh: Mesh
     on_values: OnValues | None
+    around: Around | None
 
     @torch.no_grad()
     def run(self, inputs: Sequence[Sequence[Any]]) -> list[Any]:
@@ -78,7 +85,8 @@ class _SimulatedRun:
         for node in self.graph.nodes:
             if node.op == "output":
                 return self._outputs(node.args[0], values)
-            values[node] = list(next(waiting)) if node.op == "placeholder" else self._evaluate(node, values)
+            with nullcontext() if self.around is None else self.around(node):
+                values[node] = list(next(waiting)) if node.op == "placeholder" else self._evaluate(node, values)
             if self.on_values is not None:
                 self.on_values(node, values[node])
             for value in dead[node]:

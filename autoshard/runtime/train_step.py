@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.outputs import Outputs
 from autoshard.ir.pipeline_order import StageTask, Work, one_after_another
 from autoshard.ir.plan import Plan
+from autoshard.ir.profile import PredictSteps, Profile
 from autoshard.ir.update import check_norm
 from autoshard.runtime.executor import Executor
 from autoshard.runtime.graphed_passes import GraphedPasses
@@ -40,6 +42,7 @@ from autoshard.runtime.micro_batches import (
 )
 from autoshard.runtime.of_model import refuse_capture
 from autoshard.runtime.optimizer_state import HyperparameterText, lay_out_loaded_state
+from autoshard.runtime.profiling.profile_run import ProfileRun
 from autoshard.runtime.run_order import run_order
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.signature import FlatCall
@@ -87,6 +90,7 @@ class TrainStep(HasWeights):
         returns_norm: compute `last_grad_norm` even without `max_grad_norm`.
         on_nonfinite: "raise", "skip" or None; see `autoshard.Options`.
         loss_scale: the scale of the loss for gradients in float16; None: the loss is not scaled.
+        predict: predicts the step of a program, for `profile`.
     """
 
     def __init__(
@@ -104,6 +108,7 @@ class TrainStep(HasWeights):
         returns_norm: bool = False,
         on_nonfinite: str | None = None,
         loss_scale: LossScale | None = None,
+        predict: PredictSteps | None = None,
     ) -> None:
         self.sharded = sharded
         self.optimizer = optimizer
@@ -111,6 +116,8 @@ class TrainStep(HasWeights):
         self.order = one_after_another(micro_batches)
         self._has_said_why = False
         self._observers: tuple[StepObserver, ...] = ()
+        self._predict, self._has_graphs = predict, graphs is not None
+        self._last_profile: Profile | None = None
         self._returns_norm = returns_norm
         self._loss_scale = loss_scale
         self._weigher = LossWeigher(sharded, weigh)
@@ -248,7 +255,7 @@ class TrainStep(HasWeights):
         with self.sharded.agreement.one_thread, naming_micro_batches(self.micro_batches):
             loss = self._step(args, kwargs)
         self._check.end()
-        for observer in self._observers:
+        for observer in reversed(self._observers):
             observer.end(loss)
         return StepLoss.of(loss)
 
@@ -259,6 +266,44 @@ class TrainStep(HasWeights):
     def remove_observer(self, observer: StepObserver) -> None:
         """Call the methods of `observer` no more."""
         self._observers = tuple(item for item in self._observers if item is not observer)
+
+    @property
+    def last_profile(self) -> Profile | None:
+        """The last profile that `profile` measured; None before."""
+        return self._last_profile
+
+    def profile(self, *, steps: int = 3, path: str | Path | None = None) -> ProfileRun:
+        """Measure the next steps on all ranks, beside the predicted step. All ranks must call this.
+
+        The steps are the training's own: the next step warms up, and the `steps` steps after it are measured. No step
+        runs twice. While steps are measured, no other `torch.profiler` may run.
+
+        Args:
+            steps: number of steps to measure.
+            path: file for the timelines of all ranks, for ui.perfetto.dev; None for no file.
+
+        Returns:
+            An object to print after the last step; `result` is the `Profile`. It is also a context manager, whose end
+            ends the profile.
+
+        Raises:
+            NotAvailableError: `steps` is no number above 0, or the step runs as a CUDA graph.
+        """
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise NotAvailableError(f"step.profile(steps={steps!r}): pass a whole number of steps, at least 1.")
+        if self._has_graphs:
+            raise NotAvailableError(
+                "step.profile: with Options(cuda_graph=True), a step is one launch, and its operators have no names. "
+                "Profile a step without cuda_graph."
+            )
+        assert self._predict is not None, "`compile` made the step"
+        run = ProfileRun(self.sharded, steps, path, self._predict, lambda found: self._end_profile(run, found))
+        self.add_observer(run)
+        return run
+
+    def _end_profile(self, run: ProfileRun, found: Profile | None) -> None:
+        self.remove_observer(run)
+        self._last_profile = found or self._last_profile
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         members = self.sharded.members()

@@ -16,6 +16,8 @@ from autoshard.call import Call
 from autoshard.errors import NotAvailableError
 from autoshard.ir.loss_scaling import LossScaling, scales_loss
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.profile import PredictedSteps
+from autoshard.ir.request import CompiledProgram
 from autoshard.runtime.agreement.step_agreement import Check
 from autoshard.runtime.engine import SimulatorEngine
 from autoshard.runtime.executor import Executor
@@ -26,16 +28,19 @@ from autoshard.runtime.optimizer_state import rebind_optimizer
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.stages.stage_engines import make_engines
 from autoshard.runtime.train_step import TrainStep
+from cost_models.errors import UnknownOperatorError
 from cost_models.hardware import Cluster
 from passes.driver.backends import check_in_place, finish_of, graphs_of, wrap_of
 from passes.driver.candidates import batch_of, by_micro_batches
 from passes.driver.choose_mesh import choose_mesh
 from passes.driver.fixed_plan import check_loss_scaling, micro_batches_of, precision_of, update_for
 from passes.driver.pipelines import check_pipeline, pipeline_arguments, pipeline_of, whole_mesh
+from passes.driver.planner import Planner
 from passes.driver.planner_for import planner_for
 from passes.driver.stage_planner import StagePlanner
 from passes.padding.prove_padding import prove_padding
 from passes.planning.recipe_meshes import check_mesh
+from passes.prediction.predict_steps import predict_steps
 from passes.verification.verify_schedule import verify_schedule
 from passes.verification.weigh_step import weigh_call
 
@@ -90,6 +95,7 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
     )
     if call.backend == "inductor" and isinstance(engine, SimulatorEngine):
         raise NotAvailableError("backend='inductor' needs a process per rank; the simulator runs eagerly.")
+    engine.ranges.are_on = options.name_ranges
     graphs = graphs_of(options.cuda_graph, engine, is_traced=update is not None, has_stages=pipeline is not None)
     executor = Executor(messages, verify_schedule if call.verify else None)
     sharded = ShardedModule(
@@ -117,6 +123,7 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
             graphs=graphs,
             loss_scale=LossScale(options.loss_scaling or LossScaling()) if is_scaled else None,
             weigh=partial(weigh_call, replace(planner, traced=None).trace),
+            predict=partial(_predicted, planner),
             plans_any_batch=known is None and call.recipe is None and not _has_boundaries(call.constraints),
         )
     if call.example_inputs is not None:
@@ -124,6 +131,17 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
         with torch.enable_grad():
             step.compile_for(*args, **kwargs)
     return step
+
+
+def _predicted(planner: Planner, program: CompiledProgram) -> PredictedSteps:
+    """Return the predicted step of a program, on the hardware that its plan was priced for."""
+    assert program.plan is not None, "it was planned"
+    try:
+        return predict_steps(program, planner.cluster_for(program.plan.mesh))
+    except UnknownOperatorError as error:
+        raise NotAvailableError(
+            f"step.profile prices each operator, and {error} Compile with backend='auto'."
+        ) from error
 
 
 def _has_boundaries(constraints: Mapping[str, Any] | None) -> bool:

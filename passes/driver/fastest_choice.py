@@ -25,7 +25,7 @@ from cost_models.streams import overlap_of
 from passes.driver.plan_of_choice import LoweredPlan, lowered_plan, peak_under
 from passes.driver.plan_options import PlanOptions
 from passes.lowering.bucket_collectives import BucketCollectives
-from passes.planning.baselines import BaselineSteps
+from passes.planning.baselines import BEFORE, BaselineSteps
 from passes.planning.bucket_prices import rough_step_s
 from passes.planning.build_assignment import PlanningProblem
 from passes.recomputation.fitting import JointSolution
@@ -57,11 +57,14 @@ class Decision:
         baselines: for each known recipe, its best solution without recomputation; None if no solution fits.
         bucketed: the best solution by other prices: collectives of parameters and gradients are in buckets, and the
             time that computation hides does not count.
+        before: the plan that the search began with, as it was: with its recomputation and offload. None without such a
+            plan, and if the plan is for another program or mesh, or is not allowed.
     """
 
     searched: tuple[JointSolution, ...]
     baselines: Mapping[str, Solution | None]
     bucketed: Solution | None = None
+    before: JointSolution | None = None
 
 
 def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, options: PlanOptions) -> LoweredPlan:
@@ -75,11 +78,14 @@ def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, option
         found: the choices.
     """
     lowering = _ChoiceLowering(planning, found.searched[0].solution.lower_bound, cluster, options)
-    searched = [(lowering(each.solution, each.planning), each) for each in found.searched]
-    own, joint = min(searched, key=lambda pair: pair[0].plan.predicted.step_time_s)
+    tried = found.searched if found.before is None else (*found.searched, found.before)
+    searched = [(lowering(each.solution, each.planning), each) for each in tried]
+    steps_before = {} if found.before is None else {BEFORE: lowering.step_s(searched[-1][0])}
+    fit = searched if all(step is not None for step in steps_before.values()) else searched[:-1]
+    own, joint = min(fit, key=lambda pair: pair[0].plan.predicted.step_time_s)
     known = {name: each for name, each in found.baselines.items() if each is not None}
     more = (JointSolution(planning, each) for each in (*known.values(), found.bucketed) if each is not None)
-    whole = {each.solution.choice: each for each in (*more, *found.searched) if each.planning is planning}
+    whole = {each.solution.choice: each for each in (*more, *tried) if each.planning is planning}
     lowered = {each.solution.choice: made for made, each in searched if each.planning is planning}
     rough_s = _rough_steps(joint, own, [whole[choice].solution for choice in whole if choice not in lowered], lowering)
     least_s, late = min(plan.predicted.step_time_s for plan in (own.plan, *options.elsewhere)), set[_Choice]()
@@ -93,7 +99,7 @@ def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, option
         least_s = min(least_s, lowering.step_s(lowered[choice]) or math.inf)
     steps = {choice: lowering.step_s(made) for choice, made in lowered.items()}
     fitting = [own, *(made for choice, made in lowered.items() if made is not own and steps[choice] is not None)]
-    done = {name: steps[each.choice] for name, each in known.items() if each.choice in steps}
+    done = {name: steps[each.choice] for name, each in known.items() if each.choice in steps} | steps_before
     best = _fastest_of(fitting, [step for step in done.values() if step is not None], cluster)
     if best is not own:
         joint = next(whole[choice] for choice, made in lowered.items() if made is best)
@@ -101,6 +107,7 @@ def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, option
     recompute, offload = savings_of(without, joint, peak_under(options))
     best = replace(best, plan=replace(best.plan, recompute=recompute, offload=offload))
     names = [name for name in found.baselines if name not in known or known[name].choice not in late]
+    names += [name for name in steps_before if name not in names]
     left = {name: partial(lowering.step_of, each) for name, each in known.items() if name not in done}
     baselines = BaselineSteps(names, {**dict.fromkeys(names - known.keys()), **done}, left)
     return replace(best, plan=replace(best.plan, baselines=baselines))

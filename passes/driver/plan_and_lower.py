@@ -137,7 +137,8 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
     found = solve_jointly(planning, search, *terms, recompute=recompute, offload=offload, before=before)
     roomy = solve_with_room(found, planning, search, *terms, recompute=recompute, offload=offload)
     forget_problems(planning)
-    decision = Decision((found,) if roomy is None else (found, roomy), baselines)
+    shown = before if options.with_baselines else None
+    decision = Decision((found,) if roomy is None else (found, roomy), baselines, before=shown)
     keeping_all = [*start, found.solution] if found.planning is planning else start
     if not options.with_baselines or not keeping_all or options.control.is_over():
         return decision

@@ -21,7 +21,7 @@ import numpy as np
 
 from autoshard.errors import DoesNotFitError
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.plan import Plan
+from autoshard.ir.plan import BEFORE, Plan
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.restrictions import MEGATRON as MEGATRON_ROLE
 from passes.planning.restrictions import ROLES, Role, Roles, restrict_all
@@ -135,7 +135,6 @@ def _least(baselines: Sequence[Mapping[str, float | None]], name: str) -> float 
 ZERO_1 = "ZeRO-1"
 HSDP = "HSDP"
 MEGATRON = "Megatron TP+SP"
-BEFORE = "the plan before"
 
 _EVERY_AXIS: Mapping[str, Role] = {
     "data parallel": ROLES["data"],

@@ -91,7 +91,7 @@ def predict_pipeline(staged: StagedProgram, mesh: Mesh, cluster: Cluster, *, cli
     alike = dict[tuple[fx.GraphModule, int], _Walked]()  # by forward and number of runs
     walked = list[_Walked]()
     for number, stage in enumerate(staged.stages):
-        key = stage.phased.forward, _runs(order, number)["forward"]
+        key = stage.phased.forward, runs_of_phases(order, number)["forward"]
         if key not in alike:
             alike[key] = _walk(stage, cluster, order, number)
         walked.append(alike[key])
@@ -153,9 +153,20 @@ def order_rows(order: PipelineOrder) -> list[Rows]:
 
 
 def _walk(stage: StageProgram, cluster: Cluster, order: PipelineOrder, number: int) -> _Walked:
+    phases, sent_bytes = segments_of_stage(stage, cluster, order)
+    overlap, dispatch_s = overlap_of(cluster), cluster.device.dispatch("eager")
+    runs = runs_of_phases(order, number)
+    times = {name: simulate_streams((segment,), overlap, dispatch_s=dispatch_s) for name, segment in phases.items()}
+    launches = sum(runs.get(name, 1) * op.launches for name, segment in phases.items() for op in segment.ops)
+    return _Walked(times, runs, sent_bytes, launches)
+
+
+def segments_of_stage(
+    stage: StageProgram, cluster: Cluster, order: PipelineOrder
+) -> tuple[dict[str, Segment], Mapping[str, float]]:
+    """Return the segment of each phase of a stage by the phase's name, and the bytes that it sends over each axis."""
     prices = NodePrices(cluster, stage.plan.mesh)
     step = walk_program(stage.phased, prices, micro_batches=order.micro_batches)
-    overlap, dispatch_s = overlap_of(cluster), cluster.device.dispatch("eager")
     phases: dict[str, Segment] = {segment.name: segment for segment in step.segments if segment.name != ACCUMULATION}
     halves = stage.phased.halves
     if halves is not None:
@@ -165,10 +176,7 @@ def _walk(stage: StageProgram, cluster: Cluster, order: PipelineOrder, number: i
     for name in ("backward", _WEIGHTS):
         if name in phases:
             phases[name] = _with_adding(phases[name], step.adding_s * (1 - 1 / order.micro_batches))
-    runs = _runs(order, number)
-    times = {name: simulate_streams((segment,), overlap, dispatch_s=dispatch_s) for name, segment in phases.items()}
-    launches = sum(runs.get(name, 1) * op.launches for name, segment in phases.items() for op in segment.ops)
-    return _Walked(times, runs, step.sent_bytes, launches)
+    return phases, step.sent_bytes
 
 
 def _with_adding(backward: Segment, seconds: float) -> Segment:
@@ -179,7 +187,8 @@ def _with_adding(backward: Segment, seconds: float) -> Segment:
     return replace(backward, ops=(*backward.ops, Op("add gradients", ACCUMULATION, seconds))) if seconds else backward
 
 
-def _runs(order: PipelineOrder, stage: int) -> dict[str, int]:
+def runs_of_phases(order: PipelineOrder, stage: int) -> dict[str, int]:
+    """Return the number of runs of each phase of a stage in a step, by the phase's name."""
     tasks = Counter(task.work for slots in order.ranks for slot in slots for task in slot if task.stage == stage)
     return {name: tasks[work] for name, work in _WORKS.items()}
 

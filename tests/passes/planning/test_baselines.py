@@ -12,6 +12,7 @@ from torch import nn
 import autoshard.rules  # noqa: F401  (fills the registry)
 from autoshard.cluster import Cluster
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import BEFORE
 from autoshard.ir.program import InputKind
 from autoshard.ir.spec import P
 from autoshard.ir.update import Update, UpdateGroup, UpdateRule
@@ -19,7 +20,7 @@ from autoshard.kernels.optimizers import ADAM_HYPER
 from autoshard.tracing import trace
 from passes.driver.plan_and_lower import plan_program, planning_problem
 from passes.driver.plan_options import PlanOptions
-from passes.planning.baselines import BEFORE, HSDP, MEGATRON, least_baselines, solve_baselines
+from passes.planning.baselines import HSDP, MEGATRON, least_baselines, solve_baselines
 from passes.planning.search import Search
 from tests.passes.blocks import Perceptron, h100s
 from tests.passes.deep import adamw

@@ -1,0 +1,1 @@
+"""Profiles of steps: named ranges of programs, and the recording of their times."""

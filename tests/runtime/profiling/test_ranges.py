@@ -1,0 +1,31 @@
+"""Ranges are off until they are switched on, and mark GPU work for NVTX too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from autoshard.runtime.profiling.ranges import PREFIX, Ranges
+
+
+@pytest.mark.parametrize("are_on", [False, True])
+def test_ranges_are_seen_while_they_are_on(are_on: bool) -> None:
+    ranges = Ranges()
+    ranges.are_on = are_on
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found, ranges.around("forward: mm"):
+        torch.ones(2).neg()
+    names = [event.name for event in found.events() or ()]
+    assert (f"{PREFIX}forward: mm" in names) == are_on
+
+
+def test_gpu_work_is_marked_for_nvtx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, each range is an NVTX range too; here NVTX is a fake."""
+    log = list[str]()
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", log.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: log.append("pop"))
+    ranges = Ranges(marks_cuda=True)
+    ranges.are_on = True
+    with pytest.raises(ValueError, match="inner"), ranges.around("outer"), ranges.around("inner"):
+        raise ValueError("inner")
+    assert log == [f"{PREFIX}outer", f"{PREFIX}inner", "pop", "pop"]
