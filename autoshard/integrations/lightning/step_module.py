@@ -1,7 +1,7 @@
 """`StepModule`: a LightningModule whose `training_step` is the forward, as `autoshard.compile` and `plan` need it.
 
-A trace runs the Python of `training_step` once. So `self.log` is replaced within the forward: a logged scalar is left in
-an attribute, which compiled calls set. `self.trainer` is replaced by an object with the numbers that a trace can watch.
+A trace runs the Python of `training_step` once. Within the forward, `self.log` leaves the logged scalar in an
+attribute, which compiled calls set. `self.trainer` has only the numbers that a trace can watch.
 """
 
 from __future__ import annotations
@@ -60,12 +60,14 @@ class StepModule(nn.Module):
 
     Attributes:
         batch_idx, current_epoch, global_step: the numbers that `training_step` may read.
+        is_cut: whether a batch is cut into micro-batches, so that no other scalar than the loss can be logged.
     """
 
     def __init__(self, module: LightningModule) -> None:
         super().__init__()
         self.module = module
         self.batch_idx = self.current_epoch = self.global_step = 0
+        self.is_cut = False
         self._calls = _LogCalls(module)
         self._takes_index = len(inspect.signature(module.training_step).parameters) > 1
         self._reads_index = self._takes_index and _reads_second(module.training_step)
@@ -76,6 +78,11 @@ class StepModule(nn.Module):
         with self._recording() as logged:
             loss = _loss_of(self.module.training_step(batch, *index))
         for call, value in logged:
+            if self.is_cut and value is not loss:
+                raise NotAvailableError(
+                    f"self.log({call.name!r}, ...) in training_step: in micro-batches, the loss alone can be logged, "
+                    "because other scalars would be those of one micro-batch. Log it in validation_step."
+                )
             setattr(self, self._calls.attribute_of(call), True if value is loss else value.detach().reshape(()))
         return loss
 
@@ -89,10 +96,6 @@ class StepModule(nn.Module):
             value = vars(self).pop(name, None)
             if value is not None:
                 yield call, loss if value is True else value
-
-    def logs_beside_loss(self) -> list[str]:
-        """Return the names that the last trace logged with another value than the loss."""
-        return [call.name for name, call in self._calls.found.items() if isinstance(vars(self).get(name), torch.Tensor)]
 
     @contextmanager
     def _recording(self) -> Iterator[list[tuple[LogCall, torch.Tensor]]]:

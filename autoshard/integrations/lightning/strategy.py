@@ -25,8 +25,9 @@ from torch.utils import _pytree as pytree
 from autoshard.api import compile as compile_model
 from autoshard.call import Options
 from autoshard.errors import NotAvailableError
-from autoshard.integrations.lightning.refused import check_run, precision_of
+from autoshard.integrations.lightning.refused import check_run, precision_of, refusing_metrics
 from autoshard.integrations.lightning.step_module import StepModule
+from autoshard.integrations.short_batches import cut_short_batch, rows_in
 from autoshard.ir.cluster_mesh import ClusterMesh
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
@@ -80,6 +81,7 @@ class Strategy(strategies.Strategy):
         self._module: StepModule | None = None
         self._step: TrainStep | None = None
         self._unloaded: Mapping[str, Any] | None = None
+        self._rows = 0
 
     @property
     def step(self) -> TrainStep:
@@ -150,7 +152,7 @@ class Strategy(strategies.Strategy):
             self._step = self._compile(module, batch)
         step, traced = self._step, self._step_module(module)
         traced.batch_idx, traced.current_epoch, traced.global_step = batch_idx, module.current_epoch, module.global_step
-        loss = step(batch).detach()
+        loss = step(cut_short_batch(batch, step, self._rows, self.root_device)).detach()
         for call, value in traced.take_logged(loss):
             call.module.log(call.name, value, **call.options)
         return loss
@@ -161,8 +163,9 @@ class Strategy(strategies.Strategy):
         return self._module
 
     def _compile(self, module: LightningModule, batch: Any) -> TrainStep:
+        traced = self._step_module(module)
         step = compile_model(
-            self._step_module(module),
+            traced,
             self._mesh,
             optimizer=self.optimizers[0],
             precision=precision_of(self.precision_plugin),
@@ -171,7 +174,9 @@ class Strategy(strategies.Strategy):
             **self._how_to_compile,
         )
         assert isinstance(step, TrainStep), "an optimizer is given"
-        step.compile_for(batch)
+        traced.is_cut, self._rows = step.micro_batches > 1, rows_in(batch) or 0
+        with refusing_metrics(module):
+            step.compile_for(batch)
         if self._unloaded is not None:
             step.optimizer.load_state_dict(dict(self._unloaded))
             step.load_loss_scale(self._unloaded)
