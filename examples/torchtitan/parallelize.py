@@ -1,4 +1,4 @@
-"""A `parallelize_fn` for torchtitan, in place of tensor parallelism and FSDP: `ModelSpec(parallelize_fn=parallelize)`."""
+"""A `parallelize_fn` for torchtitan, in place of tensor parallelism and FSDP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PRECISIONS = {"bfloat16": "bf16", "float16": "f16", "float32": None}
 
 
 class OwnRows(nn.Module):
-    """A compiled model that takes the rows of this rank and returns the rows of this rank, as torchtitan's loop does."""
+    """A compiled model that takes this rank's rows, and returns this rank's rows of the output."""
 
     def __init__(self, model: nn.Module, example: torch.Tensor, precision: str | None) -> None:
         super().__init__()

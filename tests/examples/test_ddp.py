@@ -9,7 +9,7 @@ import pytest
 from tests.examples.scripts import ROOT, run_python
 
 FOLDER = ROOT / "examples" / "ddp"
-PAGE = ROOT / "docs" / "how_to" / "from_ddp_line_by_line.md"
+PAGE = ROOT / "docs" / "tutorials" / "from_ddp_fsdp_accelerate.md"
 
 
 def test_both_scripts_have_the_same_losses(tmp_path: Path) -> None:

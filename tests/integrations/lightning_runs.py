@@ -49,6 +49,9 @@ class Classifier(lightning.LightningModule):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
 
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch[0])
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
