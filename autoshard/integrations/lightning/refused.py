@@ -44,8 +44,6 @@ def _refused_settings(trainer: Trainer, module: LightningModule) -> Iterator[str
         )
     if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
         yield "gradient_clip_algorithm='value': a compiled step clips the norm"
-    if len(trainer.optimizers) != 1 or not trainer.optimizers[0].param_groups:
-        yield f"{len(trainer.optimizers)} optimizers: configure_optimizers must return one"
     if any(parameter.is_meta for parameter in module.parameters()):
         yield "parameters on the meta device: make the module with its weights"
 

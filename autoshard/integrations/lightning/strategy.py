@@ -34,6 +34,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
 from autoshard.runtime.launch import share_among_processes
+from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
 from cost_models.hardware import Cluster
 
@@ -78,7 +79,8 @@ class Strategy(strategies.Strategy):
             "cluster": cluster,
             "options": options,
         }
-        self._module: StepModule | None = None
+        self._traced: StepModule | None = None
+        self._sharded: ShardedModule | None = None
         self._step: TrainStep | None = None
         self._unloaded: Mapping[str, Any] | None = None
         self._rows = 0
@@ -115,6 +117,12 @@ class Strategy(strategies.Strategy):
         """Whether this process writes logs and checkpoints."""
         return self.global_rank == 0
 
+    def connect(self, model: LightningModule) -> None:
+        """Take a module. The compiled model of another module is forgotten."""
+        super().connect(model)
+        if self._traced is None or self._traced.module is not model:
+            self._traced, self._sharded, self._step = StepModule(model), None, None
+
     def setup_environment(self) -> None:
         """Let all processes of the run meet."""
         super().setup_environment()
@@ -133,7 +141,7 @@ class Strategy(strategies.Strategy):
     def model_to_device(self) -> None:
         """Move the module to this process's device, unless its weights are placed already."""
         module = self.lightning_module
-        if module is not None and not any(isinstance(item, DTensor) for item in module.parameters()):
+        if module is not None and self._sharded is None and not any(item.is_meta for item in module.parameters()):
             module.to(self.root_device)
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -144,26 +152,21 @@ class Strategy(strategies.Strategy):
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> torch.Tensor:
         """Train on a batch: forward, backward, clipping and update. Return the loss of the whole batch."""
-        module = self.lightning_module
+        module, traced = self.lightning_module, self._traced
         assert module is not None, "the Trainer has connected it"
+        assert traced is not None, "`connect` has made it"
         if module.trainer.accumulate_grad_batches != 1:  # a callback may set it
             check_run(module.trainer, module)
         if self._step is None:
-            self._step = self._compile(module, batch)
-        step, traced = self._step, self._step_module(module)
+            self._step = self._compile(module, traced, batch)
+        step = self._step
         traced.batch_idx, traced.current_epoch, traced.global_step = batch_idx, module.current_epoch, module.global_step
         loss = step(cut_short_batch(batch, step, self._rows, self.root_device)).detach()
         for call, value in traced.take_logged(loss):
             call.module.log(call.name, value, **call.options)
         return loss
 
-    def _step_module(self, module: LightningModule) -> StepModule:
-        if self._module is None or self._module.module is not module:
-            self._module = StepModule(module)
-        return self._module
-
-    def _compile(self, module: LightningModule, batch: Any) -> TrainStep:
-        traced = self._step_module(module)
+    def _compile(self, module: LightningModule, traced: StepModule, batch: Any) -> TrainStep:
         step = compile_model(
             traced,
             self._mesh,
@@ -174,6 +177,7 @@ class Strategy(strategies.Strategy):
             **self._how_to_compile,
         )
         assert isinstance(step, TrainStep), "an optimizer is given"
+        self._sharded = step.sharded
         traced.is_cut, self._rows = step.micro_batches > 1, rows_in(batch) or 0
         with refusing_metrics(module):
             step.compile_for(batch)
@@ -207,7 +211,7 @@ class Strategy(strategies.Strategy):
             return super().predict_step(*args, **options)
 
     def _whole_weights(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._step is None else self._step.sharded.whole_parameters()
+        return nullcontext() if self._sharded is None else self._sharded.whole_parameters()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the state of the module with whole tensors, on the CPU of the first rank."""
@@ -229,12 +233,11 @@ class Strategy(strategies.Strategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights of a checkpoint into the module, or into its shards."""
-        if self._step is None:
+        if self._sharded is None:
             super().load_model_state_dict(checkpoint, strict)
         else:
-            self._step.sharded.load_state_dict(
-                {_name_in_step(name): value for name, value in checkpoint["state_dict"].items()}, strict=strict
-            )
+            state = {_name_in_step(name): value for name, value in checkpoint["state_dict"].items()}
+            self._sharded.load_state_dict(state, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Keep the state of the optimizer until the step is compiled."""
