@@ -1,4 +1,4 @@
-"""`Strategy`, Lightning's Trainer on a mesh. Forward, backward and update of a batch are one call of a `TrainStep`.
+"""`MeshStrategy`, Lightning's Trainer on a mesh. Forward, backward and update of a batch are one call of a `TrainStep`.
 
 To Lightning's loops the whole mesh is one device. Every rank reads the same whole batches, and the compiled step
 computes this rank's part. So the losses of a script do not depend on the number of ranks.
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch import LightningModule, Trainer, strategies
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.strategies import Strategy
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -39,7 +40,7 @@ from autoshard.runtime.train_step import TrainStep
 from cost_models.hardware import Cluster
 
 
-class Strategy(strategies.Strategy):
+class MeshStrategy(Strategy):
     """A strategy of Lightning's Trainer that compiles `training_step`, with the arguments of `autoshard.compile`.
 
     A batch of the loader is the batch of the whole mesh. `gradient_clip_val` becomes the clipping of the step,

@@ -8,5 +8,5 @@ from tests.examples.scripts import run_python
 def test_a_step_has_the_losses_of_a_prepared_model(tmp_path: Path) -> None:
     """On two ranks, with the batches and the clipping of `accelerator.prepare`."""
     start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    text = run_python(*start, "-m", "tests.integrations.accelerate_run", folder=tmp_path)
+    text = run_python(*start, "-m", "tests.examples.accelerate_run", folder=tmp_path)
     assert "4 equal losses" in text
