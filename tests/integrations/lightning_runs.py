@@ -105,16 +105,22 @@ def trainer(folder: Path, strategy: Any = "auto", **changes: Any) -> lightning.T
 
 
 def fit(
-    folder: Path, strategy: Any = "auto", *, model: Any = None, data: Any = None, resume: Any = None, **changes: Any
+    folder: Path,
+    strategy: Any = "auto",
+    *,
+    model: Any = Classifier,
+    data: Any = None,
+    resume: Any = None,
+    **changes: Any,
 ) -> tuple[lightning.Trainer, Seen]:
-    """Train on shuffled batches of 6 rows, the last of which has 5; return the Trainer and what was seen."""
+    """Train what `model` makes on shuffled batches of 6 rows, the last of which has 5; return the Trainer and a `Seen`."""
     lightning.seed_everything(0, workers=True, verbose=False)
     seen = Seen()
     callbacks = [seen, *changes.pop("callbacks", ())]
     found = trainer(folder, strategy, callbacks=callbacks, **changes)
     train = data or DataLoader(rows(), batch_size=6, shuffle=True)
     held_out = DataLoader(rows(8, start=2), batch_size=4)
-    found.fit(model or Classifier(), train, held_out, ckpt_path=resume, weights_only=False)
+    found.fit(model(), train, held_out, ckpt_path=resume, weights_only=False)
     return found, seen
 
 
@@ -122,7 +128,7 @@ def whole_run(folder: Path, strategy: Any = "auto") -> dict[str, Any]:
     """Train with a checkpoint for each epoch, then test; return what was seen."""
     checkpoint = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
     found, seen = fit(folder, strategy, callbacks=[checkpoint], enable_checkpointing=True, gradient_clip_val=0.5)
-    (tested,) = found.test(dataloaders=DataLoader(rows(8, start=3), batch_size=4), verbose=False)
+    (tested,) = found.test(found.lightning_module, DataLoader(rows(8, start=3), batch_size=4), verbose=False)
     return {"steps": seen.steps, "validated": seen.validated, "tested": tested}
 
 

@@ -71,8 +71,8 @@ def test_the_loader_has_the_batch_of_all_micro_batches(tmp_path: Path) -> None:
             self.log("loss", loss)
             return {"loss": loss}
 
-    expected = fit(tmp_path, model=LogsLoss())[1].steps
-    assert_near(fit(tmp_path, Strategy(PAIR, micro_batches=2), model=LogsLoss())[1].steps, expected)
+    expected = fit(tmp_path, model=LogsLoss)[1].steps
+    assert_near(fit(tmp_path, Strategy(PAIR, micro_batches=2), model=LogsLoss)[1].steps, expected)
     with pytest.raises(NotAvailableError, match=r"self.log\('hits', ...\).*in micro-batches, the loss alone"):
         fit(tmp_path, Strategy(PAIR, micro_batches=2))
 
@@ -87,8 +87,8 @@ def test_numbers_of_the_loop_are_followed(tmp_path: Path) -> None:
                 self.log("odd_step", loss.detach() * 2)
             return loss * (1 + self.current_epoch) / (1 + (self.global_step > 2))
 
-    expected = fit(tmp_path, model=Annealed())[1].steps
-    assert_near(fit(tmp_path, Strategy(PAIR), model=Annealed())[1].steps, expected)
+    expected = fit(tmp_path, model=Annealed)[1].steps
+    assert_near(fit(tmp_path, Strategy(PAIR), model=Annealed)[1].steps, expected)
 
 
 def test_a_second_fit_and_prediction(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_second_fit_and_prediction(tmp_path: Path) -> None:
         found, _ = fit(folder, strategy, enable_checkpointing=True, max_epochs=1)
         model, loader = found.lightning_module, DataLoader(rows(8), batch_size=4)
         found.fit_loop.max_epochs = 2
-        found.fit(model, DataLoader(rows(), batch_size=6))
+        found.fit(model, DataLoader(rows(), batch_size=6), loader)
         results.append([*found.predict(model, loader), *found.predict(model, loader, "best", weights_only=False)])
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
@@ -172,16 +172,6 @@ class _Watch(lightning.Callback):
         pass
 
 
-class _Two(Classifier):
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.parameters(), 0.1), torch.optim.SGD(self.parameters(), 0.1)]
-
-
-class _None(Classifier):
-    def configure_optimizers(self) -> None:
-        pass
-
-
 def _on_meta() -> Classifier:
     with torch.device("meta"):
         return Classifier()
@@ -190,7 +180,6 @@ def _on_meta() -> Classifier:
 REFUSED_MODULES: dict[str, Callable[[], Classifier]] = {
     "automatic_optimization=False": _Manual,
     "_Hooked.on_before_optimizer_step": _Hooked,
-    "0 optimizers": _None,
     "parameters on the meta device": _on_meta,
 }
 
@@ -199,7 +188,7 @@ REFUSED_MODULES: dict[str, Callable[[], Classifier]] = {
 def test_modules_are_refused_by_name(tmp_path: Path, found: str) -> None:
     """Each in one sentence."""
     with pytest.raises(NotAvailableError, match=f"cannot train .* with {found}"):
-        fit(tmp_path, Strategy(PAIR), model=REFUSED_MODULES[found](), num_sanity_val_steps=0)
+        fit(tmp_path, Strategy(PAIR), model=REFUSED_MODULES[found], num_sanity_val_steps=0)
 
 
 def test_a_callback_that_reads_gradients_is_refused(tmp_path: Path) -> None:
@@ -246,4 +235,4 @@ def test_training_steps_are_refused_by_name(tmp_path: Path, found: str) -> None:
     """Python of `training_step` that a compiled step would not run."""
     kind = type("Stepped", (Classifier,), {"training_step": REFUSED_STEPS[found]})
     with pytest.raises(NotAvailableError, match=found):
-        fit(tmp_path, Strategy(PAIR), model=kind())
+        fit(tmp_path, Strategy(PAIR), model=kind)

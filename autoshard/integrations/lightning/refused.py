@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torchmetrics import Metric
 
 from autoshard.errors import NotAvailableError
 
@@ -74,16 +72,3 @@ def precision_of(plugin: Precision) -> str | None:
         f"precision={plugin.precision!r} ({type(plugin).__name__}): autoshard's Strategy takes '32-true', 'bf16-mixed' "
         "and '16-mixed'. For weights of another type, convert the module before: module.to(torch.bfloat16)."
     )
-
-
-@contextmanager
-def refusing_metrics(module: LightningModule) -> Iterator[None]:
-    """Raise `NotAvailableError` at the end of the context if code within it has updated a metric of torchmetrics."""
-    before = {name: item.update_count for name, item in module.named_modules() if isinstance(item, Metric)}
-    yield
-    for name, count in before.items():
-        if module.get_submodule(name).update_count != count:
-            raise NotAvailableError(
-                f"training_step updates the metric {name}, whose state a compiled step does not keep. Log a scalar by "
-                "self.log, or update the metric in validation_step."
-            )

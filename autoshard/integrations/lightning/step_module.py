@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
+from torchmetrics import Metric
 
 from autoshard.errors import NotAvailableError
 
@@ -99,16 +100,22 @@ class StepModule(nn.Module):
 
     @contextmanager
     def _recording(self) -> Iterator[list[tuple[LogCall, torch.Tensor]]]:
-        """Within the context, list the calls of `log`, and let `self.trainer` be a `_TracedTrainer`."""
+        """Within the context, list the calls of `log`, refuse metrics, and let `self.trainer` be a `_TracedTrainer`."""
         calls: list[tuple[LogCall, torch.Tensor]] = []
         modules = [item for item in self.module.modules() if isinstance(item, LightningModule)]
         trainers = [item._trainer for item in modules]
+        metrics = [(name, item) for name, item in self.module.named_modules() if isinstance(item, Metric)]
+        updates = [item.update for _, item in metrics]
         try:
+            for name, metric in metrics:
+                metric.update = _refuser(name)  # type: ignore[method-assign]
             for item in modules:
                 item.log = _recorder(item, calls)  # type: ignore[method-assign]
                 item._trainer = _TracedTrainer(self)  # type: ignore[assignment]
             yield calls
         finally:
+            for (_, metric), update in zip(metrics, updates, strict=True):
+                metric.update = update
             for item, trainer in zip(modules, trainers, strict=True):
                 del item.log
                 item._trainer = trainer
@@ -148,6 +155,16 @@ def _recorder(module: LightningModule, calls: list[tuple[LogCall, torch.Tensor]]
         calls.append((LogCall(module, name, {key: given[key] for key in [*given][3:]}), value))
 
     return log
+
+
+def _refuser(name: str) -> Any:
+    def update(*args: Any, **options: Any) -> NoReturn:
+        raise NotAvailableError(
+            f"training_step updates the metric {name}, whose state a compiled step does not keep. Log a scalar by "
+            "self.log, or update the metric in validation_step."
+        )
+
+    return update
 
 
 def _loss_of(output: Any) -> torch.Tensor:

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from autoshard.api import compile as compile_model
 from autoshard.call import Options
 from autoshard.errors import NotAvailableError
-from autoshard.integrations.lightning.refused import check_run, precision_of, refusing_metrics
+from autoshard.integrations.lightning.refused import check_run, precision_of
 from autoshard.integrations.lightning.step_module import StepModule
 from autoshard.integrations.short_batches import cut_short_batch, rows_in
 from autoshard.ir.cluster_mesh import ClusterMesh
@@ -180,8 +180,7 @@ class MeshStrategy(Strategy):
         assert isinstance(step, TrainStep), "an optimizer is given"
         self._sharded = step.sharded
         traced.is_cut, self._rows = step.micro_batches > 1, rows_in(batch) or 0
-        with refusing_metrics(module):
-            step.compile_for(batch)
+        step.compile_for(batch)
         if self._unloaded is not None:
             step.optimizer.load_state_dict(dict(self._unloaded))
             step.load_loss_scale(self._unloaded)
