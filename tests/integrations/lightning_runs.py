@@ -113,7 +113,7 @@ def fit(
     resume: Any = None,
     **changes: Any,
 ) -> tuple[lightning.Trainer, Seen]:
-    """Train what `model` makes on shuffled batches of 6 rows, the last of which has 5; return the Trainer and a `Seen`."""
+    """Train a new `model` on shuffled batches of 6 rows, of which the last has 5; return the Trainer and a `Seen`."""
     lightning.seed_everything(0, workers=True, verbose=False)
     seen = Seen()
     callbacks = [seen, *changes.pop("callbacks", ())]

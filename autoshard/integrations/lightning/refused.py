@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
@@ -26,7 +26,7 @@ def check_run(trainer: Trainer, module: LightningModule) -> None:
     Raises:
         NotAvailableError: it cannot; the message names each reason.
     """
-    found = [*_refused_settings(trainer, module), *_refused_hooks(trainer, module)]
+    found = [*_refused_settings(trainer, module), *_refused_hooks(vars(trainer)["callbacks"], module)]
     if found:
         raise NotAvailableError(f"autoshard's Strategy cannot train {type(module).__name__} with {'; '.join(found)}.")
 
@@ -46,11 +46,11 @@ def _refused_settings(trainer: Trainer, module: LightningModule) -> Iterator[str
         yield "parameters on the meta device: make the module with its weights"
 
 
-def _refused_hooks(trainer: Trainer, module: LightningModule) -> Iterator[str]:
+def _refused_hooks(callbacks: Sequence[Callback], module: LightningModule) -> Iterator[str]:
     for name in _OF_GRADIENTS:
         if hasattr(LightningModule, name) and is_overridden(name, module):
             yield f"{type(module).__name__}.{name}: gradients exist within the compiled step only"
-    for callback in trainer.callbacks:
+    for callback in callbacks:
         own = [name for name in _OF_GRADIENTS if hasattr(Callback, name) and is_overridden(name, callback)]
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             yield f"{type(callback).__name__}: it averages whole weights"
