@@ -51,6 +51,24 @@ class _LogCalls:
         return name
 
 
+@dataclass(frozen=True, slots=True)
+class _Replaced:
+    """The modules of which a trace replaces methods. A trace does not look for them, because metrics hash their state.
+
+    Args:
+        modules: the LightningModule and those within it.
+        metrics: metrics of torchmetrics by qualified name.
+    """
+
+    modules: tuple[LightningModule, ...]
+    metrics: Mapping[str, Metric]
+
+    @classmethod
+    def of(cls, module: LightningModule) -> _Replaced:
+        inner = tuple(item for item in module.modules() if isinstance(item, LightningModule))
+        return cls(inner, {name: item for name, item in module.named_modules() if isinstance(item, Metric)})
+
+
 class StepModule(nn.Module):
     """A module whose forward is the `training_step` of a LightningModule. `autoshard.plan` takes it as the model.
 
@@ -69,7 +87,7 @@ class StepModule(nn.Module):
         self.module = module
         self.batch_idx = self.current_epoch = self.global_step = 0
         self.is_cut = False
-        self._calls = _LogCalls(module)
+        self._calls, self._replaced = _LogCalls(module), _Replaced.of(module)
         self._takes_index = len(inspect.signature(module.training_step).parameters) > 1
         self._reads_index = self._takes_index and _reads_second(module.training_step)
 
@@ -102,21 +120,19 @@ class StepModule(nn.Module):
     def _recording(self) -> Iterator[list[tuple[LogCall, torch.Tensor]]]:
         """Within the context, list the calls of `log`, refuse metrics, and let `self.trainer` be a `_TracedTrainer`."""
         calls: list[tuple[LogCall, torch.Tensor]] = []
-        modules = [item for item in self.module.modules() if isinstance(item, LightningModule)]
-        trainers = [item._trainer for item in modules]
-        metrics = [(name, item) for name, item in self.module.named_modules() if isinstance(item, Metric)]
-        updates = [item.update for _, item in metrics]
+        trainers = [item._trainer for item in self._replaced.modules]
+        updates = [item.update for item in self._replaced.metrics.values()]
         try:
-            for name, metric in metrics:
+            for name, metric in self._replaced.metrics.items():
                 metric.update = _refuser(name)  # type: ignore[method-assign]
-            for item in modules:
+            for item in self._replaced.modules:
                 item.log = _recorder(item, calls)  # type: ignore[method-assign]
                 item._trainer = _TracedTrainer(self)  # type: ignore[assignment]
             yield calls
         finally:
-            for (_, metric), update in zip(metrics, updates, strict=True):
+            for metric, update in zip(self._replaced.metrics.values(), updates, strict=True):
                 metric.update = update
-            for item, trainer in zip(modules, trainers, strict=True):
+            for item, trainer in zip(self._replaced.modules, trainers, strict=True):
                 del item.log
                 item._trainer = trainer
 

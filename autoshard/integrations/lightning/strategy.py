@@ -121,8 +121,8 @@ class MeshStrategy(Strategy):
     def connect(self, model: LightningModule) -> None:
         """Take a module. The compiled model of another module is forgotten."""
         super().connect(model)
-        if self._traced is None or self._traced.module is not model:
-            self._traced, self._sharded, self._step = StepModule(model), None, None
+        if self._traced is not None and self._traced.module is not model:
+            self._traced = self._sharded = self._step = None
 
     def setup_environment(self) -> None:
         """Let all processes of the run meet."""
@@ -137,7 +137,7 @@ class MeshStrategy(Strategy):
             assert module is not None, "the Trainer has connected it"
             check_run(trainer, module)
             precision_of(self.precision_plugin)
-            self._step = None
+            self._traced, self._step = self._traced or StepModule(module), None
 
     def model_to_device(self) -> None:
         """Move the module to this process's device, unless its weights are placed already."""
@@ -155,7 +155,7 @@ class MeshStrategy(Strategy):
         """Train on a batch: forward, backward, clipping and update. Return the loss of the whole batch."""
         module, traced = self.lightning_module, self._traced
         assert module is not None, "the Trainer has connected it"
-        assert traced is not None, "`connect` has made it"
+        assert traced is not None, "`setup` has made it"
         if module.trainer.accumulate_grad_batches != 1:  # a callback may set it
             check_run(module.trainer, module)
         if self._step is None:
