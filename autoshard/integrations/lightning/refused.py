@@ -42,6 +42,9 @@ def _refused_settings(trainer: Trainer, module: LightningModule) -> Iterator[str
         )
     if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
         yield "gradient_clip_algorithm='value': a compiled step clips the norm"
+    own = set(map(id, module.parameters()))
+    if not all(id(item) in own for group in trainer.optimizers[0].param_groups for item in group["params"]):
+        yield "an optimizer over other parameters: configure_optimizers must return one over the module's parameters"
     if any(parameter.is_meta for parameter in module.parameters()):
         yield "parameters on the meta device: make the module with its weights"
 

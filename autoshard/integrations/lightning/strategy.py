@@ -215,7 +215,8 @@ class MeshStrategy(Strategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the state of the module with whole tensors, on the CPU of the first rank."""
-        return self._whole(super().lightning_module_state_dict())
+        with self._whole_weights():  # raises an error if a rank holds the parameters of its stages only
+            return self._whole(super().lightning_module_state_dict())
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of the optimizer with whole tensors, and the loss scale of the step."""
