@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.examples.scripts import run_python
 
 
+@pytest.mark.slow
 def test_a_step_has_the_losses_of_a_prepared_model(tmp_path: Path) -> None:
     """On two ranks, with the batches and the clipping of `accelerator.prepare`."""
     start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

@@ -58,6 +58,13 @@ class Classifier(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class LogsLoss(Classifier):
+    def training_step(self, batch: Any) -> Any:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.log("loss", loss)
+        return {"loss": loss}
+
+
 class Seen(lightning.Callback):
     """Keeps the metrics of each training batch, and those of each validation."""
 
@@ -149,6 +156,13 @@ def main(arguments: Sequence[str]) -> None:
     found: dict[str, Any] = {"whole": whole_run(folder / "two", pair(constraints=split))}
     found["resumed"] = resumed(other, pair())
     found["noisy"] = fit(folder, pair(), data=DataLoader(Noisy(), batch_size=8, num_workers=1))[1].steps
+    stages = Strategy(autoshard.Mesh({"pipeline": 2}), micro_batches=2)
+    staged, seen = fit(folder, stages, model=LogsLoss, limit_val_batches=0)
+    found["stages"] = seen.steps
+    try:
+        staged.save_checkpoint(folder / "staged.ckpt")
+    except autoshard.NotAvailableError as error:
+        found["refused"] = str(error)
     if torch.distributed.get_rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()

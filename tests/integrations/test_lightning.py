@@ -18,7 +18,7 @@ import autoshard
 from autoshard import Cluster, Mesh, NotAvailableError, P
 from autoshard.integrations.lightning import StepModule, Strategy
 from tests.examples.scripts import run_python
-from tests.integrations.lightning_runs import Classifier, Noisy, fit, resumed, rows, whole_run
+from tests.integrations.lightning_runs import Classifier, LogsLoss, Noisy, fit, resumed, rows, whole_run
 
 PAIR = Mesh({"ranks": 2})
 pytestmark = [
@@ -59,19 +59,14 @@ def test_two_ranks_have_the_numbers_of_one_device(plain: Any, tmp_path: Path) ->
         for path in (tmp_path / "two", checkpoint.parent)
     )
     torch.testing.assert_close(dict(loaded.named_parameters()), dict(known.named_parameters()), rtol=1e-4, atol=1e-5)
+    assert found["refused"].startswith("The model's own code reads all parameters.")
+    assert_near(found["stages"], fit(tmp_path, model=LogsLoss)[1].steps)
     noisy = DataLoader(Noisy(), batch_size=8, num_workers=1)
     assert_near(found["noisy"], fit(tmp_path, data=noisy)[1].steps)
 
 
 def test_the_loader_has_the_batch_of_all_micro_batches(tmp_path: Path) -> None:
     """Micro-batches of the step have the loss of the whole batch, the short last batch too."""
-
-    class LogsLoss(Classifier):
-        def training_step(self, batch: Any) -> Any:
-            loss = F.cross_entropy(self(batch[0]), batch[1])
-            self.log("loss", loss)
-            return {"loss": loss}
-
     expected = fit(tmp_path, model=LogsLoss)[1].steps
     assert_near(fit(tmp_path, Strategy(PAIR, micro_batches=2), model=LogsLoss)[1].steps, expected)
     with pytest.raises(NotAvailableError, match=r"self.log\('hits', ...\).*in micro-batches, the loss alone"):
@@ -101,7 +96,9 @@ def test_a_second_fit_and_prediction(tmp_path: Path) -> None:
         model, loader = found.lightning_module, DataLoader(rows(8), batch_size=4)
         found.fit_loop.max_epochs = 2
         found.fit(model, DataLoader(rows(), batch_size=6), loader)
-        results.append([*found.predict(model, loader), *found.predict(model, loader, "best", weights_only=False)])
+        results.append(
+            [*found.predict(model, loader), *found.predict(model, loader, ckpt_path="best", weights_only=False)]
+        )
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 
@@ -163,6 +160,11 @@ class _Manual(Classifier):
     automatic_optimization = False
 
 
+class _Elsewhere(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
+
+
 class _Hooked(Classifier):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         pass
@@ -181,6 +183,7 @@ def _on_meta() -> Classifier:
 REFUSED_MODULES: dict[str, Callable[[], Classifier]] = {
     "automatic_optimization=False": _Manual,
     "_Hooked.on_before_optimizer_step": _Hooked,
+    "an optimizer over other parameters": _Elsewhere,
     "parameters on the meta device": _on_meta,
 }
 
