@@ -25,9 +25,9 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from autoshard.api import compile as compile_model
 from autoshard.call import Options
 from autoshard.checkpoints import Checkpoints
-from autoshard.data.rows import RankRows
 from autoshard.data.sources import first_samples
 from autoshard.errors import CheckpointError, NotAvailableError
+from autoshard.integrations.short_batches import cut_short_batch
 from autoshard.integrations.transformers.accelerator import MeshAccelerator, UpdatedByStep
 from autoshard.integrations.transformers.arguments import as_one_device, check_arguments, precision_of
 from autoshard.ir.cluster_mesh import ClusterMesh
@@ -172,7 +172,8 @@ class Trainer(transformers.Trainer):
         step, optimizer = self.step, self.optimizer
         assert isinstance(optimizer, UpdatedByStep), "the accelerator prepared it"
         optimizer.train()
-        batch = {**self._cut(self._prepare_inputs(inputs)), **self._counted(num_items_in_batch)}
+        cut = cut_short_batch(self._prepare_inputs(inputs), step, self._train_batch_size, self.args.device)
+        batch = {**cut, **self._counted(num_items_in_batch)}
         self._load_checkpoint(lambda: step.compile_for(**batch))
         skipped = step.skipped_steps
         loss = step(**batch)
@@ -181,17 +182,6 @@ class Trainer(transformers.Trainer):
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
         return loss
-
-    def _cut(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch as the step takes it; a shorter one is cut into micro-batches of the usual size."""
-        whole, parts = self._train_batch_size, self.step.micro_batches
-        count = next((len(item) for item in pytree.tree_leaves(batch) if _has_rows(item)), whole)
-        if count == whole or (parts == 1 and self.step.plans_any_batch):
-            return batch
-        rows = RankRows(whole, parts, device=self.args.device)
-        own = torch.tensor(rows.of(count), device=self.args.device)
-        picked = pytree.tree_map(lambda item: item[own] if _has_rows(item) else item, dict(batch))
-        return rows.whole(picked, count, "the first dim of every tensor of a batch must be its samples")
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Do nothing, because the step has clipped the gradients."""
@@ -263,7 +253,3 @@ class Trainer(transformers.Trainer):
 
     def _load_best_model(self) -> None:
         self.step.load_weights(str(self.state.best_model_checkpoint))
-
-
-def _has_rows(item: Any) -> bool:
-    return isinstance(item, torch.Tensor) and item.dim() > 0
