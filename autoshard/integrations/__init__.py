@@ -5,9 +5,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from autoshard.integrations import lightning as lightning
     from autoshard.integrations import transformers as transformers
 
-__all__ = ["transformers"]
+__all__ = ["lightning", "transformers"]
 
 
 def __getattr__(name: str) -> ModuleType:

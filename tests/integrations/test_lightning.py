@@ -1,0 +1,242 @@
+"""Lightning's Trainer on a mesh: the numbers of Lightning on one device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
+from torch.utils.data import DataLoader
+
+import autoshard
+from autoshard import Cluster, Mesh, NotAvailableError, P
+from autoshard.integrations.lightning import StepModule, Strategy
+from tests.examples.scripts import run_python
+from tests.integrations.lightning_runs import Classifier, LogsLoss, Noisy, fit, resumed, rows, whole_run
+
+PAIR = Mesh({"ranks": 2})
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint:UserWarning"),
+]
+
+
+def assert_near(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any], Path]:
+    """A run of Lightning on one device, a run that resumes from its first epoch, and the checkpoint."""
+    folder = tmp_path_factory.mktemp("plain")
+    return whole_run(folder), resumed(folder / "epoch=0.ckpt"), folder / "epoch=0.ckpt"
+
+
+def test_a_simulated_mesh_has_the_numbers_of_one_device(plain: Any, tmp_path: Path) -> None:
+    """Training with a short last batch, logged values, validation, test, and a run resumed from one device."""
+    expected, second, checkpoint = plain
+    assert_near(whole_run(tmp_path, Strategy(PAIR)), expected)
+    assert_near(resumed(checkpoint, Strategy(PAIR)), second)
+
+
+def test_two_ranks_have_the_numbers_of_one_device(plain: Any, tmp_path: Path) -> None:
+    """Under torchrun. Checkpoints of two ranks resume on one device, and those of one device on two ranks."""
+    expected, second, checkpoint = plain
+    start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    run_python(*start, "-m", "tests.integrations.lightning_runs", str(tmp_path), str(checkpoint), folder=tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert_near(found["whole"], expected)
+    assert_near(found["resumed"], second)
+    assert_near(resumed(tmp_path / "two" / "epoch=0.ckpt"), second)
+    loaded, known = (
+        Classifier.load_from_checkpoint(path / "epoch=1.ckpt", weights_only=False)
+        for path in (tmp_path / "two", checkpoint.parent)
+    )
+    torch.testing.assert_close(dict(loaded.named_parameters()), dict(known.named_parameters()), rtol=1e-4, atol=1e-5)
+    assert found["refused"].startswith("The model's own code reads all parameters.")
+    assert_near(found["stages"], fit(tmp_path, model=LogsLoss, limit_val_batches=0)[1].steps)
+    noisy = DataLoader(Noisy(), batch_size=8, num_workers=1)
+    assert_near(found["noisy"], fit(tmp_path, data=noisy)[1].steps)
+
+
+def test_the_loader_has_the_batch_of_all_micro_batches(tmp_path: Path) -> None:
+    """Micro-batches of the step have the loss of the whole batch, the short last batch too."""
+    expected = fit(tmp_path, model=LogsLoss)[1].steps
+    assert_near(fit(tmp_path, Strategy(PAIR, micro_batches=2), model=LogsLoss)[1].steps, expected)
+    with pytest.raises(NotAvailableError, match=r"self.log\('hits', ...\).*in micro-batches, the loss alone"):
+        fit(tmp_path, Strategy(PAIR, micro_batches=2))
+
+
+def test_numbers_of_the_loop_are_followed(tmp_path: Path) -> None:
+    """`training_step` depends on the epoch, the step and the number of the batch, and logs now and then."""
+
+    class Annealed(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = F.cross_entropy(self(batch[0]), batch[1])
+            if batch_idx % 2:
+                self.log("odd_step", loss.detach() * 2)
+            return loss * (1 + self.current_epoch) / (1 + (self.global_step > 2))
+
+    expected = fit(tmp_path, model=Annealed)[1].steps
+    assert_near(fit(tmp_path, Strategy(PAIR), model=Annealed)[1].steps, expected)
+
+
+def test_a_second_fit_and_prediction(tmp_path: Path) -> None:
+    """With the same module; the best checkpoint's weights are loaded for the prediction."""
+    results = []
+    for strategy in ("auto", Strategy(PAIR)):
+        folder = tmp_path / str(len(results))
+        found, _ = fit(folder, strategy, enable_checkpointing=True, max_epochs=1)
+        model, loader = found.lightning_module, DataLoader(rows(8), batch_size=4)
+        found.fit_loop.max_epochs = 2
+        found.fit(model, DataLoader(rows(), batch_size=6), loader)
+        results.append(
+            [*found.predict(model, loader), *found.predict(model, loader, ckpt_path="best", weights_only=False)]
+        )
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+def test_precision_is_that_of_the_step(tmp_path: Path) -> None:
+    """`bf16-mixed`; other plugins are refused by name."""
+    found, _ = fit(tmp_path, Strategy(PAIR), precision="bf16-mixed", max_epochs=1)
+    assert found.strategy.step.plan.precision == "bf16"
+    with pytest.raises(NotAvailableError, match="precision='bf16-true'"):
+        fit(tmp_path, Strategy(PAIR), precision="bf16-true")
+
+
+def test_a_plan_of_the_step_module_runs(tmp_path: Path) -> None:
+    """`autoshard.plan` with a `StepModule`; names of constraints are those of the module."""
+    model = Classifier()
+    batch = tuple(rows(6).tensors)
+    plan = autoshard.plan(
+        StepModule(model),
+        PAIR,
+        example_inputs=(batch,),
+        optimizer=torch.optim.AdamW(model.parameters()),
+        precision=None,
+    )
+    found, _ = fit(tmp_path, Strategy(PAIR, plan=plan), max_epochs=1)
+    assert found.strategy.step.plan.parameters == plan.parameters
+    split = Strategy(PAIR, constraints={"net.0.weight": P("ranks", None)})
+    found, _ = fit(tmp_path, split, max_epochs=1)
+    assert found.strategy.step.plan.parameters["module.net.0.weight"].spec == P("ranks", None)
+
+
+def test_the_planner_chooses_the_axes_of_a_cluster(tmp_path: Path) -> None:
+    """A cluster in place of a mesh."""
+    found, _ = fit(tmp_path, Strategy(Cluster("h100_sxm", nodes=1, devices_per_node=2)), max_epochs=1)
+    assert found.strategy.step.plan.mesh.size == 2
+
+
+def test_there_is_no_step_before_the_first_batch() -> None:
+    """`strategy.step` says so."""
+    with pytest.raises(NotAvailableError, match="no step is compiled before the first batch"):
+        _ = Strategy(PAIR).step
+
+
+REFUSED_SETTINGS = {
+    "accumulate_grad_batches=2": {"accumulate_grad_batches": 2},
+    "accumulate_grad_batches=4": {"callbacks": [GradientAccumulationScheduler({0: 4})]},
+    "gradient_clip_algorithm='value'": {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+    "StochasticWeightAveraging": {"callbacks": [StochasticWeightAveraging(1e-2)]},
+    "WeightAveraging": {"callbacks": [WeightAveraging()]},
+}
+
+
+@pytest.mark.parametrize("found", REFUSED_SETTINGS)
+def test_settings_are_refused_by_name(tmp_path: Path, found: str) -> None:
+    """Each in one sentence."""
+    with pytest.raises(NotAvailableError, match=f"cannot train Classifier with {found}"):
+        fit(tmp_path, Strategy(PAIR), **REFUSED_SETTINGS[found])
+
+
+class _Manual(Classifier):
+    automatic_optimization = False
+
+
+class _Elsewhere(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
+
+
+class _Hooked(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+
+class _Watch(lightning.Callback):
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        pass
+
+
+def _on_meta() -> Classifier:
+    with torch.device("meta"):
+        return Classifier()
+
+
+REFUSED_MODULES: dict[str, Callable[[], Classifier]] = {
+    "automatic_optimization=False": _Manual,
+    "_Hooked.on_before_optimizer_step": _Hooked,
+    "an optimizer over other parameters": _Elsewhere,
+    "parameters on the meta device": _on_meta,
+}
+
+
+@pytest.mark.parametrize("found", REFUSED_MODULES)
+def test_modules_are_refused_by_name(tmp_path: Path, found: str) -> None:
+    """Each in one sentence."""
+    with pytest.raises(NotAvailableError, match=f"cannot train .* with {found}"):
+        fit(tmp_path, Strategy(PAIR), model=REFUSED_MODULES[found], num_sanity_val_steps=0)
+
+
+def test_a_callback_that_reads_gradients_is_refused(tmp_path: Path) -> None:
+    """By the name of its hook."""
+    with pytest.raises(NotAvailableError, match=r"_Watch\.on_after_backward: gradients exist within"):
+        fit(tmp_path, Strategy(PAIR), callbacks=[_Watch()])
+
+
+def _logs_a_number(self: Classifier, batch: Any) -> Any:
+    self.log("rows", len(batch[0]))
+    return self(batch[0]).sum()
+
+
+def _returns_logits(self: Classifier, batch: Any) -> Any:
+    logits = self(batch[0])
+    return {"loss": logits.sum(), "logits": logits}
+
+
+def _returns_nothing(self: Classifier, batch: Any) -> Any:
+    return None
+
+
+def _reads_the_trainer(self: Classifier, batch: Any) -> Any:
+    return self(batch[0]).sum() / self.trainer.num_training_batches
+
+
+def _updates_a_metric(self: Classifier, batch: Any) -> Any:
+    loss = self(batch[0]).square().mean()
+    self.accuracy.update(loss.detach())
+    return loss
+
+
+REFUSED_STEPS: dict[str, Callable[..., Any]] = {
+    r"self.log\('rows', int\)": _logs_a_number,
+    "returns 'logits' beside 'loss'": _returns_logits,
+    "returns None": _returns_nothing,
+    "reads trainer.num_training_batches": _reads_the_trainer,
+    "updates the metric accuracy": _updates_a_metric,
+}
+
+
+@pytest.mark.parametrize("found", REFUSED_STEPS)
+def test_training_steps_are_refused_by_name(tmp_path: Path, found: str) -> None:
+    """Python of `training_step` that a compiled step would not run."""
+    kind = type("Stepped", (Classifier,), {"training_step": REFUSED_STEPS[found]})
+    with pytest.raises(NotAvailableError, match=found):
+        fit(tmp_path, Strategy(PAIR), model=kind)
