@@ -41,6 +41,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.runtime import Runtime
 from autoshard.ir.spec import P, PartitionSpec
+from autoshard.joined_optimizer import JoinedOptimizer
 from autoshard.kernels.tuning_switch import tune_kernels
 from autoshard.restarts import Run, run
 from autoshard.rules import Rule, infer_rule, sharding_rule
@@ -64,6 +65,7 @@ __all__ = [
     "DoesNotFitError",
     "FormulaError",
     "InvalidSpecError",
+    "JoinedOptimizer",
     "LossScaling",
     "LostRankError",
     "Mesh",

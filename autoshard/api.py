@@ -72,8 +72,9 @@ def compile(
         example_inputs: positional arguments (a tuple) or keyword arguments (a dict) to plan for now. Default: plan at
             the first call. A later call of other shapes is planned when the call comes.
         optimizer: makes the result a `TrainStep`. Pass a fresh optimizer over the model's parameters. The program
-            contains the update of SGD, Adam and AdamW, and the planner places gradients and state (ZeRO). Other
-            optimizers run their own step on the sharded parameters and gradients.
+            contains the update of SGD, Adam, AdamW and Muon, and the planner places gradients and state (ZeRO).
+            Other optimizers run their own step, on whole parameters if it is not elementwise. `JoinedOptimizer` makes
+            one optimizer of several; see docs/how_to/optimizers.md.
         loss_fn: `loss_fn(outputs, *targets)` for a model that returns no loss; targets are the last
             positional arguments of a call.
         plan: a plan for calls that train, or the path of a saved plan; compile then searches nothing. If the plan is
@@ -166,7 +167,7 @@ def plan(
         target: a `Cluster`, and the planner chooses the axes; or `cluster.mesh({"data": 8, "model": 8})`. An
             `autoshard.Mesh` is priced for this machine.
         optimizer: a name in torch.optim ("adamw"), or an optimizer over the model's parameters. The update of SGD,
-            Adam and AdamW is planned with the step (ZeRO). Other optimizers only add the memory of their state.
+            Adam, AdamW and Muon is planned with the step (ZeRO). Other optimizers only add the memory of their state.
         max_grad_norm: with an optimizer: clip gradients to this norm.
         global_batch: sequences of a step over all ranks. The planner cuts a step into micro-batches; on a cluster the
             planner also searches axes and stages. The batch of `example_inputs` may then have any size. None: a

@@ -38,6 +38,7 @@ from autoshard.ir.program import InputKind, OutputKind, Program
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.update import check_norm
+from autoshard.joined_optimizer import parts_of_optimizer
 from cost_models.hardware import Cluster
 
 ExampleInputs = Sequence[Any] | Mapping[str, Any]
@@ -261,7 +262,13 @@ def check_optimizer(optimizer: Any, *, micro_batches: Any = None, max_grad_norm:
     if micro_batches is not None and not (_is_whole(micro_batches) and micro_batches >= 1):
         raise NotAvailableError(f"micro_batches={micro_batches!r} must be a whole number, at least 1.")
     check_norm(max_grad_norm)
-    if optimizer is not None and _needs_closure(optimizer):
+    for item in () if optimizer is None else parts_of_optimizer(optimizer):
+        _check_steps(item)
+
+
+def _check_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `NotAvailableError` if the optimizer's step needs a closure or sparse gradients."""
+    if _needs_closure(optimizer):
         raise NotAvailableError(
             f"optimizer={type(optimizer).__name__} calls the model itself: its step() needs a closure. A "
             "compiled step runs forward and backward once. Use an optimizer whose step() needs no closure."

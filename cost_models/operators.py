@@ -16,6 +16,7 @@ from types import MappingProxyType
 from cost_models import contractions as contractions
 from cost_models import experts as experts
 from cost_models import factorisations as factorisations
+from cost_models import newton_schulz as newton_schulz
 from cost_models import recurrent as recurrent
 from cost_models import ring as ring
 from cost_models.counting import FREE, TABLE, compute_dtype, memory_bound, numel, operator_cost, size_bytes

@@ -1,9 +1,12 @@
-"""A user's script with `autoshard.run`, whose ranks meet drawn ends: python -m tests.restarted FOLDER STEPS [FATES].
+"""A user's script with `autoshard.run`, whose ranks meet drawn ends.
+
+Usage: python -m tests.restarted FOLDER STEPS FATES [MODEL [RANK PLACE CALL SECONDS]]
 
 FATES is a JSON list. For each start, it has the rank that ends, the step before which the rank ends, and the way:
-"kill", "memory" or "hang". "kill after 1.5" kills the rank so many seconds after its imports. Each step appends a line
-to `FOLDER/losses`. The line has the number of the step, the loss with all digits, the number of ranks, and the number
-of the batch.
+"kill", "memory" or "hang". "kill after 1.5" kills the rank so many seconds after its imports, and "late by 1.5" lets it
+come so much later. MODEL is a name of `restarted_models`. With RANK, a rank is killed as `kill_places` says. Each step
+appends a line to `FOLDER/losses`. The line has the number of the step, the loss with all digits, the number of ranks,
+and the number of the batch.
 """
 
 from __future__ import annotations
@@ -14,39 +17,30 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 import autoshard
+from tests.kill_places import Kill
+from tests.restarted_models import MODELS
 
 EVERY = 4
-AFTER = "kill after "
+AFTER, LATE = "kill after ", "late by "
 TIMEOUT_S = 5.0
-
-
-class Net(nn.Module):
-    """Two layers with dropout, and a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 10), nn.Linear(10, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(nn.functional.dropout(self.first(x).tanh(), 0.1, self.training)).square().mean()
 
 
 class Batches:
     """Batches in order, with the place as state."""
 
-    def __init__(self) -> None:
-        self.place = 0
+    def __init__(self, make: Callable[[int], dict[str, torch.Tensor]]) -> None:
+        self.place, self._make = 0, make
 
-    def take(self) -> torch.Tensor:
+    def take(self) -> dict[str, torch.Tensor]:
         self.place += 1
-        return torch.randn(8, 6, generator=torch.Generator().manual_seed(self.place))
+        return self._make(self.place)
 
     def state_dict(self) -> dict[str, Any]:
         return {"place": self.place}
@@ -64,7 +58,15 @@ class Loss(NamedTuple):
     place: int
 
 
-def train(run: autoshard.Run, folder: Path, steps: int, fates: list[tuple[int, int, str]], ranks: int = 0) -> None:
+def train(
+    run: autoshard.Run,
+    folder: Path,
+    steps: int,
+    fates: Sequence[tuple[int, int, str]] = (),
+    *,
+    name: str = "net",
+    ranks: int = 0,
+) -> None:
     """The training function; `ranks`: simulate so many, if not 0."""
     start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     rank, number, way = fates[start] if start < len(fates) else (-1, -1, "")
@@ -72,21 +74,25 @@ def train(run: autoshard.Run, folder: Path, steps: int, fates: list[tuple[int, i
         timer = threading.Timer(float(way.removeprefix(AFTER)), meet, ("kill",))
         timer.daemon = True
         timer.start()
+    if run.rank == rank and way.startswith(LATE):
+        time.sleep(float(way.removeprefix(LATE)))
     torch.manual_seed(0)
-    model, batches = Net(), Batches()
+    restarted = MODELS[name]
+    model, batches = restarted.make(), Batches(restarted.batch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.7)
     step = autoshard.compile(
         model,
-        autoshard.Mesh({"data": ranks or run.ranks}),
+        restarted.mesh(ranks or run.ranks),
         optimizer=optimizer,
-        example_inputs=(torch.ones(8, 6),),
+        example_inputs=restarted.batch(0),
         options=autoshard.Options(timeout_s=TIMEOUT_S),
+        **restarted.options,
     )
     for done in run.steps(step, steps, schedule=schedule, data=batches):
         if (run.rank, done) == (rank, number):
             meet(way)
-        loss = step(batches.take())
+        loss = step(**batches.take())
         schedule.step()
         if run.rank == 0:
             with Path(folder, "losses").open("a") as file:
@@ -112,8 +118,11 @@ def losses(folder: Path) -> list[Loss]:
 def main() -> None:
     torch.set_num_threads(1)
     folder, steps, fates = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+    name = sys.argv[4] if sys.argv[4:] else "net"
+    if sys.argv[5:]:
+        Kill.of(sys.argv[5:]).prepare(int(os.environ.get("RANK", "0")), folder / "kills")
     checkpoints = autoshard.Checkpoints(folder / "saved", every=EVERY, keep=2, asynchronous=not fates)
-    autoshard.run(lambda run: train(run, folder, steps, fates), checkpoints=checkpoints)
+    autoshard.run(lambda run: train(run, folder, steps, fates, name=name), checkpoints=checkpoints)
 
 
 if __name__ == "__main__":

@@ -32,9 +32,16 @@ def test_outputs_are_handed_out_as_they_lie(options: autoshard.Options, names: s
     assert sharded.programs[0].sharded_outputs == names
 
 
-def test_processes_without_an_accelerator_have_meta_models_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mesh without a device uses the machine's device."""
-    monkeypatch.setattr(compile_model, "world_size", lambda: 2)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
-    call = Call(model=nn.Linear(2, 2, device="meta"), target=Mesh({"data": 2}))
-    assert compile_model._device_of(call) == torch.device("cpu")
+@pytest.mark.parametrize(
+    ("processes", "ranks", "accelerator", "device"),
+    [(2, 2, None, "cpu"), (2, 2, "cuda", "cuda"), (1, 1, "cuda", "cuda"), (1, 2, "cuda", "cpu")],
+)
+def test_meta_models_have_the_device_of_their_process(
+    processes: int, ranks: int, accelerator: str | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank with a process of its own uses the machine's accelerator, and simulated ranks use the CPU."""
+    found = None if accelerator is None else torch.device(accelerator)
+    monkeypatch.setattr(compile_model, "world_size", lambda: processes)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+    call = Call(model=nn.Linear(2, 2, device="meta"), target=Mesh({"data": ranks}))
+    assert compile_model._device_of(call) == torch.device(device)

@@ -66,7 +66,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autoshard.kernels": ("autoshard.errors",),
     "autoshard.rules": (*_IR, "autoshard.kernels"),
     "autoshard.tracing": (*_GRAPHS, "autoshard.kernels", "autoshard.rules"),
-    "autoshard.runtime": (*_GRAPHS, "autoshard.kernels"),
+    "autoshard.joined_optimizer": ("autoshard.errors",),
+    "autoshard.runtime": (*_GRAPHS, "autoshard.kernels", "autoshard.joined_optimizer"),
     "cost_models": (),
     **{room: (*_LEAVES, *below) for room, below in _PASSES.items()},
     "passes": (),
@@ -76,7 +77,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autoshard.calibration": (*_IR, "autoshard.cluster", "autoshard.kernels", "autoshard.runtime", "cost_models"),
     "autoshard.checkpoints": (*_IR, "autoshard.runtime"),
     "autoshard.restarts": (*_IR, "autoshard.checkpoints", "autoshard.runtime"),
-    "autoshard.arguments": (*_IR, "cost_models"),
+    "autoshard.arguments": (*_IR, "autoshard.joined_optimizer", "cost_models"),
     "autoshard.call": (*_IR, "autoshard.arguments", "autoshard.runtime", "cost_models"),
     "autoshard.cluster": (*_IR, "autoshard.runtime", "cost_models"),
     "autoshard.data": (*_IR, "autoshard.runtime"),
@@ -100,7 +101,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autoshard": (
         *(*_LEAVES, "autoshard.api", "autoshard.call", "autoshard.calibration", "autoshard.checkpoints"),
         *("autoshard.cluster", "autoshard.data", "autoshard.report", "autoshard.restarts", "autoshard.runtime"),
-        *("autoshard.testing", "autoshard.trackers", "autoshard.integrations"),
+        *("autoshard.testing", "autoshard.trackers", "autoshard.integrations", "autoshard.joined_optimizer"),
     ),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -21,12 +22,14 @@ from torch.utils.data import TensorDataset
 import autoshard
 from autoshard import NotAvailableError
 from autoshard.restarts import STOPPED
-from tests.drawn_kills import campaign
+from tests.drawn_kills import MODELS, campaign
 from tests.examples.scripts import ROOT
-from tests.restarted import EVERY, Loss, losses, train
+from tests.restarted import AFTER, EVERY, LATE, Loss, losses, train
 
 DEADLINE_S = 200.0
 STEPS = 11
+SEED = 238
+"""Draws the first kill in the second rename of a checkpoint, on two ranks, and the next start on one."""
 
 
 def start(
@@ -63,7 +66,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of a run that never stopped, on two simulated ranks."""
     folder = tmp_path_factory.mktemp("whole")
     checkpoints = autoshard.Checkpoints(folder / "saved", every=STEPS)
-    autoshard.run(lambda run: train(run, folder, STEPS, [], ranks=2), checkpoints=checkpoints)
+    autoshard.run(lambda run: train(run, folder, STEPS, ranks=2), checkpoints=checkpoints)
     return steps_of(losses(folder))
 
 
@@ -74,6 +77,16 @@ def test_a_kill(tmp_path: Path, whole: dict[int, float]) -> None:
     assert steps_of(found) == whole
     assert [item.step for item in found] == [*range(6), *range(4, STEPS)]
     assert all(item.place == item.step + 1 for item in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_kills_at_drawn_moments(tmp_path: Path, whole: dict[int, float], seed: int) -> None:
+    """Ranks die while they meet, plan, load, train or save, and one comes late: the launcher goes on without help."""
+    draw = random.Random(seed)
+    kills = [(draw.randrange(2), -1, f"{AFTER}{draw.uniform(0, 5)}") for _ in range(2)]
+    finish(start(tmp_path, 2, fates=[*kills, (draw.randrange(2), -1, f"{LATE}1")]))
+    assert steps_of(losses(tmp_path)) == whole
 
 
 @pytest.mark.slow
@@ -109,10 +122,16 @@ def test_a_signal_and_other_ranks(tmp_path: Path, whole: dict[int, float]) -> No
     assert [steps_of(found)[step] for step in alike] == pytest.approx([whole[step] for step in alike], rel=1e-6)
 
 
-@pytest.mark.slow
-def test_drawn_kills(tmp_path: Path) -> None:
-    """After two kills at drawn moments, on drawn numbers of ranks, each start goes on where it should."""
-    campaign(2, seed=0, folder=tmp_path)
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        pytest.param("gpt", 1, id="gpt"),
+        *(pytest.param(name, 7, id=f"{name}, each place", marks=pytest.mark.slow) for name in MODELS),
+    ],
+)
+def test_drawn_kills(name: str, count: int, tmp_path: Path) -> None:
+    """After kills in drawn places, on drawn numbers of ranks, each start goes on where it should."""
+    assert campaign(count, seed=SEED, folder=tmp_path, name=name).kills == count
 
 
 def test_a_process_alone_ends_with_its_status(tmp_path: Path) -> None:

@@ -165,6 +165,7 @@ class TrainingState:
             self.model.seeds.load(torch.tensor(seeds, dtype=torch.int64))
         if self._step is not None:
             self._step.load_loss_scale(rests[_PROGRESS])
+            self._step.count_from(rests[_PROGRESS]["step"])
 
     def _loss_scale_state(self) -> dict[str, Any]:
         return {} if self._step is None else self._step.loss_scale_state()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,12 +59,8 @@ class HostCommand:
         """Start the command, by ssh if the host is another machine."""
         if self.is_local:
             return subprocess.Popen(self.words, env={**os.environ, **self.variables}, start_new_session=True)
-        try:
-            return subprocess.Popen(
-                (*_SSH, self.host.name, self.line), stdin=subprocess.DEVNULL, start_new_session=True
-            )
-        except FileNotFoundError as error:
-            raise AutoshardError("ssh is not installed here; start the lines of --dry-run yourself.") from error
+        words = (*_SSH, self.host.name, self.line)
+        return subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def commands(
@@ -125,46 +122,58 @@ def commands(
 def start(hosts: Sequence[HostCommand], *, needed: int) -> int:
     """Start all commands, wait for their ends, and return the exit status of the run.
 
-    If fewer than `needed` hosts can succeed, the other commands are ended too. SIGTERM and SIGINT of this process go on
-    to all commands.
+    If fewer than `needed` hosts can succeed, the other commands are ended too. SIGINT of this process goes on to all
+    commands. SIGTERM goes on to the commands of this machine, if there are any. Their ranks tell all ranks to save
+    (`autoshard.run`); ssh would end at once, and its ranks with it. The other commands are ended after the first.
 
     Returns:
         0 if at least `needed` commands ended with 0, and otherwise the first other exit status.
+
+    Raises:
+        AutoshardError: a host is another machine, and this machine has no ssh.
     """
+    if shutil.which(_SSH[0]) is None and not all(host.is_local for host in hosts):
+        raise AutoshardError("ssh is not installed here; start the lines of --dry-run yourself.")
     running: dict[str, subprocess.Popen[bytes]] = {}
     failures: list[int] = []
-    with _passed_on(running):
+    is_ending = False
+    with _passed_on(running, [host.host.name for host in hosts if host.is_local]) as told:
         for host in hosts:
             running[host.host.name] = host.start()
         while running:
-            for name, process in list(running.items()):
-                if (status := process.poll()) is None:
-                    continue
-                del running[name]
+            for name in [name for name, process in running.items() if process.poll() is not None]:
+                status = running.pop(name).returncode
                 failures += [status] if status else []
-                if len(hosts) - len(failures) == needed - 1:
-                    _signal(running, signal.SIGTERM)
+            if not is_ending and len(hosts) - len(failures) < (len(hosts) if told else needed):
+                is_ending = True
+                _signal(running.values(), signal.SIGTERM)
             time.sleep(_POLL_S)
     if len(hosts) - len(failures) >= needed:
         return 0
     return failures[0] if failures[0] > 0 else 128 - failures[0]
 
 
-def _signal(running: Mapping[str, subprocess.Popen[bytes]], number: int) -> None:
-    for process in running.values():
+def _signal(processes: Iterable[subprocess.Popen[bytes]], number: int) -> None:
+    for process in processes:
         process.send_signal(number)
 
 
 @contextmanager
-def _passed_on(running: Mapping[str, subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Send SIGTERM and SIGINT of this process to the started commands, and go on waiting."""
+def _passed_on(running: Mapping[str, subprocess.Popen[bytes]], local: Sequence[str]) -> Iterator[set[int]]:
+    """Pass signals of this process on to `running` commands, as `start` says; yield the set of signals that came.
+
+    `local` has the names of the commands of this machine.
+    """
+    told = set[int]()
 
     def send(number: int, _: FrameType | None) -> None:
-        _signal(running, number)
+        told.add(number)
+        here = [running[name] for name in local if name in running] if number == signal.SIGTERM else []
+        _signal(here or running.values(), number)
 
     before = {number: signal.signal(number, send) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        yield told
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -10,7 +10,7 @@ et al. (2024), "Fewer truncations improve language modeling", pack documents by 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,7 +39,7 @@ def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
         [[2], [3, 4], [0, 1]]
     """
     rows: list[list[int]] = []
-    with_space: defaultdict[int, list[int]] = defaultdict(list)
+    with_space: defaultdict[int, deque[int]] = defaultdict(deque)
     spaces = 0  # bit s is set if a row has space s
     for document in sorted(range(len(lengths)), key=lambda each: (-lengths[each], each)):
         needed = lengths[document]
@@ -47,7 +47,7 @@ def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
         fitting = spaces >> needed
         if fitting:
             space = needed + (fitting & -fitting).bit_length() - 1
-            row = with_space[space].pop(0)
+            row = with_space[space].popleft()
             if not with_space[space]:
                 spaces ^= 1 << space
         else:
@@ -92,7 +92,8 @@ class PackedRows:
         lengths: the number of tokens of each document. Default: the documents are read once.
 
     Raises:
-        NotAvailableError: see `pack`; or a key is unknown.
+        NotAvailableError: see `pack`; or a key is unknown, or there are fewer or more `lengths` than documents. When a
+            row is read: a document has another length than `lengths` says, or another number of labels than tokens.
 
     Example:
         >>> rows = PackedRows([[5, 6, 7], [8, 9]], 6, keys=("input_ids", "position_ids", "labels"))
@@ -112,9 +113,14 @@ class PackedRows:
         unknown = [key for key in keys if key not in KEYS]
         if unknown:
             raise NotAvailableError(f"PackedRows(keys=...): {unknown[0]!r} is none of {', '.join(KEYS)}.")
+        if lengths is not None and len(lengths) != len(documents):
+            raise NotAvailableError(
+                f"PackedRows(lengths=...): there are {len(lengths)} lengths of {len(documents)} documents."
+            )
         self._documents, self._length, self._keys, self._padding = documents, length, tuple(keys), padding
-        found = [len(_tokens_of(documents[index])) for index in range(len(documents))] if lengths is None else lengths
-        self.rows = pack(found, length)
+        counted = (len(_tokens_of(documents[index])) for index in range(len(documents)))
+        self._lengths = list(counted if lengths is None else lengths)
+        self.rows = pack(self._lengths, length)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -122,8 +128,20 @@ class PackedRows:
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         row = _PackedRow(self._length, self._padding)
         for document in self.rows[index]:
-            row.add(self._documents[document])
+            row.add(*self._tokens_and_labels(document))
         return {key: row.tensor(key) for key in self._keys}
+
+    def _tokens_and_labels(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        document = self._documents[number]
+        tokens = torch.as_tensor(_tokens_of(document), dtype=torch.int64)
+        given = document.get("labels", tokens) if isinstance(document, Mapping) else tokens
+        labels = torch.as_tensor(given, dtype=torch.int64)
+        if not len(tokens) == len(labels) == self._lengths[number]:
+            raise NotAvailableError(
+                f"PackedRows(...): document {number} has {len(tokens)} tokens and {len(labels)} labels, and was packed "
+                f"as {self._lengths[number]} tokens. Give each token one label, and each document its length."
+            )
+        return tokens, labels
 
 
 class _PackedRow:
@@ -133,12 +151,10 @@ class _PackedRow:
         self._length, self._padding = length, padding
         self._tokens, self._labels = list[torch.Tensor](), list[torch.Tensor]()
 
-    def add(self, document: Any) -> None:
+    def add(self, tokens: torch.Tensor, labels: torch.Tensor) -> None:
         """Append a document."""
-        tokens = torch.as_tensor(_tokens_of(document), dtype=torch.int64)
-        labels = document.get("labels", tokens) if isinstance(document, Mapping) else tokens
         self._tokens.append(tokens)
-        self._labels.append(torch.as_tensor(labels, dtype=torch.int64).clone())
+        self._labels.append(labels.clone())
         self._labels[-1][0] = IGNORED
 
     def tensor(self, key: str) -> torch.Tensor:

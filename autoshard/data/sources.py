@@ -165,7 +165,8 @@ class _Batches(Sampler[list[int]]):
         start, own = self.place.samples, dict[int, list[int]]()
         order = order_of(self._length, self.place.epoch, shuffle=self.reading.shuffle, seed=self.reading.seed)
         for count in self.counts():
-            own.setdefault(count, self.reading.rows.of(count))
+            if count not in own:
+                own[count] = self.reading.rows.of(count)
             yield order[start : start + count][own[count]].tolist()
             start += count
 

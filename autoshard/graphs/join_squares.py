@@ -18,15 +18,16 @@ def join_squares(graph_module: fx.GraphModule) -> None:
     """Join sums of squares in the given graph module itself."""
     graph = graph_module.graph
     for root in [node for node in graph.nodes if _is_sum(node) and not _is_addend(node)]:
-        squares = [leaf for leaf in _addends(root) if _is_squares(leaf)]
+        addends = list(_addends(root))
+        squares = [addend for addend in addends if _is_squares(addend)]
         if len(squares) < 2:
             continue
-        rest = [leaf for leaf in _addends(root) if not _is_squares(leaf)]
         with graph.inserting_before(root):
             operands = [square.args[0] for square in squares]
             total = graph.call_function(torch.ops.autoshard.sum_of_all_squares.default, (operands,))
-            for leaf in rest:
-                total = graph.call_function(_ADD, (total, leaf))
+            for addend in addends:
+                if not _is_squares(addend):
+                    total = graph.call_function(_ADD, (total, addend))
         total.meta = dict(root.meta)
         root.replace_all_uses_with(total)
         _erase(graph, root)
@@ -35,20 +36,23 @@ def join_squares(graph_module: fx.GraphModule) -> None:
 
 def _addends(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the addends of a sum, in order. Addends that are sums for this sum alone are replaced by their addends."""
-    for operand in node.all_input_nodes:
+    waiting = node.all_input_nodes[::-1]
+    while waiting:
+        operand = waiting.pop()
         if _is_sum(operand) and len(operand.users) == 1:
-            yield from _addends(operand)
+            waiting += operand.all_input_nodes[::-1]
         else:
             yield operand
 
 
-def _erase(graph: fx.Graph, node: fx.Node) -> None:
+def _erase(graph: fx.Graph, root: fx.Node) -> None:
     """Erase a node without users, and its operands that have no users then, if they are sums or sums of squares."""
-    operands = node.all_input_nodes
-    graph.erase_node(node)
-    for operand in operands:
-        if not operand.users and (_is_sum(operand) or _is_squares(operand)):
-            _erase(graph, operand)
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        operands = node.all_input_nodes
+        graph.erase_node(node)
+        waiting += [each for each in operands if not each.users and (_is_sum(each) or _is_squares(each))]
 
 
 def _is_sum(node: fx.Node) -> bool:

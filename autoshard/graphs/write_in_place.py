@@ -19,7 +19,7 @@ from autoshard.graphs.aliases import aliased_operands
 from autoshard.graphs.lazy_module import lazy_module
 
 _aten = torch.ops.aten
-_UPDATES = ("sgd_update", "momentum_update", "adam_update", "amsgrad_update")
+_UPDATES = ("sgd_update", "momentum_update", "adam_update", "amsgrad_update", "muon_update")
 _GRADIENT = 1
 """Index of the gradient among the operands of an update.
 

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+import torch
+
 from autoshard.errors import NotAvailableError
+
+SMALLEST_SCALE, LARGEST_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+"""Scales between which both a scale and its inverse are finite float32 values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +27,7 @@ class LossScaling:
     scale rises.
 
     Args:
-        init_scale: the scale of the first step, above 0.
+        init_scale: the scale of the first step, between 1.2e-38 and 3.4e38.
         growth_factor: the scale rises by this factor, above 1.
         backoff_factor: the scale falls by this factor, between 0 and 1.
         growth_interval: number of consecutive steps without a skip after which the scale rises.
@@ -41,7 +46,7 @@ class LossScaling:
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
-        _check("init_scale", self.init_scale, 0.0, math.inf)
+        _check("init_scale", self.init_scale, SMALLEST_SCALE, LARGEST_SCALE)
         _check("growth_factor", self.growth_factor, 1.0, math.inf)
         _check("backoff_factor", self.backoff_factor, 0.0, 1.0)
         interval = self.growth_interval

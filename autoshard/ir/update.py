@@ -8,10 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from math import sqrt
 from numbers import Real
 from typing import Any
 
 from autoshard.errors import NotAvailableError
+
+
+@dataclass(frozen=True, slots=True)
+class NewtonSchulz:
+    """Muon's orthogonalisation of whole matrices, with the options of `torch.optim.Muon`.
+
+    Args:
+        coefficients, steps, eps: see `autoshard.kernels.newton_schulz`.
+        adjust_lr: how the learning rate depends on a matrix's shape: "original" or "match_rms_adamw".
+        nesterov: whether the orthogonalised direction looks ahead by Nesterov's momentum.
+    """
+
+    coefficients: tuple[float, float, float]
+    steps: int
+    eps: float
+    adjust_lr: str
+    nesterov: bool
+
+    def ratio(self, rows: int, columns: int) -> float:
+        """Return the factor of the learning rate for a matrix [rows, columns], as `torch.optim.Muon` computes it."""
+        if self.adjust_lr == "match_rms_adamw":
+            return 0.2 * sqrt(max(rows, columns))
+        return sqrt(max(1.0, rows / columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +47,14 @@ class UpdateRule:
         state: names of a parameter's tensors of optimizer state, as in torch's optimizer ("exp_avg").
         flags: the last arguments of the operator, all bool.
         hyper: names of the hyper-parameters, in the order of the vector that holds their values.
+        orthogonal: the orthogonalisation before the update; None: the update is elementwise.
     """
 
     operator: str
     state: tuple[str, ...]
     flags: tuple[bool, ...]
     hyper: tuple[str, ...]
+    orthogonal: NewtonSchulz | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,15 @@ from autoshard.kernels.exchanged_experts import (
     exchanged_experts_kept_backward,
 )
 from autoshard.kernels.experts import experts, experts_backward
-from autoshard.kernels.optimizers import adam_update, amsgrad_update, momentum_update, sgd_update, sum_of_squares
+from autoshard.kernels.newton_schulz import muon_direction, orthogonalise
+from autoshard.kernels.optimizers import (
+    adam_update,
+    amsgrad_update,
+    momentum_update,
+    muon_update,
+    sgd_update,
+    sum_of_squares,
+)
 from autoshard.kernels.philox import keep_mask, philox_4x32, random_words
 from autoshard.kernels.random_numbers import random
 from autoshard.kernels.recurrent import gru, gru_backward, lstm, lstm_backward, rnn, rnn_backward
@@ -52,6 +60,9 @@ __all__ = [
     "lstm",
     "lstm_backward",
     "momentum_update",
+    "muon_direction",
+    "muon_update",
+    "orthogonalise",
     "philox_4x32",
     "poisson",
     "random",

@@ -1,13 +1,15 @@
-"""Operators that update one parameter as an optimizer does: SGD, SGD with momentum, Adam and AMSGrad.
+"""Operators that update one parameter as an optimizer does: SGD, SGD with momentum, Adam, AMSGrad and Muon.
 
 Each operator maps the parameter, its gradient and its state to the new parameter and state. It calls the function of
-torch's own optimizer (`torch.optim.adam.adam`), fused if possible. `IN_PLACE` maps each operator to an operator that
+torch's own optimizer (`torch.optim.adam.adam`), fused if possible. Muon's operator takes the result of `orthogonalise`
+too (`autoshard.kernels.newton_schulz`), and has no function of torch. `IN_PLACE` maps each operator to an operator that
 overwrites its operands. `MANY` maps the latter to an operator that updates many parameters in a call.
 
 Hyper-parameters come in a vector, float64 [k] on the CPU, so that schedulers can change them without another trace:
 
     sgd:   lr, weight_decay, momentum, dampening, whether this is the first step (1 or 0)
     adam:  lr, beta1, beta2, eps, weight_decay, number of earlier steps
+    muon:  lr, weight_decay, momentum
 
 `scale`, a scalar or None, multiplies the gradient before the update. It clips the gradient.
 """
@@ -26,6 +28,7 @@ from torch.optim.adam import adam as run_adam
 from torch.optim.sgd import sgd as run_sgd
 
 from autoshard.kernels.library import accumulation_dtype, define
+from autoshard.kernels.newton_schulz import MUON_HYPER
 
 Tensors = list[Tensor]
 
@@ -113,6 +116,31 @@ def amsgrad_(
     """
     groups = [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs]
     _run_adam(groups, scale, hyper, decoupled=decoupled, maximize=maximize)
+
+
+def muon_(
+    params: Tensors,
+    grads: Tensors,
+    momentum_buffers: Tensors,
+    orthogonals: Tensors,
+    scale: Tensor | None,
+    hyper: Tensor,
+    ratio: float,
+) -> None:
+    """Update parameters in place by Muon (Jordan et al., 2024): p <- (1 - lr weight_decay) p - lr ratio o.
+
+    Args:
+        params, grads, momentum_buffers: lists of equal length, with the shapes and dtypes of the parameters.
+        orthogonals: the results of `orthogonalise` of the parameters' directions.
+        scale: scalar that multiplies gradients, or None.
+        hyper: float64 [3], the values named in `MUON_HYPER`.
+        ratio: the factor by which the learning rate depends on the shape of the whole matrix.
+    """
+    options = _values(MUON_HYPER, hyper)
+    lr, weight_decay = options["lr"], options["weight_decay"]
+    for param, grad, buffer, orthogonal in zip(params, grads, momentum_buffers, orthogonals, strict=True):
+        buffer.lerp_(grad if scale is None else (grad * scale).to(grad.dtype), 1 - options["momentum"])
+        param.mul_(1 - lr * weight_decay).add_(orthogonal, alpha=-lr * ratio)
 
 
 def _run_sgd(
@@ -250,17 +278,23 @@ class _UpdateTwins:
     many: OpOverload
 
 
-def _define(name: str, in_place: Callable[..., None], state: Sequence[str], flags: Sequence[str]) -> _UpdateTwins:
+def _define(
+    name: str,
+    in_place: Callable[..., None],
+    state: Sequence[str],
+    flags: Sequence[str],
+    read: Sequence[str] = (),
+) -> _UpdateTwins:
     """Define the three operators of an update, and return them.
 
     `name` is the name of the functional operator, such as "adam_update". `in_place` updates lists of tensors, as
-    `adam_` does. The operands are the parameter, the gradient, and the tensors named in `state`. `flags` has the names
-    of bool arguments. The functional operator returns the new parameter and state. The two other operators overwrite
-    the parameter and state.
+    `adam_` does. The operands are the parameter, the gradient, and the tensors named in `state` and in `read`. `flags`
+    has the types and names of the last arguments, such as "bool maximize". The functional operator returns the new
+    parameter and state. The two other operators overwrite the parameter and state.
     """
-    tensors = ["param", "grad", *state]
-    written = [index for index, tensor in enumerate(tensors) if tensor != "grad"]
-    rest = ["Tensor? scale", "Tensor hyper", *(f"bool {flag}" for flag in flags)]
+    tensors = ["param", "grad", *state, *read]
+    written = [index for index, tensor in enumerate(tensors) if tensor not in ("grad", *read)]
+    rest = ["Tensor? scale", "Tensor hyper", *flags]
 
     def schema(kind: str, plural: str = "", *, writes: bool) -> str:
         letters = dict(zip(written, "abcd", strict=False)) if writes else {}
@@ -312,13 +346,15 @@ def _wide_scalar(xs: Tensors) -> Tensor:
 
 sum_of_all_squares = define("sum_of_all_squares", "(Tensor[] xs) -> Tensor", sum_of_all_squares_reference, _wide_scalar)
 
-_SGD = _define("sgd_update", sgd_, (), ("maximize",))
-_MOMENTUM = _define("momentum_update", momentum_, ("momentum_buffer",), ("nesterov", "maximize"))
-_ADAM = _define("adam_update", adam_, ("exp_avg", "exp_avg_sq"), ("decoupled", "maximize"))
-_AMSGRAD = _define("amsgrad_update", amsgrad_, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), ("decoupled", "maximize"))
+_SGD = _define("sgd_update", sgd_, (), ("bool maximize",))
+_MOMENTUM = _define("momentum_update", momentum_, ("momentum_buffer",), ("bool nesterov", "bool maximize"))
+_OF_ADAM = ("bool decoupled", "bool maximize")
+_ADAM = _define("adam_update", adam_, ("exp_avg", "exp_avg_sq"), _OF_ADAM)
+_AMSGRAD = _define("amsgrad_update", amsgrad_, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), _OF_ADAM)
+_MUON = _define("muon_update", muon_, ("momentum_buffer",), ("float ratio",), read=("orthogonal",))
 
-_UPDATES = (_SGD, _MOMENTUM, _ADAM, _AMSGRAD)
-sgd_update, momentum_update, adam_update, amsgrad_update = (update.functional for update in _UPDATES)
+_UPDATES = (_SGD, _MOMENTUM, _ADAM, _AMSGRAD, _MUON)
+sgd_update, momentum_update, adam_update, amsgrad_update, muon_update = (update.functional for update in _UPDATES)
 
 IN_PLACE: Mapping[OpOverload, OpOverload] = MappingProxyType({item.functional: item.in_place for item in _UPDATES})
 """From a functional update to its operator in place, which overwrites the parameter and the state."""
@@ -328,6 +364,12 @@ MANY: Mapping[OpOverload, OpOverload] = MappingProxyType({item.in_place: item.ma
 
 The latter takes a list in place of each tensor before the argument `scale`.
 """
+
+
+def is_overwritten(update: Any, operand: int) -> bool:
+    """Whether the operator in place of a functional update overwrites the tensor operand at this index."""
+    alias = IN_PLACE[update]._schema.arguments[operand].alias_info
+    return alias is not None and alias.is_write
 
 
 def tensors_of(many: Any) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autoshard.errors import NotAvailableError
-from autoshard.ir.loss_scaling import LossScaling
+from autoshard.ir.loss_scaling import SMALLEST_SCALE, LossScaling
 
 _SCALE, _TRACKER = "scale", "_growth_tracker"
 
@@ -26,7 +26,8 @@ class LossScale:
         settings: how the scale begins, rises and falls.
 
     Attributes:
-        value: the scale; a float32 value, as in `torch.amp.GradScaler`.
+        value: the scale; a float32 value, as in `torch.amp.GradScaler`, and at least 2 ** -126, so that its inverse is
+            a float32 value too.
     """
 
     def __init__(self, settings: LossScaling) -> None:
@@ -42,7 +43,7 @@ class LossScale:
     def update(self, *, was_skipped: bool) -> None:
         """Set the scale of the next step, after a step with finite gradients or a skipped step."""
         if was_skipped:
-            self.value = _in_float32(self.value * self._settings.backoff_factor)
+            self.value = max(_in_float32(self.value * self._settings.backoff_factor), SMALLEST_SCALE)
             self._growth_tracker = 0
             return
         self._growth_tracker += 1
@@ -73,7 +74,7 @@ class LossScale:
                 f"The state of the loss scale has {sorted(state)}, without {_SCALE!r} and {_TRACKER!r}. Load the "
                 "result of state_dict of a step in precision='f16', or of an enabled torch.amp.GradScaler."
             )
-        self.value, self._growth_tracker = float(state[_SCALE]), int(state[_TRACKER])
+        self.value, self._growth_tracker = max(float(state[_SCALE]), SMALLEST_SCALE), int(state[_TRACKER])
 
 
 def _in_float32(value: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -58,6 +59,10 @@ class Members:
         self._tensors = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
         self._traits = [*map(_TRAITS, self._tensors)]
         self._model = model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Members:
+        """Return the members of the model's copy, because storages of DTensors cannot be copied."""
+        return Members(copy.deepcopy(self._model, memo))
 
     def are_unchanged(self) -> bool:
         """Whether the model still has the same module, parameter and buffer objects in the same places.

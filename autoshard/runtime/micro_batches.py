@@ -65,6 +65,11 @@ class MicroBatches:
     def __len__(self) -> int:
         return len(self.parts)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether one micro-batch has all rows, each of them once."""
+        return tuple(self.copies) == (1,)
+
     def rounds(self, size: int) -> list[range]:
         """Return the numbers of the micro-batches that run in each round of an order of `size` micro-batches."""
         return [range(first, first + size) for first in range(0, len(self), size)]
@@ -176,7 +181,7 @@ class LossWeigher:
         Raises:
             NotAvailableError: the loss is not a weighted sum over micro-batches.
         """
-        if len(batch) == 1:
+        if batch.is_whole:
             return [1.0]
         weights = self.of(compiled, FlatCall.of(*batch.parts[0], Outputs.LOSS))
         if weights is None:
@@ -201,7 +206,7 @@ def common_program(weigher: LossWeigher, batch: MicroBatches, find: Find) -> tup
     executables, calls = zip(*(find(*part) for part in batch.parts), strict=True)
     found = dict.fromkeys(executables)
     first = executables[0]
-    if len(batch) == 1 or not first.phased.lowered.traced.guards:
+    if batch.is_whole or not first.phased.lowered.traced.guards:
         return first, calls
     read = _reader_of(weigher.sharded, batch.parts)
     for executable in found:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from itertools import chain
@@ -90,27 +88,6 @@ def lay_out_loaded_state(
             for name, value in state.items():
                 if type(value) is torch.Tensor and value.dim() and value.shape == parameter.shape:
                     state[name] = lay_out(value, parameter)
-
-
-def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer) -> float:
-    """Return the bytes of state that an optimizer keeps per byte of a float32 parameter: 2.0 for AdamW, 0.0 for SGD.
-
-    If the optimizer has no state yet, a copy takes one step on a small parameter, with the first group's options.
-    """
-    if optimizer.state:
-        elements = sum(parameter.numel() for parameter in optimizer.state)
-        return sum(map(_held_bytes, optimizer.state.values())) / (max(1, elements) * torch.float32.itemsize)
-    probe = copy.copy(optimizer)
-    parameter = nn.Parameter(torch.zeros(_SIDE, _SIDE))
-    parameter.grad = torch.zeros(_SIDE, _SIDE)
-    probe.param_groups = [{**optimizer.param_groups[0], "params": [parameter]}]
-    probe.state = defaultdict(dict)
-    probe.step()
-    return _held_bytes(probe.state[parameter]) / parameter.nbytes
-
-
-def _held_bytes(state: Mapping[str, Any]) -> int:
-    return sum(item.nbytes for item in state.values() if isinstance(item, torch.Tensor) and item.numel() > 1)
 
 
 def named_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

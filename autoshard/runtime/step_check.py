@@ -50,7 +50,7 @@ class StepCheck:
         loss_scale: the scale of the loss, which follows the checks; None: the loss is not scaled.
 
     Attributes:
-        steps: number of calls of the step so far, the present call among them.
+        steps_done: number of steps that ended without an error, with those before a loaded checkpoint.
         skipped_steps: number of steps without an update, because loss or gradients were not finite.
         norm: the norm of the gradients of the last step before clipping, a scalar; None if it was not computed.
     """
@@ -60,15 +60,18 @@ class StepCheck:
     ) -> None:
         self.on_nonfinite = on_nonfinite
         self.loss_scale = loss_scale
-        self.steps = 0
+        self.steps_done = 0
         self.skipped_steps = 0
         self.norm: torch.Tensor | None = None
         self._failed_ranks = FailedRanks(control)
 
     def begin(self) -> None:
         """Begin a step."""
-        self.steps += 1
         self.norm = None
+
+    def end(self) -> None:
+        """Count a step that ended without an error."""
+        self.steps_done += 1
 
     def passes(self, loss: torch.Tensor | None, norm: torch.Tensor | None, program: Hashable = "") -> bool:
         """Return whether the step may update parameters, the same on all ranks; all ranks must call together.
@@ -90,7 +93,7 @@ class StepCheck:
             ranks = self._failed_ranks.gather(lambda: found)
             has_overflown = not all(item.has_finite_norm for item in ranks.values())
             if self._raises(ranks.values()):
-                raise NonFiniteError(_describe(self.steps, ranks))
+                raise NonFiniteError(_describe(self.steps_done + 1, ranks))
             self.skipped_steps += 1
         if self.loss_scale is not None:
             self.loss_scale.update(was_skipped=has_overflown)
@@ -114,16 +117,16 @@ def _read(loss: torch.Tensor | None, norm: torch.Tensor | None) -> _Found:
     return _Found(*(None if number is None else next(taken) for number in (loss, norm)))
 
 
-def _describe(step: int, ranks: Mapping[int, _Found]) -> str:
-    """Return the error of a step; `ranks` has the numbers of each rank."""
+def _describe(number: int, ranks: Mapping[int, _Found]) -> str:
+    """Return the error of step `number`; `ranks` has the numbers of each rank."""
     failed = [rank for rank, found in ranks.items() if not found.are_finite]
     where = "" if len(failed) == len(ranks) else f" on ranks {failed}"
     loss = _worst([found.loss for found in ranks.values()])
     norm = _worst([found.norm for found in ranks.values()])
     return (
-        f"Step {step} since compile has loss={loss} and a gradient norm of {norm}{where}, and on_nonfinite='raise' "
-        "stops it. No rank updated a parameter or its optimizer state. Look for the cause in the batch, the learning "
-        "rate or the precision. To leave out the updates of such steps, pass Options(on_nonfinite='skip')."
+        f"Step {number} has loss={loss} and a gradient norm of {norm}{where}, and on_nonfinite='raise' stops it. No "
+        "rank updated a parameter or its optimizer state. Look for the cause in the batch, the learning rate or the "
+        "precision. To leave out the updates of such steps, pass Options(on_nonfinite='skip')."
     )
 
 

@@ -11,7 +11,7 @@ import torch
 class StepsTaken:
     """Reads and raises the counts of steps in an optimizer's state, one for each parameter.
 
-    SGD keeps no counts. Its count is 1 if the state has a momentum buffer, else 0.
+    SGD and Muon keep no counts. Their count is 1 if the state has a momentum buffer, else 0.
 
     Counts that rise together become elements of one tensor, so that one addition counts a step. The counts are read
     once, which waits for an accelerator. From then on the host tracks the counts, until other code writes to them.
@@ -19,7 +19,7 @@ class StepsTaken:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._is_sgd = isinstance(optimizer, torch.optim.SGD)
+        self._uncounted: frozenset[torch.Tensor] = frozenset()
         self._read: dict[torch.Tensor, float] = {}
         self._counts: dict[torch.Tensor, torch.Tensor] = {}
         self._joined: list[torch.Tensor] = []
@@ -29,9 +29,7 @@ class StepsTaken:
     def of(self, parameter: torch.Tensor) -> float:
         """Return how many steps a parameter has taken, by the optimizer's state; 0.0 without state."""
         state = self._optimizer.state.get(parameter, {})
-        if self._is_sgd:
-            return float(state.get("momentum_buffer") is not None)
-        step = state.get("step", 0.0)
+        step = state.get("step", float(state.get("momentum_buffer") is not None))
         if isinstance(step, torch.Tensor) and self._counts.get(parameter) is step and self.are_as_counted():
             return self._read[parameter] + self._more
         return float(step)
@@ -41,15 +39,10 @@ class StepsTaken:
         return [joined._version for joined in self._joined] == self._versions
 
     def are_counted_together(self, parameters: Collection[torch.Tensor]) -> bool:
-        """Whether `count_again` counts a step of exactly these parameters, and no other code changed their counts.
-
-        True for SGD.
-        """
-        if self._is_sgd:
-            return True
+        """Whether `count_again` counts a step of exactly these parameters, and no other code changed their counts."""
         state = self._optimizer.state
         are_held = all(state.get(parameter, {}).get("step") is count for parameter, count in self._counts.items())
-        return are_held and self.are_as_counted() and self._counts.keys() == set(parameters)
+        return are_held and self.are_as_counted() and self._counts.keys() | self._uncounted == set(parameters)
 
     def count_again(self) -> None:
         """Add one to the counts of the parameters that were last passed to `count`."""
@@ -60,10 +53,10 @@ class StepsTaken:
 
     def count(self, parameters: Collection[torch.Tensor]) -> None:
         """Add one to the counts of these parameters. From then on, their counts are elements of shared tensors."""
-        if self._is_sgd:
-            return
         options = {id(item): group for group in self._optimizer.param_groups for item in group["params"]}
-        self._join({item: (self.of(item) + 1.0, *self._place_of(item, options[id(item)])) for item in parameters})
+        self._uncounted = frozenset(item for item in parameters if "betas" not in options[id(item)])
+        counted = [item for item in parameters if item not in self._uncounted]
+        self._join({item: (self.of(item) + 1.0, *self._place_of(item, options[id(item)])) for item in counted})
 
     def _place_of(self, parameter: torch.Tensor, options: Mapping[str, Any]) -> tuple[torch.dtype, torch.device]:
         """Return dtype and device of a parameter's count, as torch chooses them.

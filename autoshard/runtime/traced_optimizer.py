@@ -1,4 +1,4 @@
-"""Optimizers whose update is traced into the program of a step: SGD, Adam and AdamW of torch.optim.
+"""Optimizers whose update is traced into the program of a step: SGD, Adam, AdamW and Muon of torch.optim.
 
 This module describes their update as data (`autoshard.ir.update`). The optimizer object keeps its groups, options and
 state, so schedulers and state dicts work. Only the arithmetic runs in the program of the step.
@@ -18,7 +18,8 @@ from torch import nn
 from autoshard.errors import NotAvailableError
 from autoshard.ir.lowered import LocalSlot
 from autoshard.ir.program import InputKind, OutputKind
-from autoshard.ir.update import Update, UpdateGroup, UpdateRule
+from autoshard.ir.update import NewtonSchulz, Update, UpdateGroup, UpdateRule
+from autoshard.joined_optimizer import parts_of_optimizer
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.known_state import KnownState, UpdateInputs
@@ -32,12 +33,17 @@ _LOGGER = logging.getLogger(__name__)
 
 _SGD_HYPER = ("lr", "weight_decay", "momentum", "dampening", "first")
 _ADAM_HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "step")
+_MUON_HYPER = ("lr", "weight_decay", "momentum")
 _NEED_GRADIENTS = attrgetter("grad", "_backward_hooks", "_post_accumulate_grad_hooks")
-_TRACED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+_TRACED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Muon)
 
 
 def why_untraced(optimizer: torch.optim.Optimizer) -> str | None:
     """Return why an optimizer's update cannot be traced, as a sentence; None if it can."""
+    return next(filter(None, map(_why_untraced, parts_of_optimizer(optimizer))), None)
+
+
+def _why_untraced(optimizer: torch.optim.Optimizer) -> str | None:
     name = type(optimizer).__name__
     if type(optimizer) not in _TRACED:
         return f"{name} is none of {', '.join(kind.__name__ for kind in _TRACED)}, whose updates are traced."
@@ -46,7 +52,14 @@ def why_untraced(optimizer: torch.optim.Optimizer) -> str | None:
     parameters = [item for group in optimizer.param_groups for item in group["params"]]
     if any(item.is_complex() for item in parameters):
         return f"{name} updates complex parameters."
+    if isinstance(optimizer, torch.optim.Muon) and any(map(_normalizes_momentum, optimizer.param_groups)):
+        return f"{name} with nesterov=False normalizes the momentum of bfloat16 parameters itself, in torch 2.13."
     return None
+
+
+def _normalizes_momentum(options: Mapping[str, Any]) -> bool:
+    """Whether torch's Muon divides the momentum by its norm in place, because `bfloat16()` copies nothing."""
+    return not options["nesterov"] and any(item.dtype == torch.bfloat16 for item in options["params"])
 
 
 def why_by_autograd(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
@@ -54,8 +67,9 @@ def why_by_autograd(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str,
 
     `named` are the model's parameters with their names.
     """
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return f"{type(optimizer).__name__} has hooks on its step"
+    for item in {optimizer, *parts_of_optimizer(optimizer)}:
+        if item._optimizer_step_pre_hooks or item._optimizer_step_post_hooks:
+            return f"{type(item).__name__} has hooks on its step"
     named = list(named)
     if all(map(is_, chain.from_iterable(map(_NEED_GRADIENTS, (item for _, item in named))), repeat(None))):
         return None
@@ -94,11 +108,10 @@ def describe_update(
     check_parameters(optimizer, names)
     steps_taken = steps_taken or StepsTaken(optimizer)
     groups = []
-    for options in optimizer.param_groups:
+    for rule, options in zip(_rules_of(optimizer), optimizer.param_groups, strict=True):
         members: dict[float, list[str]] = {}
         for parameter in options["params"]:
             members.setdefault(steps_taken.of(parameter), []).append(names[id(parameter)])
-        rule = _rule_of(optimizer, options)
         groups += [UpdateGroup(rule, tuple(found)) for found in members.values()]
     return Update(type(optimizer).__name__, tuple(groups), max_grad_norm, returns_norm, scales_loss)
 
@@ -108,7 +121,18 @@ def names_of(named: Iterable[tuple[str, nn.Parameter]]) -> dict[int, str]:
     return {id(parameter): name for name, parameter in named}
 
 
+def _rules_of(optimizer: torch.optim.Optimizer) -> list[UpdateRule]:
+    """Return the update rule of each group of an optimizer, in the order of the groups."""
+    parts = parts_of_optimizer(optimizer)
+    return [_rule_of(item, options) for item in parts for options in item.param_groups]
+
+
 def _rule_of(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> UpdateRule:
+    if isinstance(optimizer, torch.optim.Muon):
+        adjust = options["adjust_lr_fn"] or "original"
+        a, b, c = map(float, options["ns_coefficients"])
+        whole = NewtonSchulz((a, b, c), options["ns_steps"], options["eps"], adjust, bool(options["nesterov"]))
+        return UpdateRule("muon_update", ("momentum_buffer",), (), _MUON_HYPER, whole)
     maximize = bool(options["maximize"])
     if isinstance(optimizer, torch.optim.SGD):
         if options["momentum"] == 0:
@@ -152,7 +176,7 @@ class TracedState:
 
     def update(self, members: Members) -> Update:
         """Return the optimizer's update at the present step, as data. `members` has the model's parameters."""
-        known, rules = self._known, [_rule_of(self.optimizer, options) for options in self.optimizer.param_groups]
+        known, rules = self._known, _rules_of(self.optimizer)
         if known is None or not known.is_current(members) or not self._steps_taken.are_as_counted():
             follow_replaced(self.optimizer)
             known = self._known = KnownState(self.optimizer, members)
@@ -263,12 +287,10 @@ class TracedState:
         group = update.groups[number]
         name = next(name for name in group.parameters if name in executable.updated_parameters)
         parameter = self._present.members.parameters[name]
-        options = dict(self._options(parameter))
         steps = self._steps_taken.of(parameter)
-        if isinstance(self.optimizer, torch.optim.SGD):
-            options["first"] = float(steps == 0)
-        else:
-            options |= {"beta1": options["betas"][0], "beta2": options["betas"][1], "step": steps}
+        options = {**self._options(parameter), "first": float(steps == 0), "step": steps}
+        if "betas" in options:
+            options["beta1"], options["beta2"] = options["betas"]
         return torch.tensor([float(options[name]) for name in group.rule.hyper], dtype=torch.float64)
 
     def _options(self, parameter: nn.Parameter) -> Mapping[str, Any]:

@@ -1,7 +1,8 @@
 """`TrainStep`: a whole training step with forward, backward, clipping and update.
 
-The update of SGD, Adam and AdamW is traced. The step is then one program, whose plan also has the specs of gradients
-and optimizer state. Any other optimizer takes its own step, on the module's parameters and their gradients.
+The update of SGD, Adam, AdamW and Muon is traced. The step is then one program, whose plan also has the specs of
+gradients and optimizer state. Any other optimizer takes its own step, on the module's parameters and their gradients.
+If its update is not elementwise, the plan keeps its parameters whole (`autoshard.runtime.whole_parameters`).
 """
 
 from __future__ import annotations
@@ -48,8 +49,11 @@ from autoshard.runtime.traced_optimizer import why_by_autograd
 from autoshard.runtime.traced_step import TracedStep
 from autoshard.runtime.weights.has_weights import HasWeights
 from autoshard.runtime.weights.model_weights import Weights
+from autoshard.runtime.whole_parameters import plain_parameters
 
 _LOGGER = logging.getLogger(__name__)
+_NOT_SHARDED = ("Sharding propagation failed", "does not have a sharding strategy registered")
+"""Parts of torch's errors about an operator that it cannot run on DTensors."""
 
 
 class StepObserver(Protocol):
@@ -196,6 +200,15 @@ class TrainStep(HasWeights):
         return None if self._loss_scale is None else self._loss_scale.value
 
     @property
+    def steps_done(self) -> int:
+        """The number of steps that ended without an error, with those before the checkpoint of `Checkpoints.load`."""
+        return self._check.steps_done
+
+    def count_from(self, steps_done: int) -> None:
+        """Set the number of steps done, from which later steps are counted."""
+        self._check.steps_done = steps_done
+
+    @property
     def is_traced(self) -> bool:
         """Whether the update is part of the program, so that the plan has the specs of optimizer state."""
         return self._traced is not None
@@ -234,6 +247,7 @@ class TrainStep(HasWeights):
             observer.begin()
         with self.sharded.agreement.one_thread, naming_micro_batches(self.micro_batches):
             loss = self._step(args, kwargs)
+        self._check.end()
         for observer in self._observers:
             observer.end(loss)
         return StepLoss.of(loss)
@@ -328,7 +342,7 @@ class TrainStep(HasWeights):
 
     def _weights(self, batch: MicroBatches) -> list[float]:
         """Return the weight of each micro-batch in the loss."""
-        if len(batch) == 1:
+        if batch.is_whole:
             return [1.0]
         (args, kwargs), *_ = batch.parts
         with torch.enable_grad():
@@ -363,14 +377,15 @@ class TrainStep(HasWeights):
 
     def _step_optimizer(self) -> None:
         try:
-            self.optimizer.step()
-        except RuntimeError as error:
-            if "Sharding propagation failed" not in str(error):
+            with plain_parameters(self.optimizer):
+                self.optimizer.step()
+        except (RuntimeError, NotImplementedError) as error:
+            if not any(text in str(error) for text in _NOT_SHARDED):
                 raise
             raise NotAvailableError(
                 f"optimizer={type(self.optimizer).__name__} cannot step sharded weights, because torch cannot shard an "
-                "operator of its step. Keep the weights whole with constraints={'*.weight': P()}, or use AdamW, Adam "
-                "or SGD."
+                "operator of its step. Keep the weights whole with constraints={'*.weight': P()}, or use AdamW, Adam, "
+                "SGD or Muon."
             ) from error
 
     def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MicroBatches:

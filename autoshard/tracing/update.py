@@ -10,7 +10,8 @@ Before → after, with inputs on the left of each line and results on the right:
 2. If the loss is scaled, an input has the inverse of the scale (`InputKind.UNSCALE`). Norm and gradients are multiplied
    by this inverse before they are used.
 3. Each parameter with a gradient and a group goes through the update operator of its group
-   (`autoshard.kernels.optimizers`).
+   (`autoshard.kernels.optimizers`). Muon's matrices are orthogonalised before that. Matrices of equal shape within a
+   block become one batch, so that ranks can share them.
 4. Gradients are no results any more. Their computation stays, because the update needs it.
 """
 
@@ -21,7 +22,8 @@ import operator
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -50,6 +52,17 @@ def append_update(program: Program, update: Update, *, of_stage: bool = False) -
             of its own gradients. With clipping, it takes the sum over all stages (`InputKind.SQUARES`).
     """
     return _Appending(program, update, of_stage).run()
+
+
+class _Updated(NamedTuple):
+    """A parameter that is updated, and the inputs of its update."""
+
+    name: str
+    rule: UpdateRule
+    parameter: fx.Node
+    gradient: fx.Node
+    state: list[fx.Node]
+    hyper: fx.Node
 
 
 @dataclass(slots=True)
@@ -134,6 +147,17 @@ class _Appending:
 
         Yield slot and node of each updated parameter and state.
         """
+        updated = list(self._updated(gradients))
+        orthogonals = self._orthogonals(updated, scale)
+        for item in updated:
+            operands = [*orthogonals.get(item.name, ()), scale, item.hyper]
+            results = self._update(item, [item.parameter, item.gradient, *item.state, *operands])
+            yield OutputSlot(results[0].name, OutputKind.PARAMETER_UPDATE, item.name), results[0]
+            for name, node in zip(item.rule.state, results[1:], strict=True):
+                yield OutputSlot(node.name, OutputKind.STATE_UPDATE, state_slot(name, item.name)), node
+
+    def _updated(self, gradients: dict[str, fx.Node]) -> Iterator[_Updated]:
+        """Yield the parameters with a gradient and a group, in the model's order, with the inputs of their updates."""
         groups, hypers, nodes = self.update.group_of(), dict[int, fx.Node](), self.program.nodes_by_name()
         for slot in self.program.inputs_of(InputKind.PARAMETER):
             number = groups.get(slot.name)
@@ -144,17 +168,49 @@ class _Appending:
             if number not in hypers:
                 hypers[number] = self._hyper(number, rule, parameter)
             state = [self._state(name, slot.name, parameter) for name in rule.state]
-            updated = self._update(rule, slot.name, [parameter, gradients[slot.name], *state, scale, hypers[number]])
-            yield OutputSlot(updated[0].name, OutputKind.PARAMETER_UPDATE, slot.name), updated[0]
-            for name, node in zip(rule.state, updated[1:], strict=True):
-                yield OutputSlot(node.name, OutputKind.STATE_UPDATE, state_slot(name, slot.name)), node
+            yield _Updated(slot.name, rule, parameter, gradients[slot.name], state, hypers[number])
 
-    def _update(self, rule: UpdateRule, name: str, operands: Sequence[fx.Node | None]) -> list[fx.Node]:
-        """Emit the update of parameter `name`; return the nodes of the updated parameter and of its updated state."""
-        call = self._call(getattr(_autoshard, rule.operator).default, *operands, *rule.flags, of=name)
+    def _orthogonals(self, updated: Sequence[_Updated], scale: fx.Node | None) -> dict[str, list[fx.Node]]:
+        """Emit the orthogonalisations of Muon; return the orthogonal matrix of each parameter that needs one, by name.
+
+        Matrices of one shape in one block are a batch. A batch does not cross blocks, because equal blocks are planned
+        once.
+        """
+        batches: dict[object, list[_Updated]] = {}
+        for item in updated:
+            if item.rule.orthogonal is not None:
+                key = item.rule.orthogonal, _block(item.name), tuple(item.gradient.meta["val"].shape)
+                batches.setdefault(key, []).append(item)
+        found: dict[str, list[fx.Node]] = {}
+        for members in batches.values():
+            rule = members[0].rule.orthogonal
+            assert rule is not None, "members of batches are orthogonalised"
+            directions = [
+                self._call(
+                    _autoshard.muon_direction.default,
+                    *(item.gradient, item.state[0], scale, item.hyper, rule.nesterov),
+                    of=item.name,
+                )
+                for item in members
+            ]
+            of = f"{_common_module([item.name for item in members])}."
+            several = len(directions) > 1
+            batch = self._call(_aten.stack.default, directions, of=of) if several else directions[0]
+            options = [list(rule.coefficients), rule.steps, rule.eps]
+            whole = self._call(_autoshard.orthogonalise.default, batch, *options, of=of)
+            parts = self._call(_aten.unbind.int, whole, of=of) if several else None
+            for index, item in enumerate(members):
+                found[item.name] = [whole if parts is None else self._call(operator.getitem, parts, index, of=of)]
+        return found
+
+    def _update(self, item: _Updated, operands: Sequence[fx.Node | None]) -> list[fx.Node]:
+        """Emit the update of a parameter; return the nodes of the updated parameter and of its updated state."""
+        rule = item.rule
+        ratio = () if rule.orthogonal is None else (rule.orthogonal.ratio(*item.parameter.meta["val"].shape),)
+        call = self._call(getattr(_autoshard, rule.operator).default, *operands, *rule.flags, *ratio, of=item.name)
         if not rule.state:
             return [call]
-        return [self._call(operator.getitem, call, index, of=name) for index in range(1 + len(rule.state))]
+        return [self._call(operator.getitem, call, index, of=item.name) for index in range(1 + len(rule.state))]
 
     def _hyper(self, number: int, rule: UpdateRule, parameter: fx.Node) -> fx.Node:
         mode = parameter.meta["val"].fake_mode
@@ -197,7 +253,7 @@ class _Appending:
         values = fx.map_arg(args, lambda node: node.meta["val"])
         if target is operator.getitem:
             return values[0][values[1]]
-        key = (target, tuple(_form(value) if isinstance(value, Tensor) else value for value in values))
+        key = (target, tuple(map(_key, values)))
         if key not in self.values:
             self.values[key] = target(*values)
         return self.values[key]
@@ -208,6 +264,26 @@ def _result_of_norm(total: fx.Node, norm: fx.Node | None) -> OutputSlot:
     if norm is None:
         return OutputSlot(total.name, OutputKind.SQUARES, "squares:own")
     return OutputSlot(norm.name, OutputKind.NORM, "norm:all")
+
+
+def _key(value: Any) -> object:
+    """Return a hashable value that is equal for operands with equal fake results."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_key, value))
+    return _form(value) if isinstance(value, Tensor) else value
+
+
+def _block(name: str) -> tuple[str, ...]:
+    """Return the path of a parameter's outermost numbered module: ("layers", "3") for "layers.3.mlp.weight"."""
+    parts = name.split(".")
+    end = next((index + 1 for index, part in enumerate(parts) if part.isdigit()), 0)
+    return tuple(parts[:end])
+
+
+def _common_module(names: Sequence[str]) -> str:
+    """Return the path of the innermost module that contains all parameters of these names."""
+    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, levels))
 
 
 def _form(value: Tensor) -> tuple[Any, ...]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
+from autoshard.errors import NotAvailableError
 from autoshard.ir.files import write_text
 
 _STEP = "step"
@@ -19,6 +21,9 @@ class CSV:
 
     Args:
         path: the file. Its folder is made if needed.
+
+    Raises:
+        NotAvailableError: at the first step, if the file is there and has no column of steps.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -47,14 +52,23 @@ class CSV:
         rows = self._rows()
         known = list(rows[0]) if rows else [_STEP]
         self._columns = list(dict.fromkeys([*known, *self._columns, *values]))
-        kept = [row for row in rows if row[_STEP] and int(row[_STEP]) < step_number]
+        kept = [row for row in rows if int(row[_STEP]) < step_number]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [self._columns, *([row.get(name) or "" for name in self._columns] for row in kept)]
-        write_text(self.path, "".join(f"{','.join(line)}\n" for line in lines))
+        text = io.StringIO()
+        lines = csv.DictWriter(text, self._columns, extrasaction="ignore", lineterminator="\n")
+        lines.writeheader()
+        lines.writerows(kept)
+        write_text(self.path, text.getvalue())
         self._file = self.path.open("a", newline="")
 
     def _rows(self) -> list[dict[str, str]]:
         if not self.path.exists():
             return []
         with self.path.open(newline="") as file:
-            return list(csv.DictReader(file))
+            rows = list(csv.DictReader(file))
+        if not all((row.get(_STEP) or "").isdecimal() for row in rows):
+            raise NotAvailableError(
+                f"CSV({str(self.path)!r}): the file is there, but was not written by CSV, because it has no whole "
+                f"numbers in a column {_STEP!r}. Pass another path."
+            )
+        return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 
@@ -11,7 +12,8 @@ from rich.progress import Progress as RichProgress
 
 from autoshard.ir.text import format_bytes, format_time
 
-_REFRESHES_PER_S = 4
+_REFRESHES_PER_S = 2
+"""A refresh takes half a millisecond."""
 
 
 class Progress:
@@ -31,7 +33,7 @@ class Progress:
         self._last: tuple[int, Mapping[str, float]] | None = None
 
     def log(self, step_number: int, values: Mapping[str, float]) -> None:
-        """Show the numbers of a step; see `RunWriter.log`. The line changes a few times a second."""
+        """Show the numbers of a step; see `RunWriter.log`. The line changes twice a second."""
         self._last = step_number, values
         now = time.monotonic()
         if now - self._shown_s > 1 / _REFRESHES_PER_S:
@@ -50,7 +52,12 @@ class Progress:
         assert self._last is not None, "a step was logged"
         number, values = self._last
         if self._bar is None:
-            self._bar = RichProgress(*self._columns(), console=self._console, auto_refresh=False)
+            self._bar = RichProgress(
+                *self._columns(),
+                console=self._console,
+                auto_refresh=False,
+                redirect_stdout=sys.stdout.isatty(),  # `python train.py > file`: prints belong to the file
+            )
             self._bar.add_task("", total=self._total)
             self._bar.start()
         (task,) = self._bar.task_ids

@@ -6,12 +6,10 @@ an accelerator. Only the first rank writes.
 
 from __future__ import annotations
 
-import atexit
 import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -25,7 +23,7 @@ from autoshard.trackers.step_clock import StepClock
 from autoshard.trackers.writer import RunWriter
 
 
-def track(step: TrainStep, *writers: RunWriter, start: int = 0) -> Tracker:
+def track(step: TrainStep, *writers: RunWriter, start: int | None = None) -> Tracker:
     """Write the numbers of each step from now on. All ranks may call; the first rank writes.
 
     The numbers are listed in docs/how_to/watch_a_run.md.
@@ -33,10 +31,11 @@ def track(step: TrainStep, *writers: RunWriter, start: int = 0) -> Tracker:
     Args:
         step: the step, the result of `autoshard.compile` with an optimizer.
         writers: `TensorBoard(folder)`, `CSV(path)`, `WandB()`, `Progress()`, or objects of your own (`RunWriter`).
-        start: number of steps done before, as `Checkpoints.load` returns it. The next step is number `start + 1`.
+        start: number of steps done before; the next step has the number `start + 1`. Default: `step.steps_done`, which
+            counts on after `Checkpoints.load`.
 
     Returns:
-        The tracker, a context manager. Its `close`, or the end of the program, writes the last step.
+        The tracker, a context manager. Its `close`, or the end of the step or of the program, writes the last step.
 
     Raises:
         NotAvailableError: `step` is no training step, or an object is no writer.
@@ -67,7 +66,9 @@ def track(step: TrainStep, *writers: RunWriter, start: int = 0) -> Tracker:
                 f"track(step, {writer!r}): a writer has the methods log(step_number, values) and close(). Pass "
                 'TensorBoard("runs/a"), CSV("run.csv"), WandB(), Progress(), or an object with these methods.'
             )
-    return Tracker(step, writers, start)
+    if start is not None:
+        step.count_from(start)
+    return Tracker(step, writers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,26 +105,50 @@ class _Taken:
         return found
 
 
+class _Unwritten:
+    """The writers of a run, and the numbers of its last step, which wait. The step is not known here, so it may end.
+
+    Args:
+        writers: the writers.
+    """
+
+    def __init__(self, writers: tuple[RunWriter, ...]) -> None:
+        self._writers = writers
+        self.waiting: _Taken | None = None
+
+    def write(self) -> None:
+        """Hand the waiting numbers to the writers."""
+        taken, self.waiting = self.waiting, None
+        if taken is not None:
+            values = taken.read()
+            for writer in self._writers:
+                writer.log(taken.number, values)
+
+    def close(self) -> None:
+        """Hand the waiting numbers to the writers, and close the writers."""
+        self.write()
+        for writer in self._writers:
+            writer.close()
+
+
 class Tracker:
     """Takes the numbers of each step, and hands them to writers. `autoshard.track` makes it.
 
     Args:
         step: the step.
         writers: the writers.
-        start: number of steps done before.
     """
 
-    def __init__(self, step: TrainStep, writers: tuple[RunWriter, ...], start: int) -> None:
-        self._step, self._writers, self._number = step, writers, start
+    def __init__(self, step: TrainStep, writers: tuple[RunWriter, ...]) -> None:
+        self._step = step
         self._clock = StepClock(step.sharded.engine.device)
-        self._waiting: _Taken | None = None
-        self._at_exit = partial(_close, weakref.ref(self))
         self._programs = 0
         control = step.sharded.engine.control
-        self._is_first = control is None or control.channel.rank == control.channel.ranks[0]
-        if self._is_first:
+        is_first = control is None or control.channel.rank == control.channel.ranks[0]
+        self._unwritten = _Unwritten(writers if is_first else ())
+        self._close_once = weakref.finalize(self, self._unwritten.close)
+        if is_first:
             step.add_observer(self)
-            atexit.register(self._at_exit)
 
     def begin(self) -> None:
         """Note the start of a step; the step calls this method."""
@@ -133,13 +158,12 @@ class Tracker:
     def end(self, loss: torch.Tensor) -> None:
         """Take the numbers of a step, and write those of the step before; the step calls this method."""
         time_s = self._clock.end()
-        self._write_waiting()
-        self._number += 1
+        self._unwritten.write()
         has_compiled = len(self._step.sharded.programs) > self._programs
         plan = self._step.plan
         predicted = None if plan is None or not plan.predicted.step_time_s else plan.predicted
-        self._waiting = _Taken(
-            self._number,
+        self._unwritten.waiting = _Taken(
+            self._step.steps_done,
             [LateScalars({"loss": loss, **self._norm(), **self._learning_rates()})],
             self._known(),
             None if has_compiled else time_s,
@@ -151,19 +175,13 @@ class Tracker:
 
         All ranks may call. Without a step so far, nothing is added.
         """
-        if self._waiting is not None:
-            self._waiting.numbers.append(LateScalars(values))
+        if self._unwritten.waiting is not None:
+            self._unwritten.waiting.numbers.append(LateScalars(values))
 
     def close(self) -> None:
         """Write the numbers of the last step, close the writers, and track no further step."""
-        if not self._is_first:
-            return
-        self._is_first = False
-        atexit.unregister(self._at_exit)
         self._step.remove_observer(self)
-        self._write_waiting()
-        for writer in self._writers:
-            writer.close()
+        self._close_once()
 
     def __enter__(self) -> Tracker:
         """Return the tracker itself."""
@@ -174,13 +192,6 @@ class Tracker:
     ) -> None:
         """Close the tracker."""
         self.close()
-
-    def _write_waiting(self) -> None:
-        taken, self._waiting = self._waiting, None
-        if taken is not None:
-            values = taken.read()
-            for writer in self._writers:
-                writer.log(taken.number, values)
 
     def _norm(self) -> dict[str, torch.Tensor]:
         norm = self._step.last_grad_norm if self._step.has_grad_norm else None
@@ -200,13 +211,6 @@ class Tracker:
         if scale is not None or self._step.on_nonfinite == "skip":
             found["skipped_steps"] = float(self._step.skipped_steps)
         return found
-
-
-def _close(found: weakref.ref[Tracker]) -> None:
-    """Close a tracker at the end of the program, if it is still in use."""
-    tracker = found()
-    if tracker is not None:
-        tracker.close()
 
 
 def _peak_bytes(device: torch.device) -> int:

@@ -70,7 +70,7 @@ def graphs_of(cuda_graph: bool, engine: Engine, *, is_traced: bool, has_stages: 
     if not isinstance(engine, DistributedEngine) or engine.device.type != "cuda":
         refused = "the mesh is not of processes on GPUs; use a DeviceMesh of CUDA devices"
     elif not is_traced:
-        refused = "there is no optimizer whose update is traced; pass SGD, Adam or AdamW of torch.optim"
+        refused = "there is no optimizer whose update is traced; pass SGD, Adam, AdamW or Muon of torch.optim"
     elif has_stages:
         refused = "the mesh has an axis 'pipeline', whose stages wait for each other; use a mesh without it"
     if refused is not None:

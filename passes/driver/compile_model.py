@@ -165,8 +165,8 @@ def _device_of(call: Call) -> torch.device:
     """Return the device of a model's tensors.
 
     For a model on the meta device, return the device of a `DeviceMesh`. Without a `DeviceMesh`, return the accelerator
-    if the run has several processes and an accelerator. Otherwise return torch's default device, but the CPU instead of
-    meta.
+    if there is one, and no process simulates several ranks. Otherwise return torch's default device, but the CPU
+    instead of meta.
     """
     tensors = (*call.model.parameters(), *call.model.buffers())
     found = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
@@ -174,7 +174,8 @@ def _device_of(call: Call) -> torch.device:
         return found
     if isinstance(call.target, DeviceMesh):
         return torch.device(call.target.device_type)
-    if world_size() > 1 and (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
+    has_own_device = world_size() > 1 or call.target.size == 1
+    if has_own_device and (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
         return accelerator
     default = torch.get_default_device()
     return torch.device("cpu") if default.type == "meta" else default

@@ -92,8 +92,8 @@ def _slot_of(program: Program) -> OutputSlot | None:
     return found[0] if found else None
 
 
-def _nodes_of(program: Program, slot: OutputSlot) -> Sequence[fx.Node]:
-    """Return the calls of the update that compute the norm, in program order."""
+def _nodes_of(program: Program, slot: OutputSlot) -> dict[fx.Node, None]:
+    """Return the calls of the update that compute the norm, in program order, as keys."""
     nodes = program.nodes_by_name()
     found, waiting = set[fx.Node](), [nodes[slot.node]]
     while waiting:
@@ -101,7 +101,7 @@ def _nodes_of(program: Program, slot: OutputSlot) -> Sequence[fx.Node]:
         if node.meta.get("phase") == "update" and node not in found:
             found.add(node)
             waiting += node.all_input_nodes
-    return [node for node in nodes.values() if node in found]
+    return {node: None for node in nodes.values() if node in found}
 
 
 def _has_other_readers(program: Program, slot: OutputSlot) -> bool:

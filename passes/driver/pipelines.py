@@ -154,7 +154,9 @@ def check_pipeline(update: Update | None, call: Call) -> None:
     if call.optimizer is None:
         refused = "without optimizer= nothing is trained, and stages run training steps"
     elif update is None:
-        refused = f"optimizer={type(call.optimizer).__name__} is not traced; use SGD, Adam or AdamW of torch.optim"
+        refused = (
+            f"optimizer={type(call.optimizer).__name__} is not traced; use SGD, Adam, AdamW or Muon of torch.optim"
+        )
     elif call.fixed is not None and not call.fixed.stages:
         refused = f"plan= is of a program that is not cut, for {call.fixed.mesh}; leave plan= out"
     elif call.backend not in ("auto", "reference"):

@@ -112,6 +112,7 @@ class _Attempts:
         requests: the call of one micro-batch, by the number of micro-batches.
         found, failures: the plans, and the errors of candidates without a plan.
         tried: the proposals of all candidates so far.
+        useless: whether micro-batches were larger, for each direction that made one candidate no faster.
     """
 
     planner: Planner
@@ -122,6 +123,7 @@ class _Attempts:
     found: list[Planned] = field(default_factory=list)
     failures: list[AutoshardError] = field(default_factory=list)
     tried: set[Recipe] = field(default_factory=set)
+    useless: set[bool] = field(default_factory=set)
 
     def plan(self, candidate: Candidate) -> Planned | None:
         """Plan a candidate; None if it has no plan."""
@@ -146,9 +148,11 @@ class _Attempts:
         """Plan the candidate with larger or smaller micro-batches, as long as that gains over `_LITTLE` of the step.
 
         Larger micro-batches recompute more, and smaller micro-batches communicate more. The plan's prediction says
-        which of these two may gain more.
+        which of these two may gain more. A direction that made one candidate no faster is not tried for the next one.
         """
         larger = _gains_by_larger(made)
+        if larger in self.useless:
+            return
         while larger is not None and larger == _gains_by_larger(made) and not self.ceiling.cuts():
             other = resized(candidate, larger=larger)
             if other is None or other.proposal in self.tried:
@@ -156,6 +160,7 @@ class _Attempts:
             before, candidate = made, other
             made = self.plan(candidate) or before
             if made.step_time_s >= (1 - _LITTLE) * before.step_time_s:
+                self.useless.add(larger)
                 return
 
 

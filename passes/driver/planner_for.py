@@ -7,7 +7,8 @@ import torch
 from autoshard.call import Call
 from autoshard.ir.loss_scaling import scales_loss
 from autoshard.ir.update import Update
-from autoshard.runtime.optimizer_state import state_bytes_per_parameter_byte
+from autoshard.runtime.tried_optimizer import state_bytes_per_parameter_byte
+from autoshard.runtime.whole_parameters import with_whole_parameters
 from passes.driver.backends import has_kernels
 from passes.driver.planner import Planner
 
@@ -26,15 +27,21 @@ def planner_for(
         update: the traced update of an optimizer.
         reduce_dtype: the type in which gradients are sent between ranks; None: their own type.
         progress: see `search_bar`.
+
+    Raises:
+        NotAvailableError: the optimizer is not traced, and needs parameters whole that an argument splits; or it fails
+            on a small parameter.
     """
-    optimizer = call.optimizer
+    optimizer, constraints = call.optimizer, dict(call.constraints or {})
+    if update is None and isinstance(optimizer, torch.optim.Optimizer):
+        constraints = with_whole_parameters(constraints, optimizer, call.model, recipe=call.recipe, fixed=call.fixed)
     return Planner(
         cluster=call.cluster,
         fixed=call.fixed,
         before=call.previous,
         loss_fn=call.loss_fn,
         precision=call.precision,
-        constraints=call.constraints or {},
+        constraints=constraints,
         memory_budget=call.memory_budget,
         state_ratio=state_bytes_per_parameter_byte(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else 0.0,
         has_update=update is not None,

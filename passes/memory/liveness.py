@@ -30,15 +30,12 @@ from enum import StrEnum
 
 from autoshard.ir.program import InputKind, InputSlot, OutputKind, Program
 from autoshard.ir.staged import crosses_stages
-from autoshard.kernels.optimizers import IN_PLACE
+from autoshard.kernels.optimizers import IN_PLACE, is_overwritten
 from passes.memory.stage_load import ONE_STAGE, StageLoad
 from passes.preparation.insert_fan_outs import is_gradient_fan_out
 from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leaves_program
 
 UPDATE = "update"
-
-GRADIENT = 1
-"""Index of the only operand, the gradient, that an update of `autoshard.kernels.optimizers` does not overwrite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +385,9 @@ class _Lifetimes:
     def _is_written(self, link: Link) -> bool:
         """Whether the reader of a link is an optimizer's update that overwrites the link's value."""
         node = self.space.sites[link.head].node
-        return node is not None and node.target in IN_PLACE and link.operand not in (-1, GRADIENT)
+        if node is None or node.target not in IN_PLACE or link.operand < 0:
+            return False
+        return is_overwritten(node.target, link.operand)
 
     def _is_plain(self, name: str) -> bool:
         """Whether the memory behind a site's results is as large as the results.

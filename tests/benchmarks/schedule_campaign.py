@@ -16,13 +16,11 @@ from random import Random
 
 from rich.console import Console
 
-from autoshard.errors import VerificationError
 from autoshard.ir.pipeline_order import PipelineOrder
 from cost_models.schedule_orders import SCHEDULES, admits
 from passes.lowering.order_pipeline import order_pipeline
-from passes.verification.verify_schedule import verify_schedule
 from tests.passes.pipeline_numbers import compute
-from tests.passes.schedule_mutations import SCHEDULE_MUTATIONS
+from tests.passes.schedule_mutations import SCHEDULE_MUTATIONS, is_refused
 
 
 def draw_order(schedule: str, random: Random) -> PipelineOrder:
@@ -31,15 +29,6 @@ def draw_order(schedule: str, random: Random) -> PipelineOrder:
         shape = (schedule, random.randint(2, 4), random.randint(4, 12), random.randint(1, 3))
         if admits(*shape):
             return order_pipeline(*shape)
-
-
-def is_refused(order: PipelineOrder) -> bool:
-    """Whether the check finds fault with an order."""
-    try:
-        verify_schedule(order)
-    except VerificationError:
-        return True
-    return False
 
 
 def main(arguments: list[str]) -> int:

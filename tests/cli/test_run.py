@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from autoshard import AutoshardError
-from autoshard.cli.run import HostCommand, commands
+from autoshard.cli.run import HostCommand, commands, start
 from tests.examples.scripts import ROOT
 
 _SUM = """
@@ -28,11 +28,27 @@ open(f"{sys.argv[1]}.{torch.distributed.get_rank()}", "w").write(str(total.item(
 torch.distributed.destroy_process_group()
 """
 
-_FAKE_SSH = """#!/bin/sh
+_FAKE_SSH = """#!/bin/bash
 while [ "$1" != node2 ]; do shift; done
 shift
-exec sh -c "$*"
+setsid bash -c "$*" &
+trap 'kill -HUP -- -$!; exit 143' TERM
+wait $!
 """
+"""Ends at SIGTERM, and sends its command SIGHUP, as the terminal of a real ssh does."""
+
+_TOLD = """
+import os, pathlib, signal, time
+rank = os.environ["RANK"]
+signal.signal(signal.SIGTERM, lambda *_: pathlib.Path("told").touch())
+pathlib.Path(f"ready.{rank}").touch()
+while not pathlib.Path("told").exists():
+    time.sleep(0.05)
+time.sleep(0.5)
+pathlib.Path(f"saved.{rank}").touch()
+exit(143)
+"""
+"""Ends, like `autoshard.run`, on all ranks after SIGTERM to one of them."""
 
 
 @pytest.fixture
@@ -133,15 +149,19 @@ def test_a_dry_run_starts_nothing(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["hosts", "train.py"]
 
 
-def test_two_hosts_meet(folder: Path) -> None:
-    """Two emulated hosts, the second behind a program in the place of ssh, add over three ranks."""
+def on_two_hosts(folder: Path, slots: int, *words: str) -> subprocess.Popen[str]:
+    """Start the script on two emulated hosts, the second of which has `slots`, behind a program in the place of ssh."""
     ssh = folder / "bin" / "ssh"
     ssh.parent.mkdir()
     ssh.write_text(_FAKE_SSH)
     ssh.chmod(0o755)
-    (folder / "hosts").write_text(f"{socket.gethostname()} slots=1\nnode2 slots=2\n")
-    words = ("train.py", "--hosts", "hosts", "--port", str(free_port()), "--", "sum")
-    process = autoshard_run(*words, path=str(ssh.parent))
+    (folder / "hosts").write_text(f"{socket.gethostname()} slots=1\nnode2 slots={slots}\n")
+    return autoshard_run("train.py", "--hosts", "hosts", "--port", str(free_port()), *words, path=str(ssh.parent))
+
+
+def test_two_hosts_meet(folder: Path) -> None:
+    """Two hosts add over three ranks."""
+    process = on_two_hosts(folder, 2, "--", "sum")
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert [(folder / f"sum.{rank}").read_text() for rank in range(3)] == ["3.0"] * 3
@@ -157,21 +177,26 @@ def test_a_failing_host_ends_the_run(folder: Path) -> None:
     assert "autoshard: the run ended with exit status 1." in err
 
 
-def test_a_signal_reaches_the_script(folder: Path) -> None:
-    """SIGTERM of the command goes on to the processes of the script."""
-    (folder / "train.py").write_text(
-        "import pathlib, signal, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path('told').touch(), exit(0)))\n"
-        "pathlib.Path('ready').touch()\n"
-        "time.sleep(600)\n"
-    )
-    process = autoshard_run("train.py", "--nproc", "1")
+def test_sigterm_lets_all_hosts_save(folder: Path) -> None:
+    """SIGTERM goes to the ranks of this machine, which tell the others; the run ends, although restarts are left."""
+    (folder / "train.py").write_text(_TOLD)
+    process = on_two_hosts(folder, 1, "--max-restarts", "3")
     deadline = time.monotonic() + 120
-    while not (folder / "ready").exists() and time.monotonic() < deadline:
+    while len(list(folder.glob("ready.*"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=120)
-    assert (folder / "told").exists()
+    _, err = process.communicate(timeout=120)
+    assert process.returncode not in (0, None), err
+    assert sorted(path.name for path in folder.glob("saved.*")) == ["saved.0", "saved.1"], err
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_machine_without_ssh_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of this machine do not start either."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a command was started"))
+    with pytest.raises(AutoshardError, match="ssh is not installed here; start the lines of --dry-run yourself"):
+        start(asked(f"{socket.gethostname()} slots=1\nnode2 slots=1\n"), needed=2)
 
 
 def free_port() -> int:

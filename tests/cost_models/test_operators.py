@@ -217,6 +217,17 @@ def test_chains_take_the_cheapest_order():
     assert work("aten.linalg_multi_dot.default", operands, [tensor(10, 50)]).flops == 2 * 7500
 
 
+def test_an_orthogonalisation_has_three_products_a_step():
+    """A step on [m, n] with m <= n takes 4 m^2 n + 2 m^3 FLOPs, however the matrix lies, and ranks share a batch."""
+    for shape in ((4, 8), (8, 4)):
+        whole = work("autoshard.orthogonalise.default", [tensor(6, *shape)], [tensor(6, *shape)], (None, None, 5, 1e-7))
+        shared = work(
+            "autoshard.orthogonalise.default", [tensor(2, *shape)], [tensor(2, *shape)], (None, None, 5, 1e-7)
+        )
+        assert whole.flops == 5 * 6 * (4 * 4**2 * 8 + 2 * 4**3) == 3 * shared.flops
+        assert whole.steps == 15 * 6
+
+
 @pytest.mark.parametrize(
     ("name", "shapes", "arguments", "flops"),
     [

@@ -68,6 +68,25 @@ def test_rows_have_the_asked_tensors() -> None:
         PackedRows(documents, 6, keys=("mask",))
 
 
+@pytest.mark.parametrize(
+    ("document", "lengths", "words"),
+    [
+        (
+            {"input_ids": [5, 6], "labels": [5]},
+            None,
+            "document 0 has 2 tokens and 1 labels, and was packed as 2 tokens",
+        ),
+        ([5, 6], [1], "document 0 has 2 tokens and 2 labels, and was packed as 1 tokens"),
+    ],
+)
+def test_documents_of_other_lengths_are_refused(document: Any, lengths: list[int] | None, words: str) -> None:
+    """A document without a label for each token, or with another length than was said, is named."""
+    with pytest.raises(AutoshardError, match=words):
+        PackedRows([document], 4, lengths=lengths)[0]
+    with pytest.raises(AutoshardError, match="there are 2 lengths of 1 documents"):
+        PackedRows([document], 4, lengths=[2, 2])
+
+
 class Attends(nn.Module):
     """A decoder of one block, whose attention has a mask of documents."""
 

@@ -62,12 +62,12 @@ def batch_of(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(count, WIDTH), torch.arange(1, count + 1) % CLASSES
 
 
-def compare(model: nn.Module, counts: list[int], optimizer: str, axes: dict[str, int]) -> None:
+def compare(model: nn.Module, counts: list[int], optimizer: str, axes: dict[str, int], parts: int = PARTS) -> None:
     """Steps on whole and on short batches beside one device: losses, then parameters."""
     alone, make = copy.deepcopy(model), OPTIMIZERS[optimizer]
-    stepping, rows = make(alone.parameters()), RankRows(BATCH, PARTS)
+    stepping, rows = make(alone.parameters()), RankRows(BATCH, parts)
     step = autoshard.compile(
-        model, autoshard.Mesh(axes), optimizer=make(model.parameters()), micro_batches=PARTS, time_budget_s=2
+        model, autoshard.Mesh(axes), optimizer=make(model.parameters()), micro_batches=parts, time_budget_s=2
     )
     for count in counts:
         batch = batch_of(count)
@@ -80,7 +80,7 @@ def compare(model: nn.Module, counts: list[int], optimizer: str, axes: dict[str,
     held = dict(step.sharded.named_parameters())
     for name, value in alone.named_parameters():
         torch.testing.assert_close(held[name].detach(), value.detach(), rtol=1e-4, atol=1e-5)
-    assert {common_rows(program) for program in step.sharded.programs} == {BATCH // PARTS}
+    assert {common_rows(program) for program in step.sharded.programs} == {BATCH // parts}
 
 
 @pytest.mark.sample(6)
@@ -88,6 +88,13 @@ def compare(model: nn.Module, counts: list[int], optimizer: str, axes: dict[str,
 def test_a_short_batch_weighs_its_rows_alike(name: str) -> None:
     """Sums, means, and quotients by a count, of 15 and of 1 of 16 rows in four micro-batches."""
     compare(Model({**PLAIN, **COUNTED}[name]), [16, 15, 1], "sgd", {"data": 2})
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "ignored"])
+@pytest.mark.parametrize("optimizer", ["sgd", "rmsprop"])
+def test_a_batch_that_fills_one_program_with_copies(name: str, optimizer: str) -> None:
+    """Without micro-batches, 8, 4 and 1 rows of 16 are copied to 16, and each counts once."""
+    compare(Model({**PLAIN, **COUNTED}[name]), [16, 8, 4, 1], optimizer, {"data": 2}, parts=1)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "rmsprop"])
@@ -98,7 +105,10 @@ def test_short_batches_of_other_optimizers(optimizer: str) -> None:
 
 def test_a_short_batch_branches_as_one_device_does() -> None:
     """A condition that counts rows holds for a short batch, although its micro-batches hold copies."""
-    compare(Model(branching(lambda y: (y > 0).sum() > 1)), [16, 15, 6], "sgd", {"data": 2})
+    counting = branching(lambda y: (y > 0).sum() > 1)
+    compare(Model(counting), [16, 15, 6], "sgd", {"data": 2})
+    with pytest.raises(autoshard.NotAvailableError, match="no part of this batch is known to take the branches"):
+        compare(Model(counting), [16, 1], "sgd", {"data": 2}, parts=1)
 
 
 def test_a_short_batch_in_pipeline_stages() -> None:

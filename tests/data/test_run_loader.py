@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from autoshard.data import Loader, RankRows
 from autoshard.data.rows import order_of
 from autoshard.data.sources import IndexedSource, Reading, StreamSource
 from autoshard.runtime.micro_batches import CutBatch
-from tests.runtime.processes import checked_once, report
+from tests.runtime.processes import checked_once, report, shared_folder
 
 WIDTH = 3
 
@@ -331,24 +331,28 @@ def test_a_last_batch_that_no_plan_runs_is_refused_at_once() -> None:
     assert len(losses) == 2
 
 
-def test_a_pipeline_loads_whole_batches() -> None:
-    """Stages read whole batches, the last one among them."""
+def train_stages(axes: dict[str, int], length: int, batch: int) -> None:
+    """Two epochs in stages have the losses of one device, those of the last batches among them."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
-    other, table = copy.deepcopy(model), TensorDataset(torch.randn(11, WIDTH), torch.randn(11, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = autoshard.compile(
-        model, Mesh({"pipeline": 2}), optimizer=optimizer, micro_batches=2, loss_fn=nn.functional.mse_loss
-    )
-    loader = autoshard.data.loader(table, step, batch_size=4, shuffle=False)
+    other, table = copy.deepcopy(model), TensorDataset(torch.randn(length, WIDTH), torch.randn(length, 1))
+    optimizer, loss_fn = torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss
+    step = autoshard.compile(model, Mesh(axes), optimizer=optimizer, micro_batches=2, loss_fn=loss_fn)
+    loader = autoshard.data.loader(table, step, batch_size=batch, shuffle=False)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    for number, batch in enumerate(loader):
+    rows = [*torch.arange(length).split(batch)] * 2
+    for inputs, own in zip((*loader, *loader), rows, strict=True):
         optimizer.zero_grad()
-        x, y = table[4 * number : 4 * number + 4]
-        expected = nn.functional.mse_loss(other(x), y)
+        x, y = table[own]
+        expected = loss_fn(other(x), y)
         expected.backward()
         optimizer.step()
-        torch.testing.assert_close(step(*batch), expected.detach())
+        torch.testing.assert_close(step(*inputs), expected.detach())
+
+
+def test_a_pipeline_loads_whole_batches() -> None:
+    """Stages read whole batches, and run their order twice for a last batch of three rows."""
+    train_stages({"pipeline": 2}, 11, 4)
 
 
 def test_batches_of_other_forms() -> None:
@@ -451,39 +455,17 @@ def check_each_rank_loads_its_rows() -> None:
 
 def check_a_run_of_two_ranks_goes_on() -> None:
     """A checkpoint that one process saved holds on four."""
-    folder = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else None]
-    torch.distributed.broadcast_object_list(folder)
-    assert folder[0] is not None
-    step = compiled({"data": 4})
-    loader = autoshard.data.loader(Table(15), step, batch_size=8, seed=3)
-    checkpoints = Checkpoints(folder[0])
-    losses = train(step, loader, 2, checkpoints, 3)
-    checkpoints.wait()
-    step = compiled({"data": 2, "model": 2}, 2)
-    loader = autoshard.data.loader(Table(15), step, batch_size=8, seed=3)
-    assert checkpoints.load(step, data=loader) == 3
-    losses += train(step, loader, 2)
-    torch.testing.assert_close(losses, alone(15, 8, 2), rtol=1e-5, atol=1e-6)
-
-
-def check_a_pipeline_reads_whole_batches() -> None:
-    """Stages in processes run their order twice for a last batch."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
-    other, table = copy.deepcopy(model), TensorDataset(torch.randn(23, WIDTH), torch.randn(23, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = autoshard.compile(
-        model, Mesh({"pipeline": 2, "data": 2}), optimizer=optimizer, micro_batches=2, loss_fn=nn.functional.mse_loss
-    )
-    loader = autoshard.data.loader(table, step, batch_size=8, shuffle=False)
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    for number, batch in enumerate((*loader, *loader)):
-        optimizer.zero_grad()
-        x, y = table[8 * (number % 3) : 8 * (number % 3) + 8]
-        expected = nn.functional.mse_loss(other(x), y)
-        expected.backward()
-        optimizer.step()
-        torch.testing.assert_close(step(*batch), expected.detach())
+    with shared_folder() as folder:
+        step = compiled({"data": 4})
+        loader = autoshard.data.loader(Table(15), step, batch_size=8, seed=3)
+        checkpoints = Checkpoints(folder)
+        losses = train(step, loader, 2, checkpoints, 3)
+        checkpoints.wait()
+        step = compiled({"data": 2, "model": 2}, 2)
+        loader = autoshard.data.loader(Table(15), step, batch_size=8, seed=3)
+        assert checkpoints.load(step, data=loader) == 3
+        losses += train(step, loader, 2)
+        torch.testing.assert_close(losses, alone(15, 8, 2), rtol=1e-5, atol=1e-6)
 
 
 def check_ranks_with_other_seeds() -> None:
@@ -495,7 +477,7 @@ def check_ranks_with_other_seeds() -> None:
 CHECKS = {
     "each rank loads its rows": check_each_rank_loads_its_rows,
     "a run goes on": check_a_run_of_two_ranks_goes_on,
-    "a pipeline": check_a_pipeline_reads_whole_batches,
+    "a pipeline": partial(train_stages, {"pipeline": 2, "data": 2}, 23, 8),
     "other seeds": check_ranks_with_other_seeds,
 }
 outcomes = checked_once(CHECKS, ranks=4)

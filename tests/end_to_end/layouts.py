@@ -1,8 +1,26 @@
-"""Constraints that bring about the layouts that experts write by hand, for the small models on data x model."""
+"""Meshes and constraints that bring about the layouts that experts write by hand, for small models."""
 
 from __future__ import annotations
 
-from autoshard import P, PartitionSpec
+from typing import Any
+
+from autoshard import Mesh, P, PartitionSpec, Recipe
+
+PAIR, SQUARE, STAGES = Mesh({"data": 2}), Mesh({"data": 2, "model": 2}), Mesh({"pipeline": 2, "data": 2})
+ZERO_1 = {"*weight": P(), "*:*weight": P("data"), "input:*": P("data")}
+ZERO_3 = {**ZERO_1, "*weight": P("data")}
+STEP_LAYOUTS: dict[str, tuple[Mesh, dict[str, Any]]] = {
+    "data": (PAIR, {"constraints": {"input:*": P("data"), "*weight": P()}}),
+    "tensor": (SQUARE, {"constraints": {"first.weight": P("model"), "second.weight": P(None, "model")}}),
+    "ZeRO-1": (PAIR, {"constraints": ZERO_1, "micro_batches": 2}),
+    "ZeRO-3": (PAIR, {"constraints": ZERO_3, "micro_batches": 2}),
+    "pipeline": (STAGES, {"micro_batches": 2}),
+    "zero bubble": (
+        Mesh({"pipeline": 2}),
+        {"micro_batches": 4, "recipe": Recipe(schedule="ZBVZeroBubble", virtual_stages=2)},
+    ),
+}
+"""Mesh and arguments of `compile` for a training step of two linear layers, `first` and `second`."""
 
 DATA = {"input:*": P("data")}
 

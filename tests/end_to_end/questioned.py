@@ -15,6 +15,8 @@ from autoshard import Cluster, Mesh, Plan, Recipe
 from autoshard.ir.cluster_mesh import ClusterMesh
 from cost_models.hardware import Cluster as PricedCluster
 from cost_models.hardware import node_type
+from passes.driver.plan_again import PlanAgain
+from passes.questions.ask import Questions
 from tests.passes.decoders import PRICED
 from tests.zoo.table import ARCHITECTURES
 
@@ -125,3 +127,10 @@ def plan_of_specs(name: str, cluster: PricedCluster, mesh: str, **options: Any) 
     return autoshard.plan(
         model, ClusterMesh(cluster, MESHES[mesh]), example_inputs=inputs, optimizer="adamw", **options
     )
+
+
+def replan_of(plan: Plan) -> PlanAgain:
+    """Return the plan's callable that plans once more after a change."""
+    assert isinstance(plan.alternatives, Questions)
+    assert isinstance(plan.alternatives.replan, PlanAgain)
+    return plan.alternatives.replan

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Iterable
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard import Checkpoints, Cluster, Mesh, P, Plan
@@ -22,8 +19,9 @@ from autoshard.ir.program import OutputKind
 from autoshard.testing import WholeStep, check_plan
 from autoshard.tracing import trace
 from tests.benchmarks.live_memory import peak_bytes_of
+from tests.end_to_end.training import whole
 from tests.models import Inputs, build, gpt2, llama, words
-from tests.runtime.processes import checked_once, report
+from tests.runtime.processes import checked_once, report, shared_folder
 
 peft = pytest.importorskip("peft")
 
@@ -131,10 +129,6 @@ def assert_same(step: Any, inputs: Inputs, plain: nn.Module, steps: int = 3) -> 
     expected = dict(plain.named_parameters())
     for name, item in step.sharded.named_parameters():
         torch.testing.assert_close(whole(item), expected[name].detach(), rtol=1e-5, atol=2e-6)
-
-
-def whole(item: torch.Tensor) -> torch.Tensor:
-    return item.detach().full_tensor() if isinstance(item, DTensor) else item.detach()
 
 
 def test_an_optimizer_over_all_parameters_trains_the_adapters_alone() -> None:
@@ -250,47 +244,45 @@ def check_memory(frozen: P, **options: Any) -> None:
     assert abs(found / predicted - 1) < 0.05, (found, predicted)
 
 
-def shared_folder() -> Path:
-    names = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(names)
-    return Path(names[0])
-
-
 def check_files() -> None:
     """Peft loads the adapter, and transformers the merged model: both compute the trained model's loss."""
-    base, folder = llama(2)[0], shared_folder()
-    if dist.get_rank() == 0:
-        base.save_pretrained(folder / "base")
-    dist.barrier()
-    model, inputs = adapted("llama", base, use_dora=True)
-    step = autoshard.compile(model, PAIR, optimizer=adamw(model.parameters()), constraints={FROZEN: P("data")})
-    step(**inputs)
-    step.export(folder / "adapter")
-    step.export(folder / "merged", merge=True)
-    expected = step.sharded(**inputs).loss.detach()
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    for found in (peft.PeftModel.from_pretrained(load(folder / "base"), folder / "adapter"), load(folder / "merged")):
-        torch.testing.assert_close(found(**inputs).loss.detach(), whole(expected), rtol=1e-5, atol=1e-6)
+    with shared_folder() as folder:
+        base = llama(2)[0]
+        if dist.get_rank() == 0:
+            base.save_pretrained(folder / "base")
+        dist.barrier()
+        model, inputs = adapted("llama", base, use_dora=True)
+        step = autoshard.compile(model, PAIR, optimizer=adamw(model.parameters()), constraints={FROZEN: P("data")})
+        step(**inputs)
+        step.export(folder / "adapter")
+        step.export(folder / "merged", merge=True)
+        expected = step.sharded(**inputs).loss.detach()
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        for found in (
+            peft.PeftModel.from_pretrained(load(folder / "base"), folder / "adapter"),
+            load(folder / "merged"),
+        ):
+            torch.testing.assert_close(found(**inputs).loss.detach(), whole(expected), rtol=1e-5, atol=1e-6)
 
 
 def check_resume() -> None:
     """A checkpoint goes on under another layout as the run that did not stop."""
-    folder = shared_folder()
 
     def made(constraints: dict[str, P]) -> Any:
         model, _ = adapted("llama")
         return autoshard.compile(model, PAIR, optimizer=adamw(model.parameters()), constraints=constraints)
 
-    inputs = adapted("llama")[1]
-    first = made({FROZEN: P("data"), "input:*": P("data")})
-    checkpoints = Checkpoints(folder, every=1, keep=1)
-    for number in range(2):
-        first(**inputs)
-        checkpoints.save(first, at=number + 1)
-    checkpoints.wait()
-    second = made({"*weight": P(), "input:*": P("data")})
-    assert Checkpoints(folder, every=1, keep=1).load(second) == 2
-    torch.testing.assert_close(second(**inputs), first(**inputs), rtol=1e-5, atol=1e-6)
+    with shared_folder() as folder:
+        inputs = adapted("llama")[1]
+        first = made({FROZEN: P("data"), "input:*": P("data")})
+        checkpoints = Checkpoints(folder, every=1, keep=1)
+        for number in range(2):
+            first(**inputs)
+            checkpoints.save(first, at=number + 1)
+        checkpoints.wait()
+        second = made({"*weight": P(), "input:*": P("data")})
+        assert Checkpoints(folder, every=1, keep=1).load(second) == 2
+        torch.testing.assert_close(second(**inputs), first(**inputs), rtol=1e-5, atol=1e-6)
 
 
 CHECKS = {

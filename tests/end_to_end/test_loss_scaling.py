@@ -30,15 +30,12 @@ from autoshard.tracing import trace
 from autoshard.tracing.precision import run_in_precision
 from passes.verification.verify_program import verify_program
 from tests.end_to_end.drawn_pairs import any_plan_of_a_step_in_f16
+from tests.end_to_end.layouts import PAIR, SQUARE, STAGES, STEP_LAYOUTS, ZERO_3
 from tests.end_to_end.training import whole
 from tests.models import gpt2
 from tests.runtime.processes import checked_once, report
 
 F16 = torch.float16
-PAIR, SQUARE, STAGES = Mesh({"data": 2}), Mesh({"data": 2, "model": 2}), Mesh({"pipeline": 2, "data": 2})
-ZERO_1 = {"*weight": P(), "*:*weight": P("data"), "input:*": P("data")}
-ZERO_3 = {"*weight": P("data"), "*:*weight": P("data"), "input:*": P("data")}
-TENSOR = {"first.weight": P("model"), "second.weight": P(None, "model")}
 JUMPS = LossScaling(init_scale=2.0**60, growth_factor=2.0**50, backoff_factor=2.0**-50, growth_interval=2)
 """The scale is either 2^10, where nothing overflows, or 2^60, where everything does. So rounding decides nothing."""
 SCALES = [2.0**60, *[2.0**10, 2.0**10, 2.0**60] * 3]
@@ -103,16 +100,22 @@ class Alone:
 
 
 def check(
-    make: MakeOptimizer, mesh: Any, *, limit: float | None = None, steps: int = STEPS, parts: int = 1, **options: Any
+    make: MakeOptimizer,
+    mesh: Any,
+    *,
+    limit: float | None = None,
+    steps: int = STEPS,
+    micro_batches: int = 1,
+    **options: Any,
 ) -> TrainStep:
     """Losses, norms, scales, skipped steps and parameters of some steps equal those of one device."""
     model, alone = Net(), Alone(Net(), make, JUMPS, limit)
     arguments = {"max_grad_norm": limit, "precision": "f16", "options": Options(loss_scaling=JUMPS), **options}
-    step = autoshard.compile(model, mesh, optimizer=make(model.parameters()), micro_batches=parts, **arguments)
+    step = autoshard.compile(model, mesh, optimizer=make(model.parameters()), micro_batches=micro_batches, **arguments)
     assert isinstance(step, TrainStep)
     for number in range(steps):
         assert step.loss_scale == alone.scaler.get_scale() == SCALES[number]
-        loss, norm = alone(*batch(number), parts=parts)
+        loss, norm = alone(*batch(number), parts=micro_batches)
         torch.testing.assert_close(whole(step(*batch(number))), loss, rtol=2e-3, atol=0)
         assert norm.isfinite() == whole(step.last_grad_norm).isfinite() == (SCALES[number] < 2**60)
         if norm.isfinite():
@@ -199,25 +202,12 @@ def test_drawn_programs_train_in_float16(data: st.DataObject) -> None:
     any_plan_of_a_step_in_f16(data)
 
 
-LAYOUTS: dict[str, tuple[Mesh, dict[str, Any]]] = {
-    "data": (PAIR, {"constraints": {"input:*": P("data"), "*weight": P()}}),
-    "tensor": (SQUARE, {"constraints": TENSOR}),
-    "ZeRO-1": (PAIR, {"constraints": ZERO_1, "parts": 2}),
-    "ZeRO-3": (PAIR, {"constraints": ZERO_3, "parts": 2}),
-    "pipeline": (STAGES, {"parts": 2}),
-    "zero bubble": (
-        Mesh({"pipeline": 2}),
-        {"parts": 4, "recipe": autoshard.Recipe(schedule="ZBVZeroBubble", virtual_stages=2)},
-    ),
-}
-
-
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("limit", [None, 0.3])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", STEP_LAYOUTS)
 def test_each_layout_skips_the_same_steps(layout: str, limit: float | None) -> None:
     """Every kind of parallelism, with micro-batches, stages and clipping; Adam counts only updates."""
-    mesh, options = LAYOUTS[layout]
+    mesh, options = STEP_LAYOUTS[layout]
     step = check(OPTIMIZERS["adamw"], mesh, limit=limit, **options)
     assert step.is_traced
     assert counts_of(step.optimizer) == {float(STEPS - step.skipped_steps)}
@@ -225,7 +215,7 @@ def test_each_layout_skips_the_same_steps(layout: str, limit: float | None) -> N
 
 def test_an_optimizer_that_is_not_traced_is_scaled_too() -> None:
     """Autograd runs the backward from the scaled loss, and the optimizer takes its own step."""
-    step = check(partial(torch.optim.RMSprop, lr=0.01, eps=1e-3), SQUARE, limit=0.3, parts=2)
+    step = check(partial(torch.optim.RMSprop, lr=0.01, eps=1e-3), SQUARE, limit=0.3, micro_batches=2)
     assert not step.is_traced
     assert all(parameter.grad is None for parameter in step.sharded.parameters())
 
@@ -281,7 +271,7 @@ def test_a_plan_of_a_float16_step_runs(mesh: Mesh) -> None:
     plan = autoshard.plan(model, mesh, example_inputs=batch(0), optimizer="adamw", precision="f16")
     assert "in f16" in str(plan)
     assert "unscale" in str(plan.to_json())
-    check(OPTIMIZERS["adamw"], mesh, steps=4, parts=plan.micro_batches, plan=plan, precision=None)
+    check(OPTIMIZERS["adamw"], mesh, steps=4, micro_batches=plan.micro_batches, plan=plan, precision=None)
 
 
 @pytest.mark.parametrize("limit", [None, 0.3])
@@ -436,12 +426,12 @@ def test_settings_belong_to_float16() -> None:
 
 def check_zero_3_on_gloo() -> None:
     """Sharded parameters, gradients and state, with clipping."""
-    check(OPTIMIZERS["adamw"], PAIR, limit=0.3, parts=2, constraints=ZERO_3)
+    check(OPTIMIZERS["adamw"], PAIR, limit=0.3, micro_batches=2, constraints=ZERO_3)
 
 
 def check_stages_on_gloo() -> None:
     """Ranks with and without the stage of the loss skip the same steps."""
-    check(OPTIMIZERS["adamw"], Mesh({"pipeline": 2}), limit=0.3, parts=2)
+    check(OPTIMIZERS["adamw"], Mesh({"pipeline": 2}), limit=0.3, micro_batches=2)
 
 
 CHECKS = {"ZeRO-3": check_zero_3_on_gloo, "stages": check_stages_on_gloo}

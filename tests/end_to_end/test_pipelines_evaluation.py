@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import autoshard
 from autoshard import Mesh, NotAvailableError, P, Recipe
 from tests.end_to_end.test_pipelines import adamw, compiled
+from tests.end_to_end.training import whole
 from tests.models import t5
 from tests.runtime.processes import checked_once, report
 from tests.runtime.test_known_programs import check_freed
@@ -54,10 +54,6 @@ def in_stages(axes: dict[str, int], **options: Any) -> tuple[Any, nn.Module, dic
     model, inputs = heads()
     settings = {"micro_batches": 4, "max_grad_norm": 0.3, "time_budget_s": 5.0, **options}
     return autoshard.compile(model, Mesh(axes), optimizer=adamw(model), **settings), model, inputs
-
-
-def whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def trained(steps: int) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -21,14 +21,13 @@ from autoshard import Cluster, Mesh, NotAvailableError, P, PlanMismatchError
 from autoshard.runtime.train_step import TrainStep
 from autoshard.testing import check_plan, plans, programs
 from autoshard.tracing.precision import run_in_precision
+from tests.end_to_end.layouts import PAIR, SQUARE, ZERO_1, ZERO_3
 from tests.end_to_end.training import whole
 from tests.models import MODELS
 from tests.runtime.processes import checked_once, report
 
 BF16 = torch.bfloat16
-PAIR, LINE, SQUARE = Mesh({"data": 2}), Mesh({"data": 4}), Mesh({"data": 2, "model": 2})
-ZERO_1 = {"*weight": P(), "*:*weight": P("data"), "input:*": P("data")}
-ZERO_3 = {**ZERO_1, "*weight": P("data")}
+LINE = Mesh({"data": 4})
 STEPS = 3
 
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from autoshard import DoesNotFitError, Plan
 from autoshard.ir.answers import Outcome, Variant, WhyNot
 from cost_models.hardware import Cluster as PricedCluster
-from passes.driver.plan_again import PlanAgain
 from passes.planning.restrictions import ROLES
-from passes.questions.ask import Questions
 from passes.questions.change import Change
 from passes.questions.faster_hardware import FASTER
 from passes.questions.features import FEATURES, NAMES
@@ -26,6 +24,7 @@ from tests.end_to_end.questioned import (
     plan_of_recipe,
     plan_of_specs,
     price,
+    replan_of,
 )
 
 SHARES = (None, 0.95, 0.6)
@@ -134,13 +133,6 @@ def test_pricing_confirms_what_plans_of_other_peoples_models_answer(name: str, p
             continue
         for question in ("limits", *FEATURES):
             check_recipe(name, place, share, question)
-
-
-def replan_of(plan: Plan) -> PlanAgain:
-    """Return the plan's callable that plans once more after a change."""
-    assert isinstance(plan.alternatives, Questions)
-    assert isinstance(plan.alternatives.replan, PlanAgain)
-    return plan.alternatives.replan
 
 
 def check_feature(plan: Plan, feature: str) -> None:

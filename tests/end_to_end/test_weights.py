@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import shutil
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -31,9 +29,10 @@ from autoshard.runtime.distributed import DistributedEngine
 from autoshard.runtime.weights.export_weights import export_weights
 from autoshard.runtime.weights.load_weights import load_weights, together
 from autoshard.runtime.weights.safetensors_writer import SafetensorsWriter
+from tests.end_to_end.training import whole
 from tests.models import gpt2, llama
 from tests.runtime.architectures import BUILDERS, build, logits
-from tests.runtime.processes import checked_once, named, report
+from tests.runtime.processes import checked_once, named, report, shared_folder
 
 FOUR, PAIR, SQUARE = {"data": 4}, {"data": 2}, {"data": 2, "model": 2}
 
@@ -55,29 +54,10 @@ def engine_on(sizes: dict[str, int]) -> DistributedEngine:
     return DistributedEngine(mesh)
 
 
-@contextmanager
-def shared_folder() -> Iterator[Path]:
-    """Return a new folder that all ranks share."""
-    names = [tempfile.mkdtemp() if rank_of_this() == 0 else None]
-    if dist.is_initialized():
-        dist.broadcast_object_list(names)
-    folder = Path(str(names[0]))
-    try:
-        yield folder
-    finally:
-        wait_for_all()
-        if rank_of_this() == 0:
-            shutil.rmtree(folder)
-
-
 def placed(model: nn.Module, engine: DistributedEngine, layout: Layout) -> nn.Module:
     engine.adopt(model)
     engine.place(model, {name: layout(item.dim()) for name, item in model.named_parameters() if item.dim()})
     return model
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def assert_equal(model: nn.Module, expected: nn.Module) -> None:

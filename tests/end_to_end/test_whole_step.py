@@ -27,6 +27,7 @@ from autoshard.testing.plans import plans
 from autoshard.tracing import trace
 from passes.lowering.bucket_updates import BucketUpdates
 from tests.benchmarks.live_memory import peak_bytes_of
+from tests.end_to_end.layouts import ZERO_3
 from tests.end_to_end.training import whole
 from tests.runtime.processes import checked_once, report, run_checks
 
@@ -42,7 +43,6 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 LINE, SQUARE = Mesh({"data": 4}), Mesh({"data": 2, "model": 2})
 ZERO_1 = {"[0-9].*": P(), "*:*weight": P("data"), "input:*": P("data")}
-ZERO_3 = {"*weight": P("data"), "*:*weight": P("data"), "input:*": P("data")}
 STEPS = 3
 
 
@@ -265,7 +265,7 @@ def test_an_optimizer_that_is_not_traced_takes_its_own_step(caplog: pytest.LogCa
     optimizer, reference = (torch.optim.RMSprop(item.parameters(), lr=0.01) for item in (model, plain))
     with caplog.at_level(logging.WARNING, "autoshard"):
         step = autoshard.compile(model, LINE, optimizer=optimizer, loss_fn=F.mse_loss)
-    assert "RMSprop is none of SGD, Adam, AdamW, whose updates are traced." in caplog.text
+    assert "RMSprop is none of SGD, Adam, AdamW, Muon, whose updates are traced." in caplog.text
     assert not step.is_traced
     x, y = batch(0)
     step(x, y)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor, fx
@@ -13,10 +15,12 @@ aten, ops = torch.ops.aten, torch.ops.autoshard
 X = [torch.linspace(-1, 2, size) for size in (6, 4, 5, 3)]
 
 
-def graph_of(*, other: bool = False, shared: bool = False, doubled: bool = False) -> fx.GraphModule:
-    """The sum of the squares of four inputs, perhaps with another addend, or with a sum that is also a result."""
+def graph_of(
+    count: int = len(X), *, other: bool = False, shared: bool = False, doubled: bool = False
+) -> fx.GraphModule:
+    """The sum of the squares of some inputs, perhaps with another addend, or with a sum that is also a result."""
     graph = fx.Graph()
-    inputs = [graph.placeholder(f"x{index}") for index in range(4)]
+    inputs = [graph.placeholder(f"x{index}") for index in range(count)]
     squares = [graph.call_function(ops.sum_of_squares.default, (item,)) for item in inputs]
     if other:
         squares.insert(1, graph.call_function(aten.sum.default, (inputs[0],)))
@@ -55,6 +59,13 @@ def test_one_call_for_all() -> None:
     found = graph_of(other=True)
     join_squares(found)
     assert targets(found).count("aten.add.Tensor") == 1
+
+
+def test_more_sums_than_pythons_limit_on_recursion() -> None:
+    """The squares of a model with thousands of parameters are joined."""
+    found = graph_of(2 * sys.getrecursionlimit())
+    join_squares(found)
+    assert targets(found) == ["autoshard.sum_of_all_squares.default"]
 
 
 def test_one_sum_of_squares_stays() -> None:

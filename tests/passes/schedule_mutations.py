@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from random import Random
 
+from autoshard.errors import VerificationError
 from autoshard.ir.pipeline_order import PipelineOrder, Slot, StageTask, Work
+from passes.verification.verify_schedule import verify_schedule
 
 Place = tuple[int, int]
 """A rank, and the place of a slot on the rank."""
@@ -184,3 +186,12 @@ SCHEDULE_MUTATIONS = (
     cut_backward,
     *ONE_STAGE_MUTATIONS,
 )
+
+
+def is_refused(order: PipelineOrder) -> bool:
+    """Whether the check finds fault with an order."""
+    try:
+        verify_schedule(order)
+    except VerificationError:
+        return True
+    return False

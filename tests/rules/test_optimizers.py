@@ -46,3 +46,23 @@ def test_gradients_are_whole_or_split_never_pending() -> None:
 def test_squares_of_pieces_add_up(shape: tuple[int, ...]) -> None:
     """The norm of a split gradient awaits a sum."""
     check_splits(ops.sum_of_squares.default, torch.randn(shape, dtype=torch.float64), meshes=MESHES)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_muon_is_elementwise_but_for_its_orthogonalisation(scaled: bool) -> None:
+    """Direction and update are split along any dim."""
+    values = [torch.rand(8, 6) + 0.5 for _ in range(4)]
+    scale = torch.tensor(0.5) if scaled else None
+    hyper = torch.tensor([0.1, 0.05, 0.9], dtype=torch.float64)
+    check_splits(ops.muon_direction.default, *values[:2], scale, hyper, True, meshes=MESHES)
+    check_splits(ops.muon_update.default, *values, scale, hyper, 1.5, meshes=MESHES)
+
+
+def test_ranks_share_whole_matrices() -> None:
+    """A batch of matrices is whole or split along the batch; a single matrix is whole."""
+    options = ([3.4445, -4.7750, 2.0315], 5, 1e-7)
+    batch = torch.randn(4, 8, 6, generator=torch.Generator().manual_seed(0)).bfloat16()
+    check_splits(ops.orthogonalise.default, batch, *options, meshes=MESHES)
+    for xs, placements in ((batch, {"R", "S(0)"}), (batch[0], {"R"})):
+        found = strategies(ops.orthogonalise.default, (xs, *options), {}, 2)
+        assert {str(inputs[0]) for inputs, _ in found} == placements

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,21 @@ def join_ranks(port: int, rank: int, ranks: int) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("localhost", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A new folder, the same on all ranks, or of this process alone. It is deleted in the end, unless a check fails."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    names = [tempfile.mkdtemp() if is_first else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(names)
+    folder = Path(str(names[0]))
+    yield folder
+    if dist.is_initialized():
+        dist.barrier()
+    if is_first:
+        shutil.rmtree(folder)
 
 
 def checked_once(checks: Mapping[str, Check], **options: Any) -> Any:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from autoshard.ir.loss_scaling import LossScaling
+from autoshard.ir.loss_scaling import SMALLEST_SCALE, LossScaling
 from autoshard.runtime.loss_scale import LossScale
 
 SETTINGS = st.builds(
@@ -25,7 +25,7 @@ SETTINGS = st.builds(
 
 @given(SETTINGS, st.lists(st.booleans(), max_size=20))
 def test_it_rises_and_falls_as_torch_does(settings: LossScaling, skipped: list[bool]) -> None:
-    """Equal to the last bit, also where the scale would overflow; a copy that loads the state goes on alike."""
+    """Equal to the last bit until torch's scale has no inverse; a copy that loads the state goes on alike."""
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     scaler = torch.amp.GradScaler("cpu", **dataclasses.asdict(settings))
@@ -38,8 +38,21 @@ def test_it_rises_and_falls_as_torch_does(settings: LossScaling, skipped: list[b
         loaded.load_state_dict(copy.deepcopy(scale.state_dict()))
         for each in (scale, loaded):
             each.update(was_skipped=is_skipped)
+        if scaler.get_scale() < SMALLEST_SCALE:
+            assert scale.value == loaded.value == SMALLEST_SCALE
+            return
         assert scale.value == loaded.value == scaler.get_scale()
         assert scale.state_dict() == loaded.state_dict() == scaler.state_dict()
+
+
+def test_the_scale_stays_above_zero() -> None:
+    """After hundreds of skipped steps the scale has an inverse in float32, and so has a loaded scale of zero."""
+    scale = LossScale(LossScaling())
+    for _ in range(300):
+        scale.update(was_skipped=True)
+    assert torch.tensor(scale.inverse, dtype=torch.float32).isfinite()
+    scale.load_state_dict({**scale.state_dict(), "scale": 0.0})
+    assert scale.inverse == 2.0**126
 
 
 def test_the_inverse_removes_the_scale() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from autoshard import JoinedOptimizer
 from autoshard.errors import TraceError
 from autoshard.kernels.optimizers import ADAM_HYPER, SGD_HYPER
 from autoshard.runtime.traced_optimizer import describe_update, names_of, why_untraced
@@ -20,10 +21,16 @@ class Slower(torch.optim.SGD):
 
 
 def test_which_optimizers_are_traced() -> None:
-    """The three classes are traced, but not their subclasses; the reason names the optimizer."""
+    """Four classes are traced, but not their subclasses; the reason names the optimizer."""
     model = _model()
     for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         assert why_untraced(kind(model.parameters(), lr=0.1)) is None
+    muon = torch.optim.Muon([layer.weight for layer in model])
+    adam = torch.optim.Adam([layer.bias for layer in model])
+    assert why_untraced(JoinedOptimizer(muon, adam)) is None
+    narrow = torch.optim.Muon([nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))], nesterov=False)
+    assert "normalizes the momentum of bfloat16 parameters" in str(why_untraced(narrow))
+    assert "RMSprop is none of" in str(why_untraced(JoinedOptimizer(torch.optim.RMSprop([model[0].bias]), muon)))
     assert str(why_untraced(Slower(model.parameters(), lr=0.1))).startswith("Slower is none of SGD, Adam, AdamW")
     assert "differentiable=True" in str(why_untraced(torch.optim.Adam(model.parameters(), differentiable=True)))
     complex_ = nn.Parameter(torch.zeros(2, dtype=torch.complex64))

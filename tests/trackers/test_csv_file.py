@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+import pytest
+
+from autoshard.errors import NotAvailableError
 from autoshard.trackers import CSV
 
 
@@ -51,3 +54,21 @@ def test_a_restart_replaces_the_steps_that_it_repeats(tmp_path: Path) -> None:
         ("3", "3.0", ""),
         ("4", "40.0", "0.5"),
     ]
+
+
+@pytest.mark.parametrize("text", ["name,size\na,3\n", "step,size\none,3\n"])
+def test_another_file_is_not_written_over(tmp_path: Path, text: str) -> None:
+    """A file that has no numbers of steps stays as it is, and is named."""
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(NotAvailableError, match=r"a\.csv'\): the file is there, but was not written by CSV"):
+        CSV(tmp_path / "a.csv").log(1, {"loss": 1.0})
+    assert (tmp_path / "a.csv").read_text() == text
+
+
+def test_names_with_commas_are_quoted(tmp_path: Path) -> None:
+    """The user's own names may have commas; they stay columns when the file is continued."""
+    for number in (1, 2):
+        writer = CSV(tmp_path / "a.csv")
+        writer.log(number, {"loss, mean": 1.0})
+        writer.close()
+    assert rows_of(tmp_path / "a.csv") == [{"step": "1", "loss, mean": "1.0"}, {"step": "2", "loss, mean": "1.0"}]

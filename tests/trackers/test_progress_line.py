@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 
 from rich.console import Console
 
@@ -48,6 +49,14 @@ def test_the_last_step_stays() -> None:
     assert "7" not in shown().split("loss")[0]
     assert "8/20" in shown(total=20)
     assert "8/20" in shown(total=20, terminal=True)
+
+
+def test_prints_go_to_the_file_of_standard_output() -> None:
+    """The line takes over no standard output that is not a terminal."""
+    before, line = sys.stdout, Progress(console=Console(file=io.StringIO(), force_terminal=True))
+    line.log(1, VALUES)
+    assert sys.stdout is before
+    line.close()
 
 
 def test_a_run_without_a_step_shows_nothing() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,6 @@ from torch.nn import functional as F
 import autoshard
 from autoshard import LossScaling, Mesh, NonFiniteError, NotAvailableError, Options
 from autoshard.trackers import CSV, Progress, RunWriter, TensorBoard, WandB
-from autoshard.trackers.tracker import _close
 from tests.runtime.processes import report, run_checks
 
 PLAIN = {"loss", "lr", "peak_memory_bytes", "predicted_step_time_s", "predicted_peak_memory_bytes"}
@@ -144,6 +145,20 @@ def test_a_step_that_fails_is_not_written() -> None:
     assert all(math.isfinite(values["loss"]) for _, values in kept.rows)
 
 
+def test_numbers_count_on_after_a_load(tmp_path: Path) -> None:
+    """After a restart, the next step has the number after the saved step."""
+    step, kept = step_of(), Kept()
+    step(TOKENS, ONE)
+    checkpoints = autoshard.Checkpoints(tmp_path, asynchronous=False)
+    checkpoints.save(step, at=41)
+    again = step_of(example_inputs=(TOKENS, ONE))
+    with autoshard.track(again, kept):
+        checkpoints.load(again)
+        again(TOKENS, ONE)
+    assert again.steps_done == 42
+    assert [number for number, _ in kept.rows] == [42]
+
+
 def test_numbers_of_the_user() -> None:
     """`add` puts numbers beside those of the last step."""
     step, kept = step_of(), Kept()
@@ -158,15 +173,16 @@ def test_numbers_of_the_user() -> None:
     assert "early" not in kept.rows[0][1]
 
 
-def test_the_end_of_the_program_writes_the_last_step() -> None:
-    """A tracker that nobody closes is closed at the end; one that is gone is not."""
+def test_a_tracker_that_is_not_closed_writes_the_last_step() -> None:
+    """It is closed when nobody has the step any more, or else at the end of the program."""
     step, kept = step_of(), Kept()
-    tracker = autoshard.track(step, kept)
+    assert autoshard.track(step, kept)._close_once.atexit
     step(TOKENS, ONE)
-    tracker._at_exit()
+    assert not kept.rows
+    del step
+    gc.collect()
     assert kept.is_closed
     assert len(kept.rows) == 1
-    _close(lambda: None)  # type: ignore[arg-type]
 
 
 def test_an_optimizer_that_is_not_traced_is_tracked() -> None:

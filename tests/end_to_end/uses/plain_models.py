@@ -141,6 +141,10 @@ def sparse_buffer(compile: Compile) -> Numbers:
     return numbers(compile(model)(torch.randn(8, 8)))
 
 
+class OwnRprop(torch.optim.Rprop):
+    """A class that is not torch's own."""
+
+
 def own_update(kind: type[torch.optim.Optimizer], spec: P) -> Callable[[Compile], Numbers]:
     """Steps with an optimizer whose update is not traced, on weights that lie as a spec says."""
 
@@ -169,18 +173,16 @@ USES = (
     Use("nested tensors", trains(_nested), refused="makes a nested tensor in forward"),
     Use("a weight quantised by channel, called once before", quantised(first_call=True)),
     Use("a weight quantised by channel", quantised(first_call=False), refused="call the model once before compile"),
-    Use("Adafactor on whole weights", own_update(torch.optim.Adafactor, P()), processes=True),
     Use(
         "Adafactor on split weights",
         own_update(torch.optim.Adafactor, P("data")),
-        processes=True,
-        refused="optimizer=Adafactor cannot step sharded weights.*Keep the weights whole",
+        refused="optimizer=Adafactor needs each parameter whole.*splits 'layers.0.weight'",
     ),
     Use(
-        "Rprop on split weights",
-        own_update(torch.optim.Rprop, P("data")),
+        "an elementwise optimizer with an operator that torch does not shard, on split weights",
+        own_update(OwnRprop, P("data")),
         processes=True,
-        refused="optimizer=Rprop cannot step sharded weights",
+        refused="optimizer=OwnRprop cannot step sharded weights.*Keep the weights whole",
     ),
     Use("Adamax on split weights", own_update(torch.optim.Adamax, P("data")), processes=True),
     Use("a sparse buffer", sparse_buffer, refused="keeps 'adjacency' of layout=torch.sparse_coo"),

@@ -13,10 +13,11 @@ from autoshard import Mesh, Options, P, Plan, PlanMismatchError
 from autoshard.runtime.traced_optimizer import describe_update, names_of
 from autoshard.tracing import trace
 from passes.driver.norm_of_plan import lacks_norm, without_norm
+from tests.end_to_end.layouts import ZERO_3
 from tests.models import Blocks
 
 X = torch.linspace(-1.0, 1.0, 8 * 6).view(8, 6)
-ZERO_3 = {"*weight": P("data"), "*:*weight": P("data"), "input:*": P("data"), "*first.bias": P("model")}
+SPLIT = {**ZERO_3, "*first.bias": P("model")}
 
 
 class Net(nn.Module):
@@ -42,7 +43,7 @@ def norm_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return nn.utils.clip_grad_norm_(model.parameters(), 1e9)
 
 
-@pytest.mark.parametrize("options", [{}, {"constraints": ZERO_3}, {"constraints": ZERO_3, "micro_batches": 2}])
+@pytest.mark.parametrize("options", [{}, {"constraints": SPLIT}, {"constraints": SPLIT, "micro_batches": 2}])
 @pytest.mark.parametrize("axes", [{"data": 2, "model": 2}, {"pipeline": 2, "data": 2, "model": 2}])
 def test_a_plan_runs_with_the_norm(axes: dict[str, int], options: dict[str, object]) -> None:
     """The norm of one device, by at most one reduction for each axis; everything else is as it was planned."""

@@ -14,11 +14,11 @@ from autoshard.errors import InvalidSpecError, NotAvailableError
 from autoshard.ir.cluster_mesh import ClusterMesh
 from autoshard.ir.plan import Plan
 from cost_models.hardware import Cluster as PricedCluster
-from passes.driver.plan_again import PlanAgain
 from passes.planning.restrictions import ROLES
 from passes.questions.ask import Questions
 from passes.questions.change import Change
 from passes.questions.roles import has_role
+from tests.end_to_end.questioned import replan_of
 from tests.passes.questions.test_ask import Model
 
 CLUSTER, MESH = Cluster("h100_sxm", nodes=2, devices_per_node=2), Mesh({"data": 2, "model": 2})
@@ -48,17 +48,10 @@ def tight() -> Plan:
     return plan
 
 
-def again_of(plan: Plan) -> PlanAgain:
-    """Return the plan's callable that plans once more after a change."""
-    assert isinstance(plan.alternatives, Questions)
-    assert isinstance(plan.alternatives.replan, PlanAgain)
-    return plan.alternatives.replan
-
-
 @pytest.mark.parametrize("feature", ROLES)
 def test_the_figures_are_those_of_plans_that_do_it(free: Plan, feature: str) -> None:
     """The best plan with a restriction has the stated step time, and uses the axis in its role."""
-    again = again_of(free)
+    again = replan_of(free)
     (planning,) = again.problems()
     answer = free.why_not(feature)
     stated = {item.name: item for item in answer.variants}
@@ -76,7 +69,7 @@ def test_the_figures_are_those_of_plans_that_do_it(free: Plan, feature: str) -> 
 def test_hsdp_takes_two_axes(free: Plan) -> None:
     """HSDP splits parameters over one axis and copies them over another, as a plan with both restrictions does."""
     item = next(item for item in free.why_not("hsdp").variants if item.name == "hsdp over data, copied over model")
-    found = again_of(free)(free, Change(roles={"data": ROLES["fsdp"], "model": ROLES["data"]}))
+    found = replan_of(free)(free, Change(roles={"data": ROLES["fsdp"], "model": ROLES["data"]}))
     assert item.step_time_s == found.predicted.step_time_s
 
 
@@ -96,7 +89,7 @@ def test_a_plan_that_offloads_is_asked_what_that_saves() -> None:
 @pytest.mark.slow
 def test_memory_is_named_where_it_is_what_keeps_a_feature_out(tight: Plan) -> None:
     """Copies of all parameters do not fit in half the memory, and the answer gives the smallest limit."""
-    again = again_of(tight)
+    again = replan_of(tight)
     planner = replace(again.planned.planner, memory_budget=TIGHT // 2)
     here = Questions(replace(again, planned=replace(again.planned, planner=planner)))
     answer = here.why_not(tight, "data")

@@ -23,17 +23,9 @@ from passes.verification.verify_schedule import verify_schedule
 from tests.benchmarks.mutation_campaign import prove
 from tests.passes.mutants import RIGHT_ORDER, mutate_order
 from tests.passes.pipeline_numbers import compute
-from tests.passes.schedule_mutations import ONE_STAGE_MUTATIONS, SCHEDULE_MUTATIONS
+from tests.passes.schedule_mutations import ONE_STAGE_MUTATIONS, SCHEDULE_MUTATIONS, is_refused
 
 ORDER = order_pipeline("1F1B", 2, 2)
-
-
-def is_refused(order: PipelineOrder) -> bool:
-    try:
-        verify_schedule(order)
-    except VerificationError:
-        return True
-    return False
 
 
 def one_device(order: PipelineOrder) -> tuple[list[int], list[int]] | None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -23,7 +19,7 @@ from torch.distributed.tensor import DTensor
 import autoshard
 from autoshard import Mesh, P
 from autoshard.errors import WeightsError
-from tests.runtime.processes import checked_once, report
+from tests.runtime.processes import checked_once, report, shared_folder
 
 peft = pytest.importorskip("peft")
 
@@ -84,17 +80,6 @@ def trained(model: nn.Module, **inputs: Tensor) -> Any:
     step = autoshard.compile(model, PAIR, optimizer=optimizer, constraints=rows)
     step(**inputs or {"x": INPUTS})
     return step
-
-
-@contextmanager
-def shared_folder() -> Iterator[Path]:
-    """A new folder, the same on both ranks."""
-    names = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(names)
-    yield Path(names[0])
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(names[0])
 
 
 def wholes(step: Any) -> dict[str, Tensor]:

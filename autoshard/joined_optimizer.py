@@ -1,0 +1,75 @@
+"""`JoinedOptimizer`: several torch optimizers over separate parameters, used as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autoshard.errors import TraceError
+
+
+class JoinedOptimizer(torch.optim.Optimizer):
+    """Several optimizers over separate parameters as one: `compile(..., optimizer=JoinedOptimizer(muon, adamw))`.
+
+    Muon takes matrices alone, so another optimizer updates embeddings, norms and biases. The joined optimizer has the
+    groups of all optimizers, the same dicts, and shares their state. So learning rate schedules of each of them work.
+
+    Args:
+        optimizers: optimizers without a common parameter, before their first step.
+
+    Raises:
+        TraceError: there is no optimizer, an argument is none, or two of them update one parameter.
+
+    Example:
+        >>> layer = torch.nn.Linear(4, 4)
+        >>> joined = JoinedOptimizer(torch.optim.Muon([layer.weight]), torch.optim.AdamW([layer.bias]))
+        >>> len(joined.param_groups)
+        2
+    """
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        strange = next((item for item in optimizers if not isinstance(item, torch.optim.Optimizer)), None)
+        if strange is not None or not optimizers:
+            raise TraceError(
+                f"JoinedOptimizer: {strange!r} is no torch optimizer. Pass optimizers, as in (muon, adamw)."
+            )
+        try:
+            super().__init__([group for item in optimizers for group in item.param_groups], {})
+        except ValueError as error:
+            raise TraceError(f"JoinedOptimizer: {error}. Give each parameter to one of the optimizers.") from error
+        self.optimizers = tuple(part for item in optimizers for part in parts_of_optimizer(item))
+        for item in self.optimizers:
+            self.state.update(item.state)
+        self._share()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, with copies of the joined optimizers."""
+        return {**super().__getstate__(), "optimizers": self.optimizers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take groups and state of a copy, or of `load_state_dict`, which calls this method."""
+        super().__setstate__(state)
+        self._share()
+
+    def _share(self) -> None:
+        """Give groups and state to the joined optimizers."""
+        groups = list(self.param_groups)
+        for item in self.optimizers:
+            count = len(item.param_groups)
+            item.param_groups, groups = groups[:count], groups[count:]
+            item.state = self.state
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step of each optimizer. Only the first calls `closure`, and its result is returned."""
+        first, *others = self.optimizers
+        loss = first.step() if closure is None else first.step(closure)
+        for item in others:
+            item.step()
+        return loss
+
+
+def parts_of_optimizer(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers of a joined optimizer; any other optimizer alone."""
+    return optimizer.optimizers if isinstance(optimizer, JoinedOptimizer) else (optimizer,)

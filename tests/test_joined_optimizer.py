@@ -1,0 +1,79 @@
+"""Joined optimizers are one optimizer over the groups and the state of all."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard import JoinedOptimizer, TraceError
+
+
+def _joined(layer: nn.Linear) -> JoinedOptimizer:
+    return JoinedOptimizer(torch.optim.Muon([layer.weight]), torch.optim.AdamW([layer.bias], lr=0.1))
+
+
+def _step(layer: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+    layer(torch.ones(3, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_step_is_that_of_each() -> None:
+    """Each optimizer updates its parameters, with one shared state, and a schedule of one changes the group of all."""
+    layer = nn.Linear(4, 4)
+    other = copy.deepcopy(layer)
+    joined = _joined(layer)
+    muon, adamw = torch.optim.Muon([other.weight]), torch.optim.AdamW([other.bias], lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(joined.optimizers[1], 1)
+    for _ in range(2):
+        _step(layer, joined)
+        other(torch.ones(3, 4)).square().mean().backward()
+        muon.step()
+        adamw.step()
+        muon.zero_grad()
+        adamw.zero_grad()
+        schedule.step()
+        adamw.param_groups[0]["lr"] *= 0.1
+    assert torch.equal(layer.weight, other.weight)
+    assert torch.equal(layer.bias, other.bias)
+    assert joined.param_groups[1]["lr"] == pytest.approx(0.001)
+    assert joined.state.keys() == {layer.weight, layer.bias}
+
+
+def test_state_dicts_go_on() -> None:
+    """A state dict of one joined optimizer continues in another one, whose parts keep sharing state and groups."""
+    layer = nn.Linear(4, 4)
+    joined = _joined(layer)
+    _step(layer, joined)
+    other = copy.deepcopy(layer)
+    loaded = _joined(other)
+    loaded.load_state_dict(copy.deepcopy(joined.state_dict()))
+    third, copied = copy.deepcopy((other, loaded))
+    for model, optimizer in ((layer, joined), (other, loaded), (third, copied)):
+        _step(model, optimizer)
+        assert torch.equal(layer.weight, model.weight)
+        assert torch.equal(layer.bias, model.bias)
+        assert all(item.state is optimizer.state for item in optimizer.optimizers)
+        groups = [group for item in optimizer.optimizers for group in item.param_groups]
+        assert all(one is two for one, two in zip(groups, optimizer.param_groups, strict=True))
+
+
+def test_joined_optimizers_may_be_joined() -> None:
+    """The parts of a joined optimizer become parts of the new one."""
+    layer, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    joined = JoinedOptimizer(_joined(layer), torch.optim.SGD(other.parameters()))
+    assert [type(item).__name__ for item in joined.optimizers] == ["Muon", "AdamW", "SGD"]
+
+
+def test_wrong_parts_are_refused() -> None:
+    """A parameter of two optimizers, something that is no optimizer, and no optimizer at all."""
+    layer = nn.Linear(4, 4)
+    with pytest.raises(TraceError, match="Give each parameter to one of the optimizers"):
+        JoinedOptimizer(torch.optim.Muon([layer.weight]), torch.optim.AdamW(layer.parameters()))
+    with pytest.raises(TraceError, match="JoinedOptimizer: 'adamw' is no torch optimizer"):
+        JoinedOptimizer(torch.optim.Muon([layer.weight]), "adamw")  # type: ignore[arg-type]
+    with pytest.raises(TraceError, match="JoinedOptimizer: None is no torch optimizer"):
+        JoinedOptimizer()
