@@ -60,7 +60,7 @@ def test_two_ranks_have_the_numbers_of_one_device(plain: Any, tmp_path: Path) ->
     )
     torch.testing.assert_close(dict(loaded.named_parameters()), dict(known.named_parameters()), rtol=1e-4, atol=1e-5)
     assert found["refused"].startswith("The model's own code reads all parameters.")
-    assert_near(found["stages"], fit(tmp_path, model=LogsLoss)[1].steps)
+    assert_near(found["stages"], fit(tmp_path, model=LogsLoss, limit_val_batches=0)[1].steps)
     noisy = DataLoader(Noisy(), batch_size=8, num_workers=1)
     assert_near(found["noisy"], fit(tmp_path, data=noisy)[1].steps)
 
