@@ -85,12 +85,14 @@ class ProfileRun:
             return
         self._has_ended = True
         self._abandon()
-        if self._measured:
-            self._result = self._profile()
-            if self._path is not None:
-                path, found = self._path, self._result
-                self._sharded.engine.share(lambda: found.write(path))
-        self._on_end(self._result)
+        try:
+            if self._measured:
+                self._result = found = self._profile()
+                if self._path is not None:
+                    path = self._path
+                    self._sharded.engine.share(lambda: found.write(path))
+        finally:
+            self._on_end(self._result)
 
     def __enter__(self) -> ProfileRun:
         """Return the object itself."""

@@ -18,6 +18,8 @@ from autoshard import Mesh, NotAvailableError, Options, P
 from autoshard.graphs.name_ranges import range_name
 from autoshard.ir.profile import Profile
 from autoshard.ir.range_names import is_start
+from cost_models.errors import UnknownOperatorError
+from passes.driver import compile_model
 from tests.runtime.processes import checked_once, report
 
 X = torch.linspace(-1, 1, 16 * 8).view(16, 8)
@@ -91,6 +93,25 @@ def test_wrong_arguments_are_refused() -> None:
     for wrong in (0, -1, 2.0, True):
         with pytest.raises(NotAvailableError, match="pass a whole number of steps, at least 1"):
             plain_step().profile(steps=wrong)  # type: ignore[arg-type]
+
+
+def test_graphs_and_unknown_operators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph hides its operators; an operator without a cost formula ends the profile, and training goes on."""
+    step = plain_step()
+    step._has_graphs = True
+    with pytest.raises(NotAvailableError, match=r"with Options\(cuda_graph=True\), a step is one launch"):
+        step.profile()
+
+    def predict(*_: Any) -> None:
+        raise UnknownOperatorError("mine.op has no cost formula.")
+
+    monkeypatch.setattr(compile_model, "predict_steps", predict)
+    step = plain_step()
+    step.profile(steps=1)
+    step(X)
+    with pytest.raises(NotAvailableError, match=r"step\.profile prices each operator, and mine.op has no cost formula"):
+        step(X)
+    step(X)
 
 
 def test_ranges_for_a_profiler_of_the_user() -> None:
