@@ -230,3 +230,11 @@ def test_prices_of_recipes_that_keep_all_are_believed(
     exact = Recipe(data=1, recompute=recompute, offload="none")
     planned(planner, [*candidates(1), *candidates(2, price_s=price_s, exact=exact)])
     assert (len(planner.asked) == 2) is is_planned
+
+
+def test_prices_of_recipes_that_split_experts_are_not_believed() -> None:
+    """A recipe that splits experts is planned although its price promises no gain, because its plan may be faster."""
+    planner = PlannerOf({1: (2.0, set(), set()), 2: (1.8, set(), set())})
+    exact = Recipe(data=2, expert=2, recompute="none", offload="none")
+    best = planned(planner, [*candidates(1), *candidates(2, price_s=1.99, exact=exact, proposal=exact)])
+    assert best.step_time_s == 1.8
