@@ -10,8 +10,8 @@ Scales are stored as bytes whatever they hold, so that no cast of a model to ano
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,22 +32,17 @@ SCALE_VALUES = 256
 GROUP = 256
 """The number of consecutive scales that share a scale of their own."""
 
+_PAIRS = torch.tensor([[NF4[byte >> 4], NF4[byte & 15]] for byte in range(256)], dtype=torch.float32, device="cpu")
+"""The two weights of each byte [256, 2], before they are scaled."""
+
 ARGUMENTS = (
     "(Tensor packed, Tensor absmax, Tensor? nested, SymInt[] shape, int blocksize, SymInt first_block, "
     "ScalarType dtype) -> Tensor"
 )
 
 
-def dequantize_nf4_reference(
-    packed: Tensor,
-    absmax: Tensor,
-    nested: Tensor | None,
-    shape: Sequence[int],
-    blocksize: int,
-    first_block: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return the weights [*shape] of type `dtype`. All tensors are bytes (uint8).
+class QuantizedWeight(NamedTuple):
+    """The operands of the operator: a weight in 4-bit numbers, or a piece of one. All tensors are bytes (uint8).
 
     Args:
         packed: two 4-bit indices in each byte, in the order of the weights.
@@ -59,9 +54,22 @@ def dequantize_nf4_reference(
         first_block: the index of the first block here among the blocks of the whole weight.
         dtype: the type of the result.
     """
+
+    packed: Tensor
+    absmax: Tensor
+    nested: Tensor | None
+    shape: Sequence[int]
+    blocksize: int
+    first_block: int
+    dtype: torch.dtype
+
+
+def dequantize_nf4_reference(*operands: Any) -> Tensor:
+    """Return the weights [*shape] of type `dtype`. `operands` are those of `QuantizedWeight`."""
+    packed, absmax, nested, shape, blocksize, first_block, dtype = QuantizedWeight(*operands)
     count = prod(shape)
     scales = _block_scales(absmax, nested, first_block)
-    weights = F.embedding(packed.reshape(-1).to(torch.int32), _pairs(packed.device)).view(-1)[:count]
+    weights = F.embedding(packed.reshape(-1).to(torch.int32), _PAIRS.to(packed.device)).view(-1)[:count]
     if count % blocksize:
         weights = weights * scales.repeat_interleave(blocksize)[:count]
     else:
@@ -78,25 +86,10 @@ def _block_scales(absmax: Tensor, nested: Tensor | None, first_block: int) -> Te
     return values[absmax.to(torch.int32)] * groups[block // GROUP] + mean
 
 
-@cache
-def _pairs(device: torch.device) -> Tensor:
-    """Return the two weights of each byte [256, 2], before they are scaled."""
-    values = torch.tensor(NF4, device=device)
-    byte = torch.arange(256, device=device)
-    return torch.stack((values[byte >> 4], values[byte & 15]), dim=1)
-
-
-def fake_weights(
-    packed: Tensor,
-    absmax: Tensor,
-    nested: Tensor | None,
-    shape: Sequence[int],
-    blocksize: int,
-    first_block: int,
-    dtype: torch.dtype,
-) -> Tensor:
+def fake_weights(*operands: Any) -> Tensor:
     """Return an empty tensor with the shape, dtype and device of the weights."""
-    return packed.new_empty(shape, dtype=dtype)
+    weight = QuantizedWeight(*operands)
+    return weight.packed.new_empty(weight.shape, dtype=weight.dtype)
 
 
 dequantize_nf4 = define("dequantize_nf4", ARGUMENTS, dequantize_nf4_reference, fake_weights)

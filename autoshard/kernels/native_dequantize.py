@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from autoshard.kernels.dequantize import ARGUMENTS, dequantize_nf4_reference, fake_weights
+from autoshard.kernels.dequantize import ARGUMENTS, QuantizedWeight, dequantize_nf4_reference, fake_weights
 from autoshard.kernels.library import define
 from autoshard.kernels.triton_dequantize import triton_dequantize_nf4, why_not_dequantize
 
 
-def native_dequantize_nf4(
-    packed: Tensor,
-    absmax: Tensor,
-    nested: Tensor | None,
-    shape: Sequence[int],
-    blocksize: int,
-    first_block: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return the weights. The arguments are those of `dequantize_nf4_reference`."""
-    given = (packed, absmax, nested, shape, blocksize, first_block, dtype)
-    on_gpu = packed.is_cuda and why_not_dequantize(*given) is None
-    return triton_dequantize_nf4(*given) if on_gpu else dequantize_nf4_reference(*given)
+def native_dequantize_nf4(*operands: Any) -> Tensor:
+    """Return the weights. `operands` are those of `QuantizedWeight`."""
+    on_gpu = QuantizedWeight(*operands).packed.is_cuda and why_not_dequantize(*operands) is None
+    return triton_dequantize_nf4(*operands) if on_gpu else dequantize_nf4_reference(*operands)
 
 
 native = define("native_dequantize_nf4", ARGUMENTS, native_dequantize_nf4, fake_weights)

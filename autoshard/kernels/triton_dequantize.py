@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from math import prod
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoshard.kernels.dequantize import ARGUMENTS, GROUP, NF4, SCALE_VALUES, dequantize_nf4, fake_weights
+from autoshard.kernels.dequantize import (
+    ARGUMENTS,
+    GROUP,
+    NF4,
+    SCALE_VALUES,
+    QuantizedWeight,
+    dequantize_nf4,
+    fake_weights,
+)
 from autoshard.kernels.kernel import Kernel, block_example
 from autoshard.kernels.launch import FLOATS, cdiv, launch, require
 from autoshard.kernels.library import define
@@ -55,33 +63,18 @@ def dequantize_nf4_kernel(
     tl.store(out_ptr + weight, value * scale, mask=inside)
 
 
-def why_not_dequantize(
-    packed: Tensor,
-    absmax: Tensor,
-    nested: Tensor | None,
-    shape: Sequence[int],
-    blocksize: int,
-    first_block: int,
-    dtype: torch.dtype,
-) -> str | None:
+def why_not_dequantize(*operands: Any) -> str | None:
     """Return why the kernel cannot replace `autoshard::dequantize_nf4`, or None if it can."""
+    dtype = QuantizedWeight(*operands).dtype
     if dtype not in FLOATS:
         return f"the result has dtype {dtype}; the kernel writes float32, bfloat16 and float16."
     return None
 
 
-def _dequantize(
-    packed: Tensor,
-    absmax: Tensor,
-    nested: Tensor | None,
-    shape: Sequence[int],
-    blocksize: int,
-    first_block: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    given = (packed, absmax, nested, shape, blocksize, first_block, dtype)
-    require("triton_dequantize_nf4", why_not_dequantize(*given))
-    out, count = fake_weights(*given), prod(shape)
+def _dequantize(*operands: Any) -> Tensor:
+    packed, absmax, nested, shape, blocksize, first_block, _ = QuantizedWeight(*operands)
+    require("triton_dequantize_nf4", why_not_dequantize(*operands))
+    out, count = fake_weights(*operands), prod(shape)
     launch(
         dequantize_nf4_kernel,
         lambda blocks: (cdiv(count, blocks["BLOCK"]),),
