@@ -249,7 +249,7 @@ def check_optimizer(optimizer: Any, *, micro_batches: Any = None, max_grad_norm:
     """Raise unless a compiled step can call `optimizer`.
 
     Raises:
-        TraceError: the argument is no torch optimizer.
+        TraceError: the argument is no torch optimizer, or has no groups of parameters.
         NotAvailableError: the optimizer's step needs a closure or sparse gradients; or `micro_batches` or
             `max_grad_norm` comes without an optimizer, or is out of range.
     """
@@ -267,7 +267,9 @@ def check_optimizer(optimizer: Any, *, micro_batches: Any = None, max_grad_norm:
 
 
 def _check_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `NotAvailableError` if the optimizer's step needs a closure or sparse gradients."""
+    """Raise an error if the optimizer has no groups of parameters, or its step needs a closure or sparse gradients."""
+    if not optimizer.param_groups:
+        raise TraceError(f"optimizer={type(optimizer).__name__} holds no parameters. Make it with model.parameters().")
     if _needs_closure(optimizer):
         raise NotAvailableError(
             f"optimizer={type(optimizer).__name__} calls the model itself: its step() needs a closure. A "

@@ -65,6 +65,12 @@ def stepping(make: Callable[..., Any] = SGD, **options: Any) -> Any:
     return autoshard.compile(model, MESH, optimizer=make(model.parameters(), lr=0.1), **options)
 
 
+def without_groups() -> torch.optim.Optimizer:
+    optimizer = SGD(small().parameters(), lr=0.1)
+    optimizer.param_groups.clear()
+    return optimizer
+
+
 @torch.library.custom_op("autoshard_tests::mystery", mutates_args=())
 def mystery(x: Tensor) -> Tensor:
     return x.flip(0)
@@ -172,6 +178,7 @@ ARGUMENTS: list[tuple[type[AutoshardError], str, Callable[[], Any]]] = [
     (NotAvailableError, "optimizer=LBFGS calls the model itself: its step()", lambda: stepping(torch.optim.LBFGS)),
     (NotAvailableError, "optimizer=LBFGS calls the model itself", lambda: planned(optimizer="lbfgs")),
     (NotAvailableError, "optimizer=SparseAdam takes sparse gradients only", lambda: planned(optimizer="sparseadam")),
+    (TraceError, "optimizer=SGD holds no parameters. Make it with", lambda: compiled(optimizer=without_groups())),
     (TraceError, "optimizer='muon' cannot be made over all of the model's par", lambda: planned(optimizer="muon")),
     *(
         (MeshError, message, lambda target=target, call=call: call(small(), target, example_inputs=(X,)))
