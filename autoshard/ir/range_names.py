@@ -11,8 +11,13 @@ A name begins with a part of the step, which is a phase, or communication over m
 
 from __future__ import annotations
 
+from autoshard.ir.staged import PIPELINE_AXIS
+
 OVER = "communication over "
 WAITING, ADDING, ISSUING = "waiting for the ", "adding up the ", "issuing the "
+
+RECEIVING = f"{OVER}{PIPELINE_AXIS}: {WAITING}message"
+"""The wait for a value of another pipeline stage."""
 
 
 def part_of(name: str) -> str:

@@ -13,8 +13,8 @@ import torch
 
 from autoshard.ir.lowered import LocalSlot
 from autoshard.ir.pipeline_order import StageTask, Work
-from autoshard.ir.range_names import OVER, WAITING
-from autoshard.ir.staged import PIPELINE_AXIS, crosses_stages
+from autoshard.ir.range_names import RECEIVING
+from autoshard.ir.staged import crosses_stages
 from autoshard.runtime.engine import LocalValue
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.graphed_passes import GraphedPasses
@@ -29,8 +29,6 @@ These are the tensors of the call and of the model (`Executable.by_stage`).
 
 Take = Callable[[Executable, Sequence[LocalValue], int], None]
 """Function that is called with a stage's program, the local outputs of its forward, and the micro-batch's number."""
-
-_RECEIVING = f"{OVER}{PIPELINE_AXIS}: {WAITING}message"
 
 
 @dataclass(slots=True)
@@ -236,7 +234,7 @@ class ProgramRun:
         return engine.read(torch.full(slot.shape, share, dtype=slot.dtype, device=engine.device), slot)
 
     def _received(self, slot: LocalSlot, stage: StageRun, micro_batch: int, *, is_forward: bool) -> LocalValue:
-        with stage.program.engine.ranges.around(_RECEIVING):
+        with stage.program.engine.ranges.around(RECEIVING):
             value, made = self.messages.take(slot.slot.name, stage.number, micro_batch, is_forward=is_forward)
         return stage.program.engine.reshard(value, made, slot)
 

@@ -29,18 +29,19 @@ from cost_models.schedule_orders import ActionKind, Rows
 from cost_models.streams import Op, Segment, StreamTimes, overlap_of, simulate_streams
 from passes.memory.pipeline_memory import RankMemory, crossing_bytes, pipeline_memory
 from passes.prediction.predict import HOST, SLOWED, trace_of
-from passes.prediction.walk_program import ACCUMULATION, COPIES, walk_program
+from passes.prediction.walk_program import ACCUMULATION, ADDING_UP, COPIES, walk_program
 from passes.strategies.price_nodes import NodePrices
 
 BUBBLE = "bubble"
 
 _INPUTS, _WEIGHTS = "backward, inputs", "backward, weights"
-_WORKS = {
+WORKS = {
     "forward": Work.FORWARD,
     "backward": Work.BACKWARD,
     _INPUTS: Work.BACKWARD_INPUT,
     _WEIGHTS: Work.BACKWARD_WEIGHT,
 }
+"""From the name of a phase of a stage to the task that runs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def predict_pipeline(staged: StagedProgram, mesh: Mesh, cluster: Cluster, *, cli
     times, timeline = order_times(
         order_rows(order),
         order.stage_ranks,
-        np.array([[item.seconds(name) for name in _WORKS] for item in walked]),
+        np.array([[item.seconds(name) for name in WORKS] for item in walked]),
         _transfers(staged, mesh, cluster),
         once_s=np.array([item.seconds("hoisted") for item in walked]),
         update_s=np.array([item.seconds("update") for item in walked]),
@@ -184,13 +185,13 @@ def _with_adding(backward: Segment, seconds: float) -> Segment:
 
     The first micro-batch adds nothing, so `seconds` is the mean over all micro-batches.
     """
-    return replace(backward, ops=(*backward.ops, Op("add gradients", ACCUMULATION, seconds))) if seconds else backward
+    return replace(backward, ops=(*backward.ops, Op(ADDING_UP, ACCUMULATION, seconds))) if seconds else backward
 
 
 def runs_of_phases(order: PipelineOrder, stage: int) -> dict[str, int]:
     """Return the number of runs of each phase of a stage in a step, by the phase's name."""
     tasks = Counter(task.work for slots in order.ranks for slot in slots for task in slot if task.stage == stage)
-    return {name: tasks[work] for name, work in _WORKS.items()}
+    return {name: tasks[work] for name, work in WORKS.items()}
 
 
 def _busy_s(walked: _Walked) -> float:

@@ -20,9 +20,9 @@ from autoshard.ir.communicators import group_axes
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.profile import PredictedSteps, RangeCost, RangeSpan, StepSpans
-from autoshard.ir.range_names import OVER, WAITING
+from autoshard.ir.range_names import RECEIVING
 from autoshard.ir.request import CompiledProgram
-from autoshard.ir.staged import PIPELINE_AXIS, StagedProgram
+from autoshard.ir.staged import StagedProgram
 from autoshard.ir.trace import TraceSpan
 from autoshard.kernels.native import SEMANTIC
 from autoshard.kernels.offload import TRANSFERS
@@ -31,19 +31,17 @@ from cost_models.operators import work
 from cost_models.refit import constant_of_link, constant_of_memory, constant_of_work
 from cost_models.streams import Segment, overlap_of, simulate_streams
 from cost_models.timeline import COMPUTE, Span
-from passes.prediction.predict_pipeline import predict_pipeline, runs_of_phases, segments_of_stage
-from passes.prediction.walk_program import walk_program
+from passes.prediction.predict_pipeline import WORKS, predict_pipeline, runs_of_phases, segments_of_stage
+from passes.prediction.walk_program import ADDING_UP, walk_program
 from passes.strategies.collective_nodes import collective_of, exchanges
 from passes.strategies.local_tracer import IS_RESHARD
 from passes.strategies.price_nodes import STRIDED_COPY, NodePrices
 from passes.strategies.tensor_infos import tensor_infos
 
-_ADDING_UP = "add gradients"
 _BACKWARD = "backward"
-_WAITS = f"{OVER}{PIPELINE_AXIS}: {WAITING}message"
 _TASK = re.compile(r"(?P<stage>\d+)(?P<work>[A-Z])\d+")
-_PHASES = {"F": "forward", "B": _BACKWARD, "I": "backward, inputs", "W": "backward, weights"}
-"""The letters of tasks in a simulated order, and their phases in `predict_pipeline`."""
+_PHASES = {work.value: phase for phase, work in WORKS.items()}
+"""From the letter of a task in a simulated order to the phase that it runs."""
 
 
 def predict_steps(compiled: CompiledProgram, cluster: Cluster) -> PredictedSteps:
@@ -98,14 +96,14 @@ def _filled(
     free_ns, begun = 0, set[int]()
     for task in sorted(tasks, key=lambda span: span.start_ns):
         if task.start_ns > free_ns:
-            yield RangeSpan(_WAITS, free_ns, task.start_ns)
+            yield RangeSpan(RECEIVING, free_ns, task.start_ns)
         free_ns = task.start_ns
         for step in _steps_of(task, own, phases, begun):
             yield from (_moved(span, free_ns) for span in step.spans)
             free_ns += step.duration_ns
         free_ns = max(free_ns, task.start_ns + task.duration_ns)
     if free_ns < total_ns:
-        yield RangeSpan(_WAITS, free_ns, total_ns)
+        yield RangeSpan(RECEIVING, free_ns, total_ns)
 
 
 def _steps_of(
@@ -132,7 +130,7 @@ def _names_of(phased: PhasedProgram) -> dict[str, str]:
     """Return the range of each node of a program, by the node's name."""
     graphs = [*phased.phases.values(), *((phased.halves.inputs, phased.halves.weights) if phased.halves else ())]
     calls = (node for module in graphs for node in module.graph.nodes if node.op == "call_function")
-    return {_ADDING_UP: f"{_BACKWARD}: {_ADDING_UP}"} | {node.name: range_name(node) for node in calls}
+    return {ADDING_UP: f"{_BACKWARD}: {ADDING_UP}"} | {node.name: range_name(node) for node in calls}
 
 
 def _step(segments: Iterable[Segment], names: Mapping[str, str], cluster: Cluster) -> StepSpans:

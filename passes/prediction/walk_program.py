@@ -38,6 +38,9 @@ from passes.strategies.price_nodes import NodePrices
 
 COPIES = "reshard copies"
 ACCUMULATION = "accumulation"
+
+ADDING_UP = "add gradients"
+"""The name of the operations that add gradients of micro-batches to sums."""
 NETWORK, NODE = "network", "node"
 
 
@@ -91,7 +94,7 @@ def adding_up(adding_s: float, micro_batches: int) -> list[Segment]:
     more = micro_batches - 1
     if not more or not adding_s:
         return []
-    return [Segment(ACCUMULATION, (Op("add gradients", ACCUMULATION, more * adding_s, launches=more),))]
+    return [Segment(ACCUMULATION, (Op(ADDING_UP, ACCUMULATION, more * adding_s, launches=more),))]
 
 
 def _seconds_of_adding(phased: PhasedProgram, device: Device, units: LocalUnits) -> float:
