@@ -158,8 +158,8 @@ def candidates_found(
         is_spare = is_far or (in_stages and has_stages) or planned >= _MOST_SHAPES
         has_stages, planned = has_stages or in_stages, planned + (not is_spare)
         for candidate in candidates_of(shape, meshes_for(shape, cluster), global_batch):
-            is_free = not (fixed or candidate.has_stages or is_several(shape.expert))
-            is_free = is_free and len(candidate.meshes[0].axes) <= _AXES_IN_TIME
+            is_bound = fixed or candidate.has_stages or is_several(shape.expert)
+            is_free = not is_bound and len(candidate.meshes[0].axes) <= _AXES_IN_TIME
             is_for_memory = candidate.is_for_memory or shape not in usual
             own = {"recipe": None if is_free else shape, "proposal": shape, "exact": recipe, "price_s": step_s}
             varies = not candidate.has_stages and "micro_batch" not in fixed

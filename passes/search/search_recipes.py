@@ -209,8 +209,10 @@ class _BestFirst:
     def _least(self, layouts: tuple[Layout, ...]) -> float:
         """Return a lower bound of the objective of all recipes with layouts that differ only in the micro-batch."""
         policies = self.space.policies(layouts[0]) if layouts else []
-        if self.smallest or not policies:
-            return 0.0 if policies else math.inf
+        if not policies:
+            return math.inf
+        if self.smallest:
+            return 0.0
         size, ranks = math.lcm(*(layout.micro_batch for layout in layouts)), list(self.space.pipelines(layouts[0]))
         sharding = Sharding(min(1, self.space.most_zero))
         ends = (self._recipe(layouts[0], policies[0], number, sharding) for number in (ranks[0], ranks[-1]))
