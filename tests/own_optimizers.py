@@ -8,52 +8,54 @@ from typing import Any
 import torch
 
 
-class Lion(torch.optim.Optimizer):
+class _Own(torch.optim.Optimizer):
+    """Moves each parameter with a gradient by `move`."""
+
+    def __init__(self, parameters: Iterable[Any], lr: float = 1e-3) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self.param_groups:
+            for parameter in (item for item in group["params"] if item.grad is not None):
+                self.move(parameter, parameter.grad, group["lr"])
+
+    def move(self, parameter: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
+        """Update a parameter in place."""
+        raise NotImplementedError
+
+
+class Lion(_Own):
     """Steps of equal size along the sign of the momentum (Chen et al., 2023)."""
 
-    def __init__(self, parameters: Iterable[Any], lr: float = 1e-3) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        for group in self.param_groups:
-            for parameter in (item for item in group["params"] if item.grad is not None):
-                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
-                parameter.add_(momentum.lerp(parameter.grad, 0.1).sign(), alpha=-group["lr"])
-                momentum.lerp_(parameter.grad, 0.01)
+    def move(self, parameter: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
+        momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+        parameter.add_(momentum.lerp(grad, 0.1).sign(), alpha=-lr)
+        momentum.lerp_(grad, 0.01)
 
 
-class Shampoo(torch.optim.Optimizer):
+class Shampoo(_Own):
     """Gradients times inverse fourth roots of their second moments (Gupta et al., 2018); roots of whole matrices."""
 
-    def __init__(self, parameters: Iterable[Any], lr: float = 1e-3) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        for group in self.param_groups:
-            for parameter in (item for item in group["params"] if item.grad is not None):
-                matrix = parameter.grad.reshape(len(parameter.grad), -1)
-                state = self.state[parameter]
-                rows = state.setdefault("rows", torch.eye(matrix.shape[0]).to(matrix))
-                columns = state.setdefault("columns", torch.eye(matrix.shape[1]).to(matrix))
-                rows += matrix @ matrix.T
-                columns += matrix.T @ matrix
-                step = _inverse_root(rows) @ matrix @ _inverse_root(columns)
-                parameter.sub_(step.reshape(parameter.shape), alpha=group["lr"])
+    def move(self, parameter: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
+        matrix = grad.reshape(len(grad), -1)
+        state = self.state[parameter]
+        rows = state.setdefault("rows", torch.eye(matrix.shape[0]).to(matrix))
+        columns = state.setdefault("columns", torch.eye(matrix.shape[1]).to(matrix))
+        rows += matrix @ matrix.T
+        columns += matrix.T @ matrix
+        step = _inverse_root(rows) @ matrix @ _inverse_root(columns)
+        parameter.sub_(step.reshape(parameter.shape), alpha=lr)
 
 
-class Noisy(Lion):
+class Noisy(_Own):
     """Steps in random directions."""
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.add_(torch.randn_like(parameter), alpha=group["lr"])
+    def move(self, parameter: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
+        parameter.add_(torch.randn_like(parameter), alpha=lr)
 
 
-class Failing(Lion):
+class Failing(_Own):
     """Knows its parameters from elsewhere."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
