@@ -114,7 +114,11 @@ was 14 % faster.
 """
 
 _AXES_IN_TIME = 2
-"""Largest number of mesh axes for a search over all specs. On more axes the recipe restricts the specs."""
+"""Largest number of mesh axes for a search over all specs. On more axes the recipe restricts the specs.
+
+A recipe that splits experts always restricts them. The search over all specs misses such a split: of a small Mixtral on
+two CPUs it finds a plan of 0.495 s, and within the recipe a plan of 0.439 s (2026-11-30).
+"""
 
 
 def shape_of(recipe: Recipe, fixed: Mapping[str, object]) -> Recipe:
