@@ -116,8 +116,8 @@ was 14 % faster.
 _AXES_IN_TIME = 2
 """Largest number of mesh axes for a search over all specs. On more axes the recipe restricts the specs.
 
-A recipe that splits experts always restricts them. The search over all specs misses such a split: of a small Mixtral on
-two CPUs it finds a plan of 0.495 s, and within the recipe a plan of 0.439 s (2026-11-30).
+A recipe that splits experts always restricts them, because the search over all specs misses such a split. For example,
+it plans a step of 0.495 s for a small Mixtral on two CPUs. Within the recipe the step takes 0.439 s (2026-11-30).
 """
 
 
