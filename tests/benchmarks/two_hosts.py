@@ -15,8 +15,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-ADDRESS = "10.99.0.1"
-"""The first host's."""
+ADDRESSES = ("10.99.0.1", "10.99.0.2")
 PORT = 29611
 _BURST, _LATENCY = "256kb", "200ms"
 
@@ -27,6 +26,9 @@ class TwoHosts:
     Args:
         rate: rate of the link in each direction, as for `tc` ("200mbit", "1gbit"); "none" leaves the rate unlimited.
 
+    Attributes:
+        names: names of the two network namespaces, for `ip netns exec`.
+
     Raises:
         SystemExit: this machine cannot make the hosts; the message names the missing part.
     """
@@ -34,7 +36,7 @@ class TwoHosts:
     def __init__(self, rate: str) -> None:
         _check_machine(rate)
         self._rate = rate
-        self._hosts = tuple(f"as{os.getpid()}{letter}" for letter in "ab")
+        self.names = tuple(f"as{os.getpid()}{letter}" for letter in "ab")
 
     def __enter__(self) -> Self:
         try:
@@ -62,28 +64,28 @@ class TwoHosts:
             _stop(other)
 
     def _command(self, node: int, python: str, arguments: Sequence[str]) -> list[str]:
-        host = ["ip", "netns", "exec", self._hosts[node], "env", "GLOO_SOCKET_IFNAME=eth0"]
+        host = ["ip", "netns", "exec", self.names[node], "env", "GLOO_SOCKET_IFNAME=eth0"]
         launcher = [python, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1"]
-        return [*host, *launcher, f"--master-addr={ADDRESS}", f"--master-port={PORT}", *arguments]
+        return [*host, *launcher, f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}", *arguments]
 
     def _make(self) -> None:
-        cables = [f"v{host}" for host in self._hosts]
-        for host in self._hosts:
+        cables = [f"v{host}" for host in self.names]
+        for host in self.names:
             _run("ip", "netns", "add", host)
         _run("ip", "link", "add", cables[0], "type", "veth", "peer", "name", cables[1])
-        for index, (host, cable) in enumerate(zip(self._hosts, cables, strict=True)):
+        for host, cable, address in zip(self.names, cables, ADDRESSES, strict=True):
             _run("ip", "link", "set", cable, "netns", host, "name", "eth0")
-            _run("ip", "-n", host, "addr", "add", f"10.99.0.{index + 1}/24", "dev", "eth0")
+            _run("ip", "-n", host, "addr", "add", f"{address}/24", "dev", "eth0")
             _run("ip", "-n", host, "link", "set", "lo", "up")
             _run("ip", "-n", host, "link", "set", "eth0", "up")
         if self._rate == "none":
             return
-        for host in self._hosts:
+        for host in self.names:
             bucket = ("tbf", "rate", self._rate, "burst", _BURST, "latency", _LATENCY)
             _run("ip", "netns", "exec", host, "tc", "qdisc", "replace", "dev", "eth0", "root", *bucket)
 
     def _remove(self) -> None:
-        for host in self._hosts:
+        for host in self.names:
             left = subprocess.run(["ip", "netns", "pids", host], check=False, capture_output=True, text=True)
             for process in left.stdout.split():
                 with suppress(ProcessLookupError):

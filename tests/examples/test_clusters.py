@@ -8,13 +8,14 @@ import shutil
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.benchmarks.two_hosts import ADDRESSES, TwoHosts
 from tests.examples.scripts import ROOT, run_python
 
 CLUSTERS = ROOT / "examples" / "clusters"
@@ -24,8 +25,17 @@ _SRUN = """#!/bin/bash
 for _ in $(seq "$SLURM_NNODES"); do "$@" & jobs+=($!); done
 for job in "${jobs[@]}"; do wait "$job" || exit 1; done
 """
+_SRUN_ON_HOSTS = """#!/bin/bash
+# Each host has its own name, and finds the others' addresses in /etc/hosts, as on a cluster.
+as_host='hostname "$0"; mount --bind "$1" /etc/hosts; shift; exec "$@"'
+on() {{ ip netns exec "$1" unshare --uts --mount bash -c "$as_host" "$2" {table} "${{@:3}}"; }}
+export GLOO_SOCKET_IFNAME=eth0
+on {first} node1 "$@" & one=$!
+on {second} node2 "$@" & two=$!
+wait "$one" && wait "$two"
+"""
 _SCONTROL = """#!/bin/bash
-[ "$*" = "show hostnames localhost,127.0.0.1" ] && tr , '\\n' <<< "$3"
+[ "$1 $2" = "show hostnames" ] && tr , '\\n' <<< "$3"
 """
 _RAY = """
 import threading
@@ -105,23 +115,42 @@ def free_job() -> int:
     raise AssertionError("no port is free")
 
 
-def test_the_sbatch_script_runs(folder: Path) -> None:
-    """The whole script starts a torchrun on each of two emulated nodes, whose ranks meet."""
+def submit(folder: Path, nodes: str, steps: int) -> list[tuple[int, int, str]]:
+    """Run the sbatch script as a job on two nodes. Returns the lines of steps."""
     environment = {
         **os.environ,
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
-        "SLURM_JOB_NODELIST": "localhost,127.0.0.1",
+        "SLURM_JOB_NODELIST": nodes,
         "SLURM_NNODES": "2",
         "SLURM_GPUS_ON_NODE": "1",
         "SLURM_JOB_ID": str(free_job()),
     }
     done = subprocess.run(
-        ["bash", "train.sbatch", "2"], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        ["bash", "train.sbatch", str(steps)], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [item[:2] for item in steps_in(done.stdout)] == [(0, 2), (1, 2)]
+    return steps_in(done.stdout)
+
+
+def test_the_sbatch_script_runs(folder: Path) -> None:
+    """The whole script starts a torchrun on each of two nodes of this machine, whose ranks meet."""
+    assert [item[:2] for item in submit(folder, "localhost,127.0.0.1", 2)] == [(0, 2), (1, 2)]
+
+
+def test_two_jobs_on_two_hosts(folder: Path) -> None:
+    """On hosts with network stacks of their own and a slow link, a second job goes on where the first one ended."""
+    with ExitStack() as stack:
+        try:
+            first, second = stack.enter_context(TwoHosts("200mbit")).names
+        except SystemExit as error:
+            pytest.skip(str(error))
+        table = folder / "hosts"
+        table.write_text(f"127.0.0.1 localhost\n{ADDRESSES[0]} node1\n{ADDRESSES[1]} node2\n")
+        (folder / "bin" / "srun").write_text(_SRUN_ON_HOSTS.format(first=first, second=second, table=table))
+        lines = submit(folder, "node1,node2", 3) + submit(folder, "node1,node2", 5)
+    assert [item[:2] for item in lines] == [(number, 2) for number in range(5)]
 
 
 def test_the_options_of_sbatch() -> None:
