@@ -109,7 +109,7 @@ KERNELS = (
             block_example(
                 dequantize_nf4_kernel,
                 f"*u8 {'*u8 *fp32' if nested else '*fp32 None'} *fp32 *bf16 i64 i32 i64",
-                _BLOCK,
+                4096,
                 _WARPS,
                 NESTED=nested,
                 SCALE_VALUES=SCALE_VALUES,

@@ -75,12 +75,14 @@ def _splits(
 def plain_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Within the context, groups whose parameters are all whole DTensors have plain parameters, and so has their state.
 
-    The plain parameters share memory with the DTensors.
+    The plain parameters share memory with the DTensors. A group with sharded state (ZeRO-1) stays as it is.
     """
-    groups = [group for group in optimizer.param_groups if all(map(_is_whole, group["params"]))]
+    state = optimizer.state
+    groups = [
+        group for group in optimizer.param_groups if all(_has_whole_state(item, state) for item in group["params"])
+    ]
     held = [group["params"] for group in groups]
     plain = {parameter: _plain(parameter) for parameters in held for parameter in parameters}
-    state = optimizer.state
     for group in groups:
         group["params"] = [plain[parameter] for parameter in group["params"]]
     for parameter, lent in plain.items():
@@ -94,6 +96,12 @@ def plain_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         for parameter, lent in plain.items():
             if lent in state:
                 state[parameter] = {name: _like(value, parameter) for name, value in state.pop(lent).items()}
+
+
+def _has_whole_state(parameter: torch.Tensor, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> bool:
+    """Whether a parameter is a whole DTensor, and none of its state is sharded."""
+    values = state[parameter].values() if parameter in state else ()
+    return _is_whole(parameter) and all(_is_whole(value) for value in values if isinstance(value, DTensor))
 
 
 def _is_whole(value: torch.Tensor) -> bool:

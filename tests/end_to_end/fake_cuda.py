@@ -30,7 +30,7 @@ import autoshard
 from autoshard.ir.program import Program
 from autoshard.ir.request import CompiledProgram, Request
 from autoshard.kernels.library import NAMESPACE, implementation_of
-from autoshard.runtime import distributed, generator_marks, seeds
+from autoshard.runtime import distributed, generator_marks, graph_loader, seeds
 from autoshard.runtime.agreement import digests, late_numbers
 from autoshard.runtime.agreement.one_thread import OneThread
 from autoshard.runtime.compiler import Compiler
@@ -255,7 +255,7 @@ def fake_world(sizes: Mapping[str, int]) -> Iterator[FakeWorld]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(distributed, "ControlGroup", OneOfMany)
-            patch.setattr(distributed, "call_directly", lambda graph_module: None)
+            patch.setattr(graph_loader, "call_directly", lambda graph_module: None)
             patch.setattr(late_numbers.torch, "Event", _Event)
             patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
             patch.setattr(ShardedModule, "_next_seed", _within(fakes, ShardedModule._next_seed))

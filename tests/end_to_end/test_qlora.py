@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import tempfile
+from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,8 @@ ROWS = {f"*{name}_proj.base_layer.weight": P("model") for name in ("q", "gate", 
 
 @cache
 def base_folder() -> Path:
-    """A folder with a Llama in float32."""
-    folder = shared_folder() if dist.is_initialized() else Path(tempfile.mkdtemp())
+    """A folder with a Llama in float32, for as long as the processes run."""
+    folder = ExitStack().enter_context(shared_folder())
     sizes = {"words": 96, "width": 128, "inner": 256, "heads": 4, "key_heads": 2, "length": 16}
     build("llama", layers=2, **sizes).save_pretrained(folder)  # with processes, the first one writes
     if dist.is_initialized():
@@ -215,16 +215,16 @@ def check_memory(packed: P) -> None:
 
 def check_files(**options: Any) -> None:
     """Peft loads the adapter beside 4-bit weights, and transformers the merged model, which is no longer in 4 bits."""
-    folder = shared_folder()
     model, inputs = adapted(**options)
     step = autoshard.compile(model, PAIR, optimizer=adamw(model.parameters()), constraints=ZERO)
     step(**inputs)
-    step.export(folder / "adapter")
-    step.export(folder / "merged", merge=True)
     expected = whole(step.sharded(**inputs).loss.detach())
-    assert all("lora_" in name for name in load_file(folder / "adapter" / "adapter_model.safetensors"))
-    again = peft.PeftModel.from_pretrained(quantised(), folder / "adapter")
-    merged = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged")
+    with shared_folder() as folder:
+        step.export(folder / "adapter")
+        step.export(folder / "merged", merge=True)
+        assert all("lora_" in name for name in load_file(folder / "adapter" / "adapter_model.safetensors"))
+        again = peft.PeftModel.from_pretrained(quantised(), folder / "adapter")
+        merged = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged")
     assert {type(item) for item in merged.modules() if isinstance(item, nn.Linear)} == {nn.Linear}
     for found in (again, merged):
         torch.testing.assert_close(found.train()(**inputs).loss.detach(), expected, rtol=1e-5, atol=1e-6)

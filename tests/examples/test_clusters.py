@@ -134,6 +134,7 @@ def submit(folder: Path, nodes: str, steps: int) -> list[tuple[int, int, str]]:
     return steps_in(done.stdout)
 
 
+@pytest.mark.slow
 def test_the_sbatch_script_runs(folder: Path) -> None:
     """The whole script starts a torchrun on each of two nodes of this machine, whose ranks meet."""
     assert [item[:2] for item in submit(folder, "localhost,127.0.0.1", 2)] == [(0, 2), (1, 2)]
