@@ -169,7 +169,7 @@ def embedding_backward(
 def fft(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
     """Return the work of a Fourier transform of N points: 5 N log2 N FLOPs if complex, half if real (as FFTW).
 
-    It reads and writes x once for each transformed dim. Complex numbers count as pairs of float32.
+    The transform reads and writes x once for each transformed dim. Complex numbers count as pairs of float32.
 
     arguments: (x, dim, ...).
     """

@@ -220,7 +220,7 @@ class _StreamBatches(IterableDataset[Loaded]):
         return islice(iter(self._stream), skipped, None)
 
     def _position_now(self) -> Any:
-        """Return the stream's own position, copied because the stream goes on."""
+        """Return a copy of the stream's state, because reading changes the state; None for a stream without a state."""
         return copy.deepcopy(self._stream.state_dict()) if isinstance(self._stream, KnowsPosition) else None
 
 

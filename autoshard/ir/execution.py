@@ -25,7 +25,7 @@ class Execution(Recipe):
 
     Raises:
         RecipeError: a field is invalid, or `global_batch` is no multiple of `micro_batch` x `data`, or `expert` does
-            not divide `data` in a runtime without folded experts.
+            not divide `data` and the runtime has no `folded_experts`.
 
     Example:
         >>> Execution(data=8, tensor=8, pipeline=2, micro_batch=1, global_batch=64).micro_batches

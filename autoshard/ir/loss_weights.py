@@ -27,14 +27,16 @@ ReadInput = Callable[[int, str, str], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Count:
-    """The count by which a loss is divided, as graphs that compute the count of a micro-batch and of the whole batch.
+    """The count by which a loss is divided, such as the number of targets that are not ignored.
+
+    Two graphs compute the count: `of_part` for a micro-batch, and `of_whole` for the batch, from sums over its parts.
 
     Args:
         of_part: takes the inputs of a micro-batch; returns its count, then the sums from which the count is computed.
-        of_whole: takes these sums for the whole batch, then the inputs of the first micro-batch; returns the count of
-            the whole batch.
-        exponents: for each of these sums, an exponent e. The batch's sum is the total over its m micro-batches, divided
-            by m ** e.
+        of_whole: takes the sums of the whole batch, then the inputs of the first micro-batch; returns the count of the
+            whole batch.
+        exponents: an exponent e for each sum of `of_part`. The whole batch's sum is the total over m micro-batches,
+            divided by m ** e. For example, e is 0 for a sum over rows, and 1 for a mean.
         inputs: kind and name of each input that both graphs take.
     """
 

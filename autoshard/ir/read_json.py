@@ -41,7 +41,8 @@ def parse(text: str) -> Any:
     """Return the data of a JSON text.
 
     Raises:
-        ValueError: the text is no JSON, or contains something that the JSON standard leaves open. The message names it.
+        ValueError: the text is no JSON, repeats a key, nests too deeply, or has a number that is not finite or exceeds
+            64 bits.
 
     Example:
         >>> parse('{"data": 2}')

@@ -247,7 +247,7 @@ _decided_of = attrgetter(*DECIDED)
 def _check_kinds(*values: object) -> None:
     """Check the values of the fields in `_CHOICES` and `_FLAGS`, given in this order; None is allowed.
 
-    Raises `RecipeError` for an invalid value. Calls are cached, because a search repeats the same values.
+    Raises `RecipeError` for an invalid value. Calls are cached, because a search checks the same values many times.
     """
     for name, value in zip((*_CHOICES, *_FLAGS), values, strict=True):
         if value is not None:

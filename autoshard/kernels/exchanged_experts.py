@@ -60,9 +60,9 @@ class Route:
 
     @classmethod
     def of(cls, order: Tensor, counts: Tensor) -> Route:
-        """Return the route of this rank's rows.
+        """Return the route of the rows that this rank sends and receives.
 
-        `order` has the numbers of all assignments of this rank, sorted by expert. `counts` is the result of `_counted`.
+        `order` has the numbers of this rank's assignments, sorted by expert. `counts` is the result of `_counted`.
         """
         _, ranks, held = counts.shape
         sent, received = counts.sum(2).tolist()

@@ -55,11 +55,11 @@ def _reduction(
     If a reduced dim is split, the result is partial.
 
     Args:
-        is_linear: whether the operator is linear. Then padding is filled with zeros.
-        local: the rewrite, or None.
+        is_linear: whether the operator is linear. If it is, padding is filled with zeros.
+        local: the rewrite that emits the local calls, or None.
         fill: the fill value of padding that does not change the result, or None.
-        carries: further ways for partial operands to pass.
-        is_move: whether the result is the operand if all reduced dims have size one.
+        carries: each allows partial operands to make a partial result, as a partial maximum passes `amax`.
+        is_move: whether the result equals the operand if all reduced dims have size one.
         dtype: the dtype to which elements are converted first; by default `_widened`.
     """
     dtype = dtype or (_widened(x) if reduction in ("sum", "product") else x.dtype)

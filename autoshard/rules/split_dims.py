@@ -36,7 +36,7 @@ def split_along(
         fill: the fill value of padding along the dim.
         operands: the number of tensor operands.
         is_linear: whether the operator is linear in the first operand.
-        carries: further ways for partial operands to pass.
+        carries: each allows partial operands to make a partial result, as a partial maximum passes `amax`.
         is_even: whether the dim may only be split evenly.
     """
     dims = named(max(x.dim(), 1))

@@ -89,13 +89,13 @@ class Engine(Protocol):
         ...
 
     def load_adding(self, graph_module: fx.GraphModule, owned: Sequence[bool]) -> Loaded | None:
-        """Make a graph ready to run that adds its last results to sums while it runs (see `add_to_sums`).
+        """Return a function that runs a graph and adds its last results to running sums (see `add_to_sums`).
 
-        The returned function takes the sums after the graph's own inputs. The method returns None if this engine cannot
-        add while the graph runs. The caller then calls `add` on the results of the graph.
+        The function takes the sums after the graph's own inputs. The method returns None if this engine cannot add
+        while the graph runs. The caller then calls `add` on the results of the graph.
 
-        `owned` says, for each of the last results, whether the graph returns it in new memory. The first sums are
-        results of the graph, so their memory may then be written over.
+        `owned` says, for each of the last results, whether the graph makes it in new memory. The first micro-batch's
+        results become the first sums. If they are in new memory, later sums may be written over them.
         """
         ...
 
@@ -138,11 +138,11 @@ class Engine(Protocol):
         ...
 
     def reader(self, slots: Sequence[LocalSlot]) -> Reader:
-        """Return a function that applies `read` for each slot. The local values may share memory with DTensors."""
+        """Return a function that applies `read` to a tensor of each slot. Results may share memory with DTensors."""
         ...
 
     def like_writer(self, slots: Sequence[LocalSlot]) -> LikeWriter:
-        """Return a function that applies `write_like` for each slot."""
+        """Return a function that applies `write_like` to a local value for each slot."""
         ...
 
     def write(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:

@@ -162,7 +162,7 @@ _PLAIN = (float, bool, int, str, type(None))
 
 
 def _is_plain(value: object) -> bool:
-    """Whether an option is immutable, so that a changed value is another object."""
+    """Whether an option's value is immutable: a number, a string, None, or a tuple of these."""
     return type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value))
 
 

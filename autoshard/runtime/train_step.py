@@ -190,7 +190,7 @@ class TrainStep(HasWeights):
 
     @property
     def on_nonfinite(self) -> str | None:
-        """The given `Options(on_nonfinite=)`."""
+        """The response to a loss or gradient norm that is not finite: "raise", "skip", or None for no check."""
         return self._check.on_nonfinite
 
     @property

@@ -43,9 +43,10 @@ class VaryingNumbers:
     conditions: tuple[Condition, ...] = ()
 
     def guards(self, use: PythonUse, registered: Iterable[torch.Tensor]) -> PythonGuards:
-        """Return the checks for later calls after a trace that read `use`: conditions of watched numbers, else values.
+        """Return the checks that later calls make, after a trace that read the Python values `use`.
 
-        `registered` are the parameters and buffers of the model.
+        A later call checks the conditions on watched numbers, and the values of everything else. `registered` are the
+        model's parameters and buffers, which are not checked.
         """
         return replace(use.guards(registered).without(self.watched), conditions=self.conditions)
 

@@ -292,7 +292,7 @@ def running_mean(draw: Draw, writer: SourceWriter) -> None:
 
 
 def constant_buffer(draw: Draw, writer: SourceWriter) -> None:
-    """Add a constant table of shape [length, width] to `h`, or multiply `h` by it."""
+    """Write a line that adds a constant table of shape [length, width] to `h`, or multiplies `h` by the table."""
     name = writer.buffer("table", f"torch.linspace(0.5, 1.5, {writer.length * writer.width})")
     table = f"{name}.view({writer.length}, {writer.width})"
     writer.line(draw(st.sampled_from(("h = h + {}", "h = h * {}"))).format(table))

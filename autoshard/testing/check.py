@@ -78,13 +78,13 @@ def check_plan(
         make_optimizer: maps parameters to an optimizer; None: gradient descent with learning rate 0.01.
         whole_step: train by `autoshard.compile(..., optimizer=...)`, with the update in the program. The model returns
             its loss first. The plan then must cover a whole step with one micro-batch.
-        precise: a wider dtype, such as `torch.float64`, in which one device also runs, to measure its rounding errors.
-            A value may then differ by a few times its rounding error, as ill-conditioned values do, such as gradients
-            of nearly uniform attention. One run's error may be small by chance. So if a value differs, one device runs
-            again, on parameters and inputs that are each moved by one rounding. If the errors do not explain the
-            difference, the plan's specs and one device both run in the wider dtype. Values that agree there to 1e-9 of
-            their scale differed only by rounding. None: no wider run; with a `precision`, rounding is measured against
-            the model's own dtypes.
+        precise: a wider dtype, such as `torch.float64`. One device also runs in this dtype, which measures the rounding
+            error of each value. A value may then differ by a few times its rounding error. Gradients of nearly uniform
+            attention, which are ill-conditioned, need this allowance. A rounding error may be small by chance. So if a
+            value differs, one device runs a few more times, on parameters and inputs that are moved by one rounding. If
+            the value still differs, the mesh and one device run in the wider dtype, by the plan's specs. A value that
+            then agrees to 1e-9 of its scale differed only by rounding. None: no wider run. With a `precision`, None
+            measures rounding against a run in the model's own dtypes.
         precision: the compute precision, such as "bf16" (see `autoshard.compile`). One device then runs the same
             casts.
         traced: the program of the call (for a whole step, of a micro-batch), if it has already been traced.

@@ -115,7 +115,7 @@ def _flex_attention(
     which scores are masked.
 
     Returns:
-        The result [B, H, S, D], with its dims in the memory order of `q`. Further, log-sum-exp and largest score of
+        The result [B, H, S, D], with strides in the order of those of `q`. Further, log-sum-exp and largest score of
         each row [B, H, S], both divided by ln 2.
     """
     score_buffers, mask_buffers = (*buffers, (), ())[:2]
@@ -185,7 +185,7 @@ def _look_up(table: Tensor, entries: Sequence[Any]) -> Tensor:
 
 
 def _in_order_of(x: Tensor, like: Tensor) -> Tensor:
-    """Return `x` with its dims in the memory order of `like`: the dim of the largest stride first."""
+    """Return `x` with its values and shape, but with strides in the order of the strides of `like`."""
     order = sorted(range(x.dim()), key=lambda dim: -like.stride(dim))
     return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
 

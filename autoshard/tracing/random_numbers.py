@@ -68,7 +68,7 @@ def number_random_operators(seed: Tensor) -> Iterator[None]:
 def refusing_seeds() -> Iterator[None]:
     """Within the context, raise `TraceError` if the model seeds PyTorch's generator.
 
-    Such a model draws the same numbers in every call. A program draws other numbers in each call.
+    A model that seeds the generator draws equal numbers in every call, and its program would draw different numbers.
     """
 
     def refuse(*_: Any) -> None:

@@ -201,7 +201,7 @@ def _places(program: Program) -> dict[str, object]:
 def _spots(program: Program, repeats: tuple[Repeat, ...]) -> dict[str, _NodeSpot]:
     """Return the positions of nodes in repeated units, by name.
 
-    The units are the left-out units, and the two units kept at each end of a run.
+    The units are the left-out units, and two units on each side of the gap.
     """
     counts: dict[_Unit, int] = defaultdict(int)
     spots: dict[str, _NodeSpot] = {}

@@ -27,12 +27,12 @@ _BLOCK = re.compile(r"((?:.*?\.)??[^.]+)\.(\d+)(?:\.(.*))?$")
 def leave_out_units(program: Program, margin: int) -> Program | None:
     """Return the program without the inner units of its runs of equal blocks; None without such runs.
 
-    A unit is one block, or several blocks if kinds of blocks alternate. None is also returned if another part of the
-    program reads a value of a missing unit.
+    A unit is one block, or several blocks if kinds of blocks alternate. The result is also None if the short
+    program would need a value of a left-out unit. An example is a loss that reads the output of every block.
 
     Args:
         program: the traced program of a stage, with its update.
-        margin: the number of units kept at each end of a run. One unit next to the gap is among them.
+        margin: the number of units kept at each end of a run, in addition to one unit on each side of the gap.
     """
     paths = module_paths(program)
     repeats = tuple(_repeats(program, paths, margin))
@@ -45,7 +45,7 @@ def leave_out_units(program: Program, margin: int) -> Program | None:
 
 
 class _CannotLeaveOutError(Exception):
-    """A value of a missing unit is read outside of its run."""
+    """The short program would need a value of a left-out unit."""
 
 
 def _repeats(program: Program, paths: Mapping[str, str], margin: int) -> Iterator[Repeat]:
@@ -123,7 +123,8 @@ class _LeavingOut:
         """Return the node that the copy of `reader` reads instead of `operand`.
 
         In the whole program, the operand's unit is some number of units away from the reader's unit. The returned node
-        has the same distance, counted without the missing units. An operand outside of the reader's run stays.
+        has the same distance, counted without the missing units. An operand outside of the reader's run is returned
+        itself.
         """
         here, there = self.spots.get(reader), self.spots.get(operand)
         if there is None or here is None or here[0] != there[0]:

@@ -74,11 +74,11 @@ _FOLDER = f"measured block sizes ({VARIABLE} names one folder that all ranks see
 _Made = TypeVar("_Made")
 
 _MARGINS = (2, 3)
-"""Numbers of units that stay at each end of a run of alike blocks, in the order tried, because end units may be
-special.
+"""Numbers of units that stay at each end of a run of equal blocks, in addition to one unit on each side of the gap.
 
-With one unit many models fail. The first block of Mamba-2 reads an embedding of another type, and Llama-3's first block
-fetches it from the host. The last block of T5 and of Whisper adds its gradient of the positions to no other gradient.
+They are tried in this order. End units may differ from inner units, so many models fail with the margin 1. The first
+block of Mamba-2 reads an embedding of another type, and Llama-3's first block fetches the embedding from the host. The
+last block of T5 and of Whisper adds its gradient of the positions to no other gradient.
 """
 
 
@@ -108,8 +108,8 @@ class Planner:
         gather_outputs: whether outputs are made whole on every rank, except constrained outputs.
         progress: whether searches show their progress, see `search_bar`.
         ceiling: the time limit of several searches together; None: each search has its own limit. `begun` sets it.
-        margins: numbers of units to keep at each end of a run of equal blocks, in the order tried (`_MARGINS`). A
-            number is removed if the units that it keeps are not alike.
+        margins: the values of `margin` that `trace_with_gaps` may get, in the order tried (`_MARGINS`). A value is
+            removed if the units beside its gap are not alike.
         others: see `compile`.
     """
 
@@ -210,7 +210,7 @@ class Planner:
         return program
 
     def trace_with_gaps(self, request: Request, margin: int) -> Program | None:
-        """Return the program without inner blocks, with `margin` units at each end of a run; None if all stay."""
+        """Return the program without inner blocks, or None if all blocks stay. `leave_out_blocks` explains `margin`."""
         if self.traces is not None:
             return self.traces.once(
                 request, margin, partial(replace(self, traces=None).trace_with_gaps, request, margin)

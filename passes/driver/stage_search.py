@@ -32,7 +32,7 @@ _LOGGER = logging.getLogger(__name__)
 _OF_MODEL = "output:"
 
 _MARGIN = 1
-"""Units that stay at each end of a run of alike blocks in a stage, see `leave_out_units`."""
+"""The `margin` of `leave_out_units` for a pipeline stage."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ class Traces:
     def once(self, request: Request, margin: int | None, trace: Callable[[], Program | None]) -> Program | None:
         """Return the traced program of a call: the stored program, or else the result of `trace`, which is stored.
 
-        `margin` is the number of units kept at each end of a run of equal blocks; None for a program with all blocks.
+        `margin` is that of `leave_out_blocks`, or None for a program with all blocks.
         """
         key = (margin, *(id(getattr(request, each.name)) for each in fields(request)))
         if key not in self.found:

@@ -149,7 +149,7 @@ class _BucketMember:
         start, wait: the nodes of the collective, and of the wait for it.
         started_at, waited_at: the indices of both nodes in the graph.
         ranks: number of ranks in the process group.
-        count: number of collectives in the whole program for which this collective stands, itself included.
+        count: how many equal collectives of the whole program this collective stands for, itself included.
     """
 
     start: fx.Node
@@ -186,7 +186,7 @@ class _BucketMember:
 class _Bucket:
     """Collectives that one collective replaces.
 
-    `whole_bytes` is the bucket's size in the whole program, with left-out blocks: bytes of one rank's piece.
+    `whole_bytes` is the size of one rank's piece of the bucket, in bytes, in the program with the left-out blocks.
     """
 
     members: tuple[_BucketMember, ...]
@@ -194,7 +194,7 @@ class _Bucket:
 
     @classmethod
     def of_all(cls, members: Sequence[_BucketMember]) -> _Bucket:
-        """Return the bucket of `members` and of all left-out collectives for which the members stand."""
+        """Return the bucket of `members`, and of all left-out collectives that the members stand for."""
         return cls(tuple(members), sum(member.count * member.size for member in members))
 
     @property

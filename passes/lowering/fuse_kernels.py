@@ -182,7 +182,7 @@ class _FusedGraph:
     def _replace(self, kernel: FusedKernel, form: int, match: Match, anchor: fx.Node) -> bool:
         """Replace a group of calls by the kernel, and return whether this was legal and saves launches.
 
-        `anchor` is the node that computes the group's first result so far.
+        `anchor` is the node that computes the group's first result before the replacement.
         """
         group = self._group(match, anchor)
         arguments = None if group is None else self._arguments(kernel, form, group, anchor)
@@ -306,9 +306,10 @@ def _is_beside(node: fx.Node, other: fx.Node) -> bool:
 
 
 def _fits(value: Tensor | None, nodes: Collection[fx.Node]) -> bool:
-    """Whether a kernel's result `value` can replace `nodes`.
+    """Whether a kernel's result `value` can replace the values of `nodes`.
 
-    It has their shape, and their dtype or float32. A result that the kernel does not compute replaces no nodes.
+    The result must have the shape of the nodes' values, and their dtype or float32. None stands for a result that the
+    kernel does not compute; it cannot replace any node.
     """
     held = [_value_of(node) for node in nodes]
     if value is None:

@@ -208,9 +208,10 @@ def _select(call: PaddedCall) -> Results:
 
 
 def _check_place(call: PaddedCall, x: PaddedValue, dim: int, position: int) -> None:
-    """Raise `ReachedError` if argument `position`, an index into padded dim `dim`, selects different elements.
+    """Raise `ReachedError` if an index selects different elements in the padded program and in the exact program.
 
-    The compared elements are those of the padded program and of the exact program. Index -1 is an example.
+    The index is argument `position` of the call, and points into the padded dim `dim`. For example, index -1 selects
+    the last element, which is padding in the padded program.
     """
     size, exact = x.plain_part(dim)
     places = [

@@ -77,9 +77,9 @@ class PlanningProblem:
         return self.space.sites[name].strategies[choice[self.classes[name]]]
 
     def counts(self) -> Mapping[str, int]:
-        """Return the number of sites of the whole model that a site stands for, by the site's name.
+        """Return, by a site's name, how many equal sites of the whole model it stands for.
 
-        The default is 1.
+        An absent site stands for itself alone.
         """
         return self.repeated.site_counts()
 

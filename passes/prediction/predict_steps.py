@@ -109,7 +109,11 @@ def _filled(
 def _steps_of(
     task: TraceSpan, own: list[int], phases: Mapping[tuple[int, str], StepSpans], begun: set[int]
 ) -> Iterator[StepSpans]:
-    """Yield the spans of a task's phases. The first forward of a stage also computes its hoisted values."""
+    """Yield the spans of the phases that a task runs.
+
+    The first task of a stage also runs the hoisted phase, which is computed once for all micro-batches. The task of the
+    update runs the updates of the stages `own`.
+    """
     found = _TASK.fullmatch(task.name)
     if found is None:
         yield from (phases[number, "update"] for number in own if (number, "update") in phases)
@@ -147,7 +151,7 @@ def _named(span: Span, names: Mapping[str, str]) -> RangeSpan:
 
 
 class _Priced(NamedTuple):
-    """The price of one call: the constant behind it, its number of launches, and its seconds."""
+    """The price of one call: the hardware constant that it depends on, its number of launches, and its seconds."""
 
     constant: str
     launches: int

@@ -71,7 +71,7 @@ class RecomputeOptions:
     late: frozenset[str]
 
     def of(self, variable: int) -> tuple[ValuePolicy, ...]:
-        """Return the possible policies of a variable's values."""
+        """Return the policies (keep, recompute, offload) that a variable's values may have."""
         return self.policies.get(variable, _AS_READ)
 
     def holds(self, name: str, policy: ValuePolicy) -> bool:
@@ -90,7 +90,7 @@ class RecomputeOptions:
 def find_options(
     planning: PlanningProblem, least_share: float = LEAST_SHARE, *, offload: bool = False
 ) -> RecomputeOptions:
-    """Return the possible policies of each variable.
+    """Return the policies (keep, recompute, offload) that the values of each variable may have.
 
     Args:
         planning: the problem without recomputation.

@@ -132,7 +132,7 @@ class RecomputeProblem:
         return self.policies(variable)[choice[variable] // len(self.planning.assignment.costs[variable])]
 
     def policies(self, variable: int) -> tuple[ValuePolicy, ...]:
-        """Return the possible policies of a variable's values."""
+        """Return the policies (keep, recompute, offload) that a variable's values may have."""
         return self.options.of(variable)
 
 

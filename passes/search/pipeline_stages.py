@@ -107,7 +107,7 @@ def layer_counts(names: Sequence[str], stage: Stage) -> Floats:
 
 
 def in_flight(recipe: Execution) -> tuple[float, ...]:
-    """Return for each pipeline rank the most micro-batches in flight, as a mean over the rank's stages.
+    """Return the largest number of micro-batches in flight on each pipeline rank, as a mean over its stages.
 
     A micro-batch is in flight on a stage while the stage keeps its activations. The schedule's order alone decides.
     """

@@ -34,13 +34,13 @@ from passes.search.recipe_groups import Groups
 
 @dataclass(frozen=True, slots=True)
 class MemoryPrice:
-    """Peak memory of the rank that needs most, in bytes by part ("activations")."""
+    """Peak memory of the rank that needs most: bytes of each kind of value, such as "activations"."""
 
     parts: Mapping[str, int]
 
     @property
     def total(self) -> int:
-        """Bytes at the peak of the rank that needs most, over all parts."""
+        """Peak memory of the rank that needs most, in bytes, over all kinds of values."""
         return sum(self.parts.values())
 
 
@@ -93,7 +93,7 @@ def held_bytes(sizes: Mapping[str, LayerPrice], recipe: Execution, groups: Group
 
 
 def memory_parts(held: HeldBytes, counts: Floats, in_flight: Floats) -> dict[str, Floats]:
-    """Return the bytes at the peak of each pipeline rank by part, [..., ranks].
+    """Return the bytes at the peak of each pipeline rank, by kind of value such as "activations", [..., ranks].
 
     Args:
         held: the bytes of one layer of each class.

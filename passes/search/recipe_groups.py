@@ -110,9 +110,9 @@ _MOVES = {
 
 @lru_cache(maxsize=2**16)
 def _alone_s(exchange: Exchange, moved_bytes: float, group: GroupLinks) -> float:
-    """Return `exchange(moved_bytes, group)` in seconds.
+    """Return the seconds of one collective, such as `all_reduce_time(moved_bytes, group)`.
 
-    The result is cached, because a search repeats few exchanges.
+    The result is cached, because a search prices the same collectives many times.
     """
     return exchange(moved_bytes, group)
 

@@ -103,7 +103,7 @@ def path_times(times: LayerTimes, places: Places, send_s: float, micro_batches: 
 
 @lru_cache(maxsize=4096)
 def held_by(pipes: tuple[Pipe, ...], micro_batches: int) -> Floats:
-    """Return the micro-batches that each rank holds at its peak, as a mean over its stages, [pipes, ranks]."""
+    """Return how many micro-batches each rank holds at its peak, divided by its virtual stages, as [pipes, ranks]."""
     held = [most_in_flight(pipe.chosen_schedule, pipe.pipeline, micro_batches, pipe.virtual_stages) for pipe in pipes]
     return np.array(held) / np.array([[pipe.virtual_stages] for pipe in pipes])
 

@@ -61,13 +61,13 @@ class LocalUnits:
         return self._known[path]
 
     def count(self, node: fx.Node) -> int:
-        """Return the number of nodes of the whole model for which `node` stands, itself included."""
+        """Return how many equal nodes of the model `node` stands for, itself included."""
         return self.runs(self.spot(node))
 
     def runs(self, spot: UnitSpot | None) -> int:
-        """Return the number of units of the whole model for which the unit at `spot` stands, itself included.
+        """Return how many equal units of the model the unit at `spot` stands for, itself included.
 
-        The result is 1 if `spot` is None.
+        For example, the result is 29 for the unit after a gap of 28 left-out units. It is 1 if `spot` is None.
         """
         return 1 if spot is None or spot.unit != AFTER_GAP else 1 + self.repeats[spot.repeat].left_out
 

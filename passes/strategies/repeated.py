@@ -103,16 +103,16 @@ class RepeatedUnits:
     starts: Mapping[tuple[int, int], str] = field(default_factory=dict, repr=False)
 
     def site_counts(self) -> dict[str, int]:
-        """Return the number of sites of the whole model for which a site stands, by the site's name.
+        """Return, by a site's name, how many equal sites of the whole model it stands for.
 
-        Absent sites stand for themselves alone.
+        An absent site stands for itself alone.
         """
         return {alike.names[AFTER_GAP]: 1 + alike.left_out for alike in self.sites}
 
     def link_counts(self) -> dict[int, int]:
-        """Return the number of links of the whole model for which a link stands, by the link's index.
+        """Return, by a link's index, how many equal links of the whole model it stands for.
 
-        Absent links stand for themselves alone.
+        An absent link stands for itself alone.
         """
         return {alike.stand_in: 1 + alike.left_out for alike in self.links}
 

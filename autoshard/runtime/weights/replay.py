@@ -226,7 +226,7 @@ class Replay:
         return _at(view, self._memory(view.memory, time))
 
     def _memory(self, memory: int, time: int) -> torch.Tensor:
-        """Return a whole memory as a flat tensor, as it is before operation number `time`."""
+        """Return the content of memory number `memory`, as a flat tensor, just before operation number `time`."""
         writes, is_filled = self._relevant(memory, time)
         count = sum(index < time for index, _ in self._writes.get(memory, ()))
         if (memory, count) in self._wholes:
@@ -242,7 +242,7 @@ class Replay:
         return flat
 
     def _before_first_write(self, memory: int, *, is_written: bool) -> torch.Tensor:
-        """Return a whole memory as a flat tensor, as it is before its first write; a copy if `is_written`."""
+        """Return the content of memory number `memory`, as a flat tensor, before any write; a copy if `is_written`."""
         if memory in self._creations:
             if (memory, 0) not in self._wholes:
                 self._run_creating(self._creations[memory][0])

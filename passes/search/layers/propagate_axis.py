@@ -158,16 +158,16 @@ class _SplitInVainError(Exception):
 
 @dataclass
 class _Propagation:
-    """One walk through the program. A key is a node's name and the index of a result.
+    """One walk through the program, which fills the fields below. A value is named by (node's name, index of result).
 
     Args:
         whole: names of parameters that must not be split.
         operands, results, moves: the fields of `AxisLayout` for the calls visited so far.
-        state: the spec in which each value was made; None for a value that is still free.
-        origins: for each value, the parameters because of which it is split.
-        viewed: view of a free value → the viewed value.
+        state: for each value, the spec with which it was made; None for a value whose spec is open.
+        origins: for each split value, the parameters whose split was the cause.
+        viewed: from a view of a value whose spec is open to that value.
         base: for each value, the value that owns its memory.
-        reduced: for each partial value that was reduced, its spec since then.
+        reduced: for each partial value that was reduced, the spec after the reduction.
         gathered: pairs of a value and the phase in which a whole copy of it exists; on the expert axis (value, "").
         gradients: for each gradient of a parameter, the parameter's name.
         parameters: names of the parameters' placeholders.

@@ -18,10 +18,10 @@ def is_free(node: fx.Node) -> bool:
 
 
 def _is_copy(node: fx.Node) -> bool:
-    """Whether a call is a layout copy that really runs.
+    """Whether a call is a `clone` that really runs.
 
-    A copy next to attention or a batched product, even through views, does not run, because their kernels read strided
-    tensors.
+    A `clone` does not run if attention or a batched product makes its operand or reads its result, also through views.
+    The kernels of these operators read strided tensors.
     """
     if node.target is not aten.clone.default:
         return False
