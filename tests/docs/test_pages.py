@@ -44,10 +44,15 @@ def _with_code() -> list[Path]:
     return [page for page in PAGES if any(_blocks(page))]
 
 
+SLOW = {
+    *("why_this_plan", "how_plans_are_found"),  # plan for a cluster many times
+    *("accelerate", "adapters", "lightning", "transformers_trainer"),  # as tests/integrations and test_adapters
+    *("profile_a_step", "test_your_plans"),  # as test_profile and the tests of autoshard.testing
+}
+
+
 def _marked(page: Path) -> ParameterSet:
-    """A page; those that plan for a cluster again and again are slow."""
-    is_slow = page.stem in ("why_this_plan", "how_plans_are_found")
-    return pytest.param(page, id=_name(page), marks=[pytest.mark.slow] if is_slow else [])
+    return pytest.param(page, id=_name(page), marks=[pytest.mark.slow] if page.stem in SLOW else [])
 
 
 def _name(page: Path) -> str:

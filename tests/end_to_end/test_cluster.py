@@ -135,6 +135,7 @@ def test_a_cluster_trains_as_one_device(recipe: Recipe | None) -> None:
     torch.testing.assert_close([float(step(**inputs)) for _ in range(STEPS)], on_one_device("skips")[0])
 
 
+@pytest.mark.slow
 def test_compile_finds_what_plan_finds_for_a_batch() -> None:
     """The batch of the example inputs is that of a step."""
     model, inputs = skips()

@@ -152,6 +152,7 @@ def test_a_step_of_more_sequences_than_the_example() -> None:
     assert (free.micro_batches, free.inputs["input:0"]) == (1, "i64[16, 4]")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -45,6 +45,7 @@ def assert_runs_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     torch.testing.assert_close(found["metrics"], expected["metrics"], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_simulated_mesh_has_the_losses_of_one_device(plain: Any, tmp_path: Path, accumulated: int) -> None:
     """Training, evaluation, metrics and a resumed run, with a short last batch."""
@@ -134,6 +135,7 @@ def test_an_optimizer_and_schedule_of_the_user_are_used(tmp_path: Path) -> None:
     assert_near(*results)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adagrad", "rmsprop"])
 def test_optimizers_by_name(tmp_path: Path, optim: str) -> None:
     """The update is traced or the optimizer's own."""
@@ -237,6 +239,7 @@ def test_strategies_of_accelerate_launch_are_refused(tmp_path: Path, monkeypatch
         Trainer(gpt2(), args, mesh=PAIR)
 
 
+@pytest.mark.slow
 def test_a_plan_of_the_trainers_example_runs(tmp_path: Path) -> None:
     """`autoshard.plan` with the model, optimizer and example of a Trainer."""
     found = trainer(tmp_path, PAIR)
