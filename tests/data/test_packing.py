@@ -152,7 +152,7 @@ def apart(kind: str) -> tuple[float, dict[str, Tensor]]:
     return total.item(), {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_rows_train_as_documents_apart(kind: str, split: str) -> None:

@@ -98,6 +98,7 @@ def test_adapters_train_as_on_one_device(name: str) -> None:
     CASES[name]()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_frozen_weights_lie_sharded_and_are_gathered(use_dora: bool) -> None:
     """ZeRO-3 of frozen weights alone: a quarter lies on each rank, and adapters are whole."""
@@ -160,6 +161,7 @@ def test_no_product_makes_a_gradient_of_a_frozen_weight() -> None:
     assert not [shape for shape in made if shape in frozen or shape[::-1] in frozen]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.NAdam])
 def test_memory_has_gradients_and_state_of_adapters_alone(optimizer: Any) -> None:
     """The plan counts them for adapters, whether the update is in the program or the optimizer takes its own step."""
@@ -176,6 +178,7 @@ def test_memory_has_gradients_and_state_of_adapters_alone(optimizer: Any) -> Non
     assert plan.formula("optimizer_bytes").subs({"data": 2, "layers": 2}) == 2 * adapters
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_a_base_in_16_bits_trains_with_adapters_in_float32(use_dora: bool) -> None:
     """Peft keeps adapters of a bfloat16 model in float32; the step computes in bfloat16, or in the model's types."""
@@ -200,6 +203,7 @@ def plan_for(model: nn.Module, devices: int, **options: Any) -> Plan:
     return autoshard.plan(model, Cluster("h100_sxm", 1, devices), global_batch=2 * devices, **options)
 
 
+@pytest.mark.slow
 def test_llama_3_8b_with_adapters_is_planned_for_eight_gpus() -> None:
     """Eight copies, which send the gradients of adapters alone."""
     model = llama_3_8b()
@@ -211,6 +215,7 @@ def test_llama_3_8b_with_adapters_is_planned_for_eight_gpus() -> None:
     assert sum(plan.predicted.sent_bytes.values()) < 1.01 * 2 * 7 / 8 * adapters
 
 
+@pytest.mark.slow
 def test_frozen_weights_fit_where_trained_ones_do_not() -> None:
     """The search over recipes counts neither gradients nor state of frozen weights."""
     budget = 30 * 2**30  # 15 GiB of weights; with gradients and state of all parameters, 90 GiB
@@ -298,6 +303,7 @@ CHECKS = {
 outcomes = checked_once(CHECKS, ranks=2)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_two_gloo_ranks(outcomes: dict[str, str], name: str) -> None:
     """Training, memory, files and checkpoints with a process per rank."""

@@ -315,6 +315,7 @@ def check_detached_outputs() -> None:
 CHECKS = {name.removeprefix("check_"): item for name, item in globals().items() if name.startswith("check_")}
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_the_simulator(name: str) -> None:
     """The check passes where all ranks are simulated."""

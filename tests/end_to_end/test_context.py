@@ -79,6 +79,7 @@ def plan_with(splits: Splits, model: nn.Module, inputs: dict[str, Any], mesh: Me
     return plan
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("splits", [GATHERED, HEADS, RING])
 def test_sequences_that_are_split_equal_one_device(splits: Splits) -> None:
     """Proven and run: loss of shifted labels, gradients and parameters after three steps; Llama has grouped heads."""

@@ -36,6 +36,7 @@ def square() -> Plan:
     return planned()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_each_other_spec_takes_the_step_of_a_plan_with_it(name: str) -> None:
     """The figure is that of planning the stages again with the spec as a constraint."""
@@ -49,6 +50,7 @@ def test_each_other_spec_takes_the_step_of_a_plan_with_it(name: str) -> None:
         assert square().compare(again).step_time_s == (square().predicted.step_time_s, again.predicted.step_time_s)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("feature", ["data", "zero-1", "zero-2", "fsdp", "tensor", "pipeline", "recompute", "hsdp"])
 def test_each_feature_has_an_answer(feature: str) -> None:
     """Features of axes keep the stages; a plan without a pipeline, or with two axes of sharding, has another mesh."""
@@ -137,6 +139,7 @@ def check_places() -> None:
     assert names
 
 
+@pytest.mark.slow
 def test_what_explain_says_is_where_the_runtimes_dtensor_lies() -> None:
     """Four processes compile the plan; each compares the weights of its own stages."""
     assert run_checks({"places": check_places}) == {"places": ""}

@@ -66,6 +66,7 @@ def _inputs(seed: int = 0) -> tuple[Tensor, Tensor]:
     return torch.randn(4, 6, generator=generator), torch.rand(4, 6, generator=generator) < 0.5
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_a_sharded_selection_equals_one_device(name: str) -> None:
     """Loss and gradient equal the plain call, and a mask of another count is traced anew."""

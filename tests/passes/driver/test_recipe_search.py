@@ -194,6 +194,7 @@ def specs() -> Plan:
     return autoshard.plan(MODEL, CLUSTER.mesh({"data": 4}), example_inputs=tokens(8), optimizer="adamw")
 
 
+@pytest.mark.slow
 def test_what_no_axis_can_do_is_planned_on_another_mesh(specs: Plan) -> None:
     """A question about a feature without an axis is answered on another mesh, with the step of a new plan."""
     answer = specs.why_not("pp")
@@ -208,6 +209,7 @@ def test_what_no_axis_can_do_is_planned_on_another_mesh(specs: Plan) -> None:
     assert f"{found.step_time_s / specs.predicted.step_time_s - 1:+.1%} beside the chosen one" in str(answer)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["sequence", "recompute", "offload", "hsdp"])
 def test_each_feature_has_a_plan(specs: Plan, name: str) -> None:
     """The mesh has one axis, and the plan recomputes and offloads nothing."""

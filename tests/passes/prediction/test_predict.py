@@ -52,6 +52,7 @@ def choice_of(constraints: dict[str, PartitionSpec]) -> list[int]:
     return list(Search(None, 30.0)(planning, allowed_options(planning, constraints)).choice)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_breakdowns_add_up(seed: int) -> None:
     """Breakdowns sum to the step and to the peak, for any plan, and for any way to issue operators."""

@@ -55,7 +55,7 @@ def walk(planning: PlanningProblem, phased: PhasedProgram, micro_batches: int = 
     return walk_program(phased, NodePrices(planning.prices.cluster, phased.lowered.mesh), micro_batches)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["perceptron", "classifier", "blocks"])
 def test_the_walk_takes_what_the_objective_says(name: str, seed: int) -> None:
@@ -187,7 +187,7 @@ def test_gradients_of_micro_batches_are_added_up() -> None:
     assert sent[1] == pytest.approx(sent[0])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_gradients_add_up_as_the_objective_says(seed: int) -> None:
     """Each further micro-batch adds its gradients up at the objective's cost, in any layout."""

@@ -256,6 +256,7 @@ def slow_cluster(link: HostLink | None) -> Cluster:
 NEAR = HostLink(1e12, 1e12)
 
 
+@pytest.mark.slow
 def test_the_search_equals_trying_recomputation_and_offload() -> None:
     """The search equals the least cost over all sets of recomputed and offloaded values."""
     planning = planning_problem(sines(2), LINE, slow_cluster(NEAR), PlanOptions())
