@@ -72,6 +72,7 @@ def built(name: str) -> tuple[nn.Module, dict[str, Any]]:
     return model, inputs
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_layers_of_experts_that_are_split_equal_one_device(way: str) -> None:
     """Proven and run: loss, gradients and parameters after two steps of Mixtral."""
@@ -80,7 +81,7 @@ def test_layers_of_experts_that_are_split_equal_one_device(way: str) -> None:
     check_plan(model, SQUARE, inputs, plan=plan, steps=2, precise=torch.float64).raise_if_different()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("memory_bytes", [None, ROOMY])
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_tokens_are_sent_to_the_experts_of_other_models(name: str, memory_bytes: int | None) -> None:

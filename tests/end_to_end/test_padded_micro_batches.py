@@ -53,6 +53,7 @@ def padded(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
     return model.train(), {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("axes", [{"data": 2}, {"pipeline": 2}], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_padded_batches_of_transformers_train_like_one_device(kind: str, axes: dict[str, int]) -> None:
@@ -60,6 +61,7 @@ def test_padded_batches_of_transformers_train_like_one_device(kind: str, axes: d
     compare(*padded(kind), axes)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("axes", [{"data": 2}, {"pipeline": 2}], ids=str)
 def test_packed_sequences_train_like_one_device(axes: dict[str, int]) -> None:
     """Rows of two packed sequences, told apart by their positions, train as on one device."""

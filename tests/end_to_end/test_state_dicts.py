@@ -187,6 +187,7 @@ for _kind in (TRACED, OWN):
 outcomes = checked_once(CHECKS, ranks=2)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", CHECKS)
 def test_with_a_process_per_rank(outcomes: dict[str, str], name: str) -> None:
     """Two ranks save and load states with a batch norm's buffers and random numbers."""

@@ -216,6 +216,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 outcomes = checked_once(CHECKS, ranks=2)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CHECKS)
 def test_with_a_process_per_rank(outcomes: dict[str, str], name: str) -> None:
     """The checks pass on two ranks, each with rows of every matrix."""
@@ -234,6 +235,7 @@ def test_other_adapters_of_4_bit_weights_are_not_merged() -> None:
         merged(scaled, {})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"use_rslora": True}, {"trainable_token_indices": [1, 3]}])
 def test_peft_loads_what_is_written(tmp_path: Path, options: dict[str, Any]) -> None:
     """`PeftModel.from_pretrained` and `from_pretrained` compute the same as the compiled model."""
