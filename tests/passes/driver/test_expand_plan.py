@@ -63,6 +63,7 @@ def test_deep_models_are_searched_without_inner_blocks(planned: tuple[Deep, Plan
     assert sharded.plan.objective == found.objective
 
 
+@pytest.mark.slow
 def test_a_deep_model_recomputes_without_its_inner_blocks(planned: tuple[Deep, Plan]) -> None:
     """In little memory the plan states the recomputed nodes of all blocks, and computes one device's numbers."""
     model, _ = planned
@@ -105,6 +106,7 @@ def test_blocks_that_end_in_the_loss_are_planned_whole() -> None:
     assert not plan.repeats
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "change",
     [

@@ -76,6 +76,7 @@ def test_weights_are_gathered_once() -> None:
     assert all(sources(node) & of_batch for node in gathers(after.forward))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ["ZeRO-3", "mixed precision", "offloaded"])
 def test_numbers_keep_their_bits(layout: str) -> None:
     """Two micro-batches have equal bits with and without shared values on every rank."""

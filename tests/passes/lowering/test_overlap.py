@@ -72,6 +72,7 @@ def test_memory_has_the_last_word() -> None:
     assert sends(alone) <= sends(beside)
 
 
+@pytest.mark.slow
 def test_buckets_that_nothing_runs_beside_may_take_more_memory() -> None:
     """Buckets without computation beside them may take a share of the peak each, within the budget."""
     phased = of_one_batch("gpt", "ZeRO-1")

@@ -114,6 +114,7 @@ def test_kernels_of_split_programs_stand_for_whole_calls() -> None:
     assert kernels.launches_without - kernels.launches == sum(use.times * use.saved_launches for use in kernels.uses)
 
 
+@pytest.mark.slow
 def test_repeated_blocks_have_their_kernels(tmp_path: Path) -> None:
     """A plan without inner blocks counts the launches and bytes of the whole model; its files and print say so."""
     arguments: Mapping[str, Any] = {"example_inputs": batch(), "precision": None}
