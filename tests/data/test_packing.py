@@ -183,6 +183,7 @@ def test_packed_rows_train_as_documents_apart(kind: str, split: str) -> None:
         torch.testing.assert_close((value - after[name]).detach(), gradients[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=3)
 def test_any_plan_of_packed_rows_equals_one_device(data: st.DataObject) -> None:

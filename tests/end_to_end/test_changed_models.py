@@ -146,6 +146,7 @@ def assert_alike(sharded: ShardedModule, model: nn.Module, *inputs: Any) -> None
     torch.testing.assert_close(found[0], found[1])
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_noticed(name: str) -> None:
     """The next call is that of the changed model, its gradients too."""

@@ -187,6 +187,7 @@ def _rows_split(_: Site, strategy: Strategy) -> int:
     return sum(bool(spec.dims and spec.axes_of(0)) for spec in (*strategy.inputs[:1], *strategy.outputs[:1]))
 
 
+@pytest.mark.slow
 def test_gradients_of_sharp_attention_are_settled_in_float64() -> None:
     """Gradients of attention with scores in the hundreds are compared in float64, because rounding grows twentyfold."""
     mesh, program = Mesh({"data": 2, "model": 2}), run_source(_HEAD + _SHARP_ATTENTION)

@@ -163,7 +163,7 @@ def check_same(step: TrainStep, plain: nn.Module, reference: torch.optim.Optimiz
             torch.testing.assert_close(found, value, rtol=TOLERANCE, atol=TOLERANCE, msg=f"{number} {name}")
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_under_every_layout(name: str, layout: str) -> None:

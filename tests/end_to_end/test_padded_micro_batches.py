@@ -53,7 +53,7 @@ def padded(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
     return model.train(), {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("axes", [{"data": 2}, {"pipeline": 2}], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_padded_batches_of_transformers_train_like_one_device(kind: str, axes: dict[str, int]) -> None:

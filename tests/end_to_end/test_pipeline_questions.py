@@ -63,6 +63,7 @@ def test_each_feature_has_an_answer(feature: str) -> None:
         assert [item.name for item in answer.variants] == ["fsdp over data"]
 
 
+@pytest.mark.slow
 def test_limits_are_planned_again() -> None:
     """More memory or faster hardware makes no step longer."""
     plan = square()

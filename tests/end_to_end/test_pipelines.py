@@ -103,7 +103,7 @@ def check_equal(name: str, mesh: Mesh | DeviceMesh, **options: Any) -> Any:
     return step
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "axes", "options"),
     [

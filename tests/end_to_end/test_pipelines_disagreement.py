@@ -246,12 +246,14 @@ on_two = checked_once(ON_TWO, ranks=2, deadline_s=200)
 on_four = checked_once(ON_FOUR, ranks=4, deadline_s=200)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", ON_TWO)
 def test_stages_of_one_rank(on_two: dict[str, str], name: str) -> None:
     """The check passes on both ranks."""
     report(on_two, name)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_stages_of_two_ranks(on_four: dict[str, str], name: str) -> None:
     """The check passes on all ranks."""

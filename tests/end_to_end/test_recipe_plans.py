@@ -172,6 +172,7 @@ def test_one_price_and_it_runs(recipe: Recipe) -> None:
     check_runs(plan, plan.mesh)
 
 
+@pytest.mark.slow
 @settings(max_examples=max(1, EXAMPLES // 10))
 @given(recipe=staged_recipes())
 def test_recipes_with_stages_run(recipe: Recipe) -> None:

@@ -76,7 +76,7 @@ def _split_plan(model: nn.Module, inputs: dict[str, Tensor]) -> Plan:
     return plan
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("is_split", [False, True], ids=["chosen", "split"])
 @pytest.mark.parametrize(("kind", "options"), _KINDS)
 def test_training_equals_one_device(kind: type[nn.RNNBase], options: dict[str, Any], is_split: bool) -> None:

@@ -97,6 +97,7 @@ def _splits_the_first_permute(site: Site, strategy: Strategy) -> int:
     return count if site.name == "permute" else -count
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", PERMUTED)
 def test_operators_get_the_order_of_memory_that_they_demand(name: str) -> None:
     """Operators get their required memory order behind a gather, and the plan's peak has the copies."""

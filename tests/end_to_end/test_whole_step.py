@@ -139,7 +139,7 @@ def assert_same(step: TrainStep, plain: nn.Module, reference: torch.optim.Optimi
             torch.testing.assert_close(tensor, value, rtol=tolerance, atol=tolerance, msg=name)
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", OPTIMIZERS)

@@ -45,7 +45,7 @@ def assert_runs_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     torch.testing.assert_close(found["metrics"], expected["metrics"], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_simulated_mesh_has_the_losses_of_one_device(plain: Any, tmp_path: Path, accumulated: int) -> None:
     """Training, evaluation, metrics and a resumed run, with a short last batch."""

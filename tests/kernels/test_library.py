@@ -91,6 +91,7 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", CASES)
 def test_second_derivative(name: str) -> None:
     """First and second derivatives equal finite differences."""

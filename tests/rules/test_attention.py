@@ -58,6 +58,7 @@ def _backward_args(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (torch.randn_like(out), q, k, v, mask, out, lse, seed, *rest)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("mask", [None, "bool", "bias", "heads"])
 @pytest.mark.parametrize(("p", "is_causal"), [(0.0, False), (0.5, True)])
 def test_attention(mask: str | None, p: float, is_causal: bool) -> None:

@@ -24,6 +24,7 @@ def test_padding_of_grids(mode: str, padding: str) -> None:
     check_recorded(lambda: F.grid_sample(x, grid, mode, padding, align_corners=False), meshes=(Mesh({"a": 4}),))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("function", "space"),
     [

@@ -21,6 +21,7 @@ aten = torch.ops.aten
 MESHES = (Mesh({"a": 2}), Mesh({"a": 2, "b": 2}))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("function", "space"),
     [

@@ -194,6 +194,7 @@ _FAMILIES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("family", _FAMILIES, ids=lambda family: family.__name__.strip("_"))
 @given(data=st.data(), ranks=st.sampled_from([2, 4]))
 def test_every_strategy_on_drawn_shapes(family: Callable[[Draw], Calls], data: st.DataObject, ranks: int) -> None:

@@ -237,6 +237,7 @@ class Masked(Tagger):
         return F.cross_entropy(self.out(weights @ value).flatten(0, 1), targets.flatten())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", MASKS)
 def test_rows_of_padding_whose_scores_are_all_masked_are_not_padded(how: str) -> None:
     """Their weights are 0 / 0, and so is the gradient of all parameters; other masks leave padding out."""

@@ -26,6 +26,7 @@ def loss(request: pytest.FixtureRequest) -> torch.Tensor:
     return step(torch.randn(4, 4))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "backward",
     [

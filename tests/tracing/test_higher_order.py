@@ -93,6 +93,7 @@ def _prefixes(model: Call, x: Tensor, flag: Tensor) -> Tensor:
     return associative_scan(lambda a, b: a * b + b, x @ model.first * flag[0], 0, combine_mode="generic").sum()
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("flag", [1.0, -1.0])
 @pytest.mark.parametrize("function", [_branches, _nested, _of_parameters, _of_rows, _scanned, _mapped, _prefixes])
 def test_control_flow(function: Callable[..., Tensor], flag: float) -> None:
@@ -164,6 +165,7 @@ def _attention(
     return weights @ v.repeat_interleave(2, 1), scores.logsumexp(-1)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("make_score", "mask_mod"),
     [(None, None), (None, _causal), (None, _strict), (_tanh, None), (_slopes, _strict), (_table, _causal)],

@@ -24,6 +24,7 @@ def _batch(**more: torch.Tensor) -> dict[str, torch.Tensor]:
     return {**words(2, 8, 32), **more}
 
 
+@pytest.mark.sample(2)
 @MODELS
 def test_loss_and_gradients_equal_eager(make: type) -> None:
     """Loss, logits and all gradients of the traced graph are the eager model's."""
@@ -62,6 +63,7 @@ def test_tied_weights_are_one_parameter() -> None:
     assert [s.name for s in program.outputs_of(OutputKind.GRADIENT)].count("transformer.wte.weight") == 1
 
 
+@pytest.mark.sample(1)
 @MODELS
 def test_a_model_on_meta_traces_to_the_same_text(make: type) -> None:
     """Neither parameters nor inputs need values."""

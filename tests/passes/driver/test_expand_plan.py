@@ -92,6 +92,7 @@ def test_formulas_count_all_blocks(planned: tuple[Deep, Plan]) -> None:
     assert formula.subs([(sympy.Symbol("layers"), 10)]) == sum(item.numel() for item in planned[0].parameters())
 
 
+@pytest.mark.slow
 def test_a_plan_of_alike_blocks_is_refused_for_others(planned: tuple[Deep, Plan]) -> None:
     """A plan of repeated blocks is refused for other blocks with the same parameters."""
     _, plan = planned

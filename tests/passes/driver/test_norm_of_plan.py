@@ -43,6 +43,7 @@ def norm_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return nn.utils.clip_grad_norm_(model.parameters(), 1e9)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [{}, {"constraints": SPLIT}, {"constraints": SPLIT, "micro_batches": 2}])
 @pytest.mark.parametrize("axes", [{"data": 2, "model": 2}, {"pipeline": 2, "data": 2, "model": 2}])
 def test_a_plan_runs_with_the_norm(axes: dict[str, int], options: dict[str, object]) -> None:

@@ -185,6 +185,7 @@ def test_a_saved_plan_lowers_to_the_same_program(tmp_path) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("share", [1.0, 0.7])
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_a_plan_is_predicted_from_what_runs(share: float, micro_batches: int) -> None:

@@ -209,7 +209,7 @@ def test_what_no_axis_can_do_is_planned_on_another_mesh(specs: Plan) -> None:
     assert f"{found.step_time_s / specs.predicted.step_time_s - 1:+.1%} beside the chosen one" in str(answer)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["sequence", "recompute", "offload", "hsdp"])
 def test_each_feature_has_a_plan(specs: Plan, name: str) -> None:
     """The mesh has one axis, and the plan recomputes and offloads nothing."""

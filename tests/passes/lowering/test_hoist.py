@@ -119,6 +119,7 @@ def test_without_a_limit_the_peak_stays() -> None:
     assert peak_bytes(made, micro_batches=4) <= peak_bytes(phased, micro_batches=4)
 
 
+@pytest.mark.slow
 def test_one_micro_batch_shares_with_none() -> None:
     """One micro-batch shares no values, and a call without an optimizer stays unchanged."""
     phased = alone(LLAMA, SHARDED)

@@ -102,6 +102,7 @@ def test_plans_with_kernels_hide_collectives() -> None:
     assert fused.step_time_s < plain.step_time_s
 
 
+@pytest.mark.slow
 def test_kernels_of_split_programs_stand_for_whole_calls() -> None:
     """On a mesh each call is in one kernel at most, and remaining calls count once."""
     plan = autoshard.plan(alike(3), CLUSTER.mesh({"x": 2}), example_inputs=batch(), backend="triton", precision=None)
@@ -189,6 +190,7 @@ def test_groups_are_shown() -> None:
     assert found.to_json()["kernels"] == list(found.kernels)
 
 
+@pytest.mark.slow
 def test_products_are_in_no_group() -> None:
     """A looked-up table is in no generated kernel."""
     assert make_plan().explain("table.weight").kernels == ()

@@ -95,6 +95,7 @@ def test_a_layout_of_many_small_gathers_is_found(monkeypatch: pytest.MonkeyPatch
     assert found.objective > alone.objective
 
 
+@pytest.mark.slow
 def test_what_is_cheaper_in_buckets_is_found_whatever_it_costs_alone() -> None:
     """Data parallelism of many small gradients is chosen freely if a constraint to data parallelism would be fast."""
 

@@ -48,6 +48,7 @@ def tight() -> Plan:
     return plan
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("feature", ROLES)
 def test_the_figures_are_those_of_plans_that_do_it(free: Plan, feature: str) -> None:
     """The best plan with a restriction has the stated step time, and uses the axis in its role."""

@@ -234,7 +234,7 @@ def sines(count: int) -> Program:
         return trace(Sines(count), (torch.zeros(4096, 64),), {})
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("count", "ranks", "share", "offloaded"), [(4, 1, 0.7, 2), (4, 1, 0.9, 1), (3, 1, 0.7, 0), (3, 2, 0.5, 1)]
 )

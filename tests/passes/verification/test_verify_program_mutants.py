@@ -35,7 +35,7 @@ def test_mutants_that_change_numbers_are_refused(family: str, layout: str) -> No
     assert sum(part.changing.values()) >= 1
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", [item.__name__ for item in REWRITE_MUTATIONS if item not in OFFLOAD_MUTATIONS])
 def test_mistakes_in_what_rewrites_put_in_are_refused(kind: str) -> None:
     """Mistakes in inserted code are refused in a bfloat16 program with recomputation and kernels."""
