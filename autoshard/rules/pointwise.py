@@ -174,11 +174,7 @@ def _if(condition: bool, carries: list[Carry]) -> list[Carry]:
 
 
 def _of_floats(x: torch.Tensor, carries: list[Carry]) -> list[Carry]:
-    """Return `carries` if `x` is floating-point or complex, else no carries.
-
-    Products of integers may overflow. Integers also have no negative zero, so the sign of an infinity is lost:
-    (1 / -1) (1 / 0) is negative infinity, but 1 / (-1 * 0) is positive infinity for integers.
-    """
+    """Return `carries` unless `x` has integers, whose products overflow and whose zero has no sign."""
     return _if(x.is_floating_point() or x.is_complex(), carries)
 
 
