@@ -21,7 +21,7 @@ from autoshard.ir.trace import Trace
 from cost_models.hardware import Cluster
 
 ELSE = "everything else"
-"""The part of a step in which neither an operator nor a collective runs: the host, and the bubble of a pipeline."""
+"""The part of a step in which neither an operator nor a collective runs, such as the work of the host."""
 
 
 class RangeSpan(NamedTuple):
