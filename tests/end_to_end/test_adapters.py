@@ -109,6 +109,7 @@ def test_frozen_weights_lie_sharded_and_are_gathered(use_dora: bool) -> None:
     assert all(not spec.axes for name, spec in specs.items() if "lora_" in name)
 
 
+@pytest.mark.slow
 def test_stages_train_adapters() -> None:
     """Two stages of two ranks train as one device, also with frozen weights in pieces."""
     model, inputs = adapted("llama", use_dora=True)
@@ -178,7 +179,7 @@ def test_memory_has_gradients_and_state_of_adapters_alone(optimizer: Any) -> Non
     assert plan.formula("optimizer_bytes").subs({"data": 2, "layers": 2}) == 2 * adapters
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_a_base_in_16_bits_trains_with_adapters_in_float32(use_dora: bool) -> None:
     """Peft keeps adapters of a bfloat16 model in float32; the step computes in bfloat16, or in the model's types."""
