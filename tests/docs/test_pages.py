@@ -45,7 +45,7 @@ def _with_code() -> list[Path]:
 
 
 SLOW = {
-    *("why_this_plan", "how_plans_are_found", "plans"),  # plan for a cluster many times
+    *("why_this_plan", "how_plans_are_found", "plans", "pipelines_and_experts"),  # plan many times
     *("accelerate", "adapters", "lightning", "transformers_trainer"),  # as tests/integrations and test_adapters
     *("profile_a_step", "test_your_plans", "formulas", "watch_a_run"),  # as the tests of what they show
 }

@@ -123,6 +123,7 @@ def test_a_machine_that_no_file_describes_is_refused(monkeypatch: pytest.MonkeyP
 CLUSTER = autoshard.Cluster("cpu_laptop", 1, 2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", [None, Recipe(pipeline=2)], ids=["free", "pipeline"])
 def test_a_cluster_trains_as_one_device(recipe: Recipe | None) -> None:
     """A model compiled for a cluster trains as on one device, with the plan's stages and micro-batches."""

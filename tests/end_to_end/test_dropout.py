@@ -17,7 +17,7 @@ from tests.models import MODELS
 SQUARE = Mesh({"data": 2, "model": 2})
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_training_with_dropout_equals_a_mesh_of_one(name: str) -> None:
     """The same seed gives the same masks under data and tensor parallelism as on one rank."""

@@ -185,6 +185,7 @@ def test_a_rank_that_is_stopped_before_it_compiles(tmp_path: Path) -> None:
         assert float(waited_s) < 10
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("axes", ["data model", "pipeline data"])
 def test_a_rank_that_is_stopped_amid_a_step(tmp_path: Path, axes: str) -> None:
     """Each other rank gives up within the time limit, whichever axis it waits on."""

@@ -71,7 +71,7 @@ def _has_windows(operator: str) -> bool:
     return any(name in operator for name in ("convolution", "pool2d", "batch_norm"))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("training", [False, True])
 def test_a_network_on_pieces_of_images_equals_one_device(mesh: Mesh, training: bool) -> None:

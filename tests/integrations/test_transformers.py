@@ -135,7 +135,7 @@ def test_an_optimizer_and_schedule_of_the_user_are_used(tmp_path: Path) -> None:
     assert_near(*results)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adagrad", "rmsprop"])
 def test_optimizers_by_name(tmp_path: Path, optim: str) -> None:
     """The update is traced or the optimizer's own."""

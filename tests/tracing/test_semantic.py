@@ -169,7 +169,7 @@ def _by_transforms(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own, of jacfwd
 @pytest.mark.parametrize("taken", [_twice, _by_transforms])
 @pytest.mark.parametrize(

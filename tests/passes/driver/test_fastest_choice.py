@@ -50,7 +50,7 @@ def plan_of(target: Cluster | ClusterMesh | Mesh, width: int = 64, **asked: Any)
     )  # fmt: skip
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", RECIPES, ids=str)
 @pytest.mark.parametrize(("hardware", "width"), [("h100_sxm", 64), ("h100_sxm", 1024), (None, 64)])
 def test_no_known_recipe_is_faster_than_the_plan(hardware: str | None, width: int, mesh: Mesh) -> None:

@@ -118,7 +118,7 @@ def _replaced(model: nn.Module) -> None:
     model.get_submodule("layers.1").two = nn.Identity()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("change", [nn.Module.double, _froze, _grew, _replaced])
 def test_a_model_that_was_changed_is_priced_as_it_is_now(change: Callable[[nn.Module], object]) -> None:
     """A model changed in type, frozen parameters, blocks or modules is priced anew."""
