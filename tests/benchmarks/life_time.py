@@ -15,12 +15,12 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.life_worker import VARIANTS, WITHOUT
-from tests.benchmarks.races import commit, date, parser_of, run_order, versions
+from tests.benchmarks.races import commit, date, paired_quartiles, parser_of, run_order, versions
 
 SIZES: Mapping[str, tuple[int, int]] = {"small": (128, 6), "large": (128, 16)}
 """Tokens of a row, and rows of a step."""
@@ -31,17 +31,13 @@ def line_of(size: str, found: Mapping[str, Any]) -> str:
     """Return a line of the table in Markdown: the step's time, and the ratio of each variant."""
     first = {tuple(round(loss, 4) for loss in item["losses"]) for item in found.values()}
     assert len(first) == 1, f"variants train on other batches: {first}"
+    cpu_s = {name: [sum(of_ranks) for of_ranks in item["cpu_s"]] for name, item in found.items()}
     cells = [f"{SIZES[size][0]} x {SIZES[size][1]}", f"{statistics.median(found[WITHOUT]['times_s']) * 1e3:.0f}"]
     for name in list(VARIANTS)[1:]:
-        low, middle, high = _quartiles(found[name]["times_s"], found[WITHOUT]["times_s"])
-        worked = _quartiles(*(list(map(sum, found[each]["cpu_s"])) for each in (name, WITHOUT)))[1]
-        cells.append(f"{middle:.3f} ({low:.2f} to {high:.2f}); {worked:.3f}")
+        low, middle, high = paired_quartiles(found[name]["times_s"], found[WITHOUT]["times_s"])
+        _, of_processors, _ = paired_quartiles(cpu_s[name], cpu_s[WITHOUT])
+        cells.append(f"{middle:.3f} ({low:.2f} to {high:.2f}); {of_processors:.3f}")
     return f"| {' | '.join(cells)} |"
-
-
-def _quartiles(times_s: Sequence[float], others_s: Sequence[float]) -> list[float]:
-    """Return the quartiles of paired ratios."""
-    return statistics.quantiles([mine / its for mine, its in zip(times_s, others_s, strict=True)], n=4)
 
 
 def head(command: str) -> list[str]:

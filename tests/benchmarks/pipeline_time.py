@@ -34,6 +34,7 @@ from tests.benchmarks.races import (
     LOOPBACK,
     commit,
     date,
+    paired_quartiles,
     parser_of,
     run_order,
     versions,
@@ -87,8 +88,7 @@ def row_of(
 ) -> Row:
     """Return the figures of a case from its ranks' findings."""
     ours, rival = (found[name] for name in contenders)
-    ratios = [mine / theirs for mine, theirs in zip(ours["times_s"], rival["times_s"], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    low, middle, high = paired_quartiles(ours["times_s"], rival["times_s"])
     losses = zip(ours["losses"], rival["losses"], strict=True)
     return Row(
         *(link, schedule, micro_batches),

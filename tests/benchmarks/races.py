@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -115,6 +116,11 @@ def times_of(step: Callable[[Any], Any], batch: Any) -> tuple[float, list[float]
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
     return max(item[0].item() for item in every), [item[1].item() for item in every]
+
+
+def paired_quartiles(mine_s: Sequence[float], theirs_s: Sequence[float]) -> list[float]:
+    """Return the three quartiles of the ratios of paired times; the second one is the median."""
+    return statistics.quantiles([mine / theirs for mine, theirs in zip(mine_s, theirs_s, strict=True)], n=4)
 
 
 def mesh_along(axis: str, *, is_delayed: bool = False) -> Any:

@@ -33,7 +33,7 @@ from typing import Any
 from rich.console import Console
 from rich.markdown import Markdown
 
-from tests.benchmarks.races import LOOPBACK, WorkerError, commit, date, parser_of, run_order, versions
+from tests.benchmarks.races import LOOPBACK, WorkerError, commit, date, paired_quartiles, parser_of, run_order, versions
 from tests.benchmarks.step_cases import CASES, COMPARISONS, Case, Comparison
 from tests.benchmarks.two_hosts import TwoHosts
 
@@ -118,13 +118,11 @@ def fill(row: Row, comparison: Comparison, found: Found, peaks: Mapping[str, int
     """The figures of a row, as its fields."""
     sides = {name: _side(found[name], peaks.get(name)) for name in comparison.contenders}
     rival = row.rival if row.rival in sides else min(comparison.rivals, key=lambda name: sides[name].step_s)
-    pairs = zip(found[row.ours]["times_s"], found[rival]["times_s"], strict=True)
-    ratios = [ours / theirs for ours, theirs in pairs]
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    low, middle, high = paired_quartiles(found[row.ours]["times_s"], found[rival]["times_s"])
     ours, theirs = sides[row.ours], sides[rival]
     differs = abs(ours.loss / theirs.loss - 1) > LOSS_TOLERANCE
     return {
-        "rounds": len(ratios),
+        "rounds": len(found[rival]["times_s"]),
         "ratio": middle,
         "quartiles": (low, high),
         "our_side": ours,

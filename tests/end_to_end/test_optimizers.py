@@ -199,7 +199,7 @@ def program_of(name: str, build: Callable[[], nn.Module], limit: float | None = 
 
 
 @given(st.data())
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_any_plan_of_muon_is_right(data: st.DataObject) -> None:
     """Any spec of directions, orthogonal matrices, momentum and parameters that the rules admit."""
     name = data.draw(st.sampled_from(["Muon", "Muon, adjusted"]))

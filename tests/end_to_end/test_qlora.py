@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ import autoshard
 from autoshard import Cluster, Mesh, P, Plan
 from autoshard.testing import WholeStep, check_plan
 from tests.benchmarks.live_memory import peak_bytes_of
-from tests.end_to_end.test_adapters import adamw, assert_same, planned, shared_folder, whole
+from tests.end_to_end.test_adapters import adamw, assert_same, planned, whole
 from tests.models import Inputs, build, words
-from tests.runtime.processes import checked_once, named, report
+from tests.runtime.processes import checked_once, named, new_folder, report, shared_folder
 
 peft, bnb = pytest.importorskip("peft"), pytest.importorskip("bitsandbytes")
 
@@ -34,8 +33,8 @@ ROWS = {f"*{name}_proj.base_layer.weight": P("model") for name in ("q", "gate", 
 
 @cache
 def base_folder() -> Path:
-    """A folder with a Llama in float32, for as long as the processes run."""
-    folder = ExitStack().enter_context(shared_folder())
+    """A folder with a Llama in float32."""
+    folder = new_folder()
     sizes = {"words": 96, "width": 128, "inner": 256, "heads": 4, "key_heads": 2, "length": 16}
     build("llama", layers=2, **sizes).save_pretrained(folder)  # with processes, the first one writes
     if dist.is_initialized():

@@ -67,19 +67,27 @@ def join_ranks(port: int, rank: int, ranks: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
 
 
-@contextmanager
-def shared_folder() -> Iterator[Path]:
-    """A new folder, the same on all ranks, or of this process alone. It is deleted in the end, unless a check fails."""
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    names = [tempfile.mkdtemp() if is_first else None]
+def new_folder() -> Path:
+    """A new folder, the same on all ranks, or of this process alone."""
+    names = [tempfile.mkdtemp() if _is_first() else None]
     if dist.is_initialized():
         dist.broadcast_object_list(names)
-    folder = Path(str(names[0]))
+    return Path(str(names[0]))
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A `new_folder`, which is deleted in the end, unless a check fails."""
+    folder = new_folder()
     yield folder
     if dist.is_initialized():
         dist.barrier()
-    if is_first:
+    if _is_first():
         shutil.rmtree(folder)
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def checked_once(checks: Mapping[str, Check], **options: Any) -> Any:
