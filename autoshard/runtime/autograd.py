@@ -5,7 +5,7 @@ does. So torch notices an in-place change of a saved tensor. The backward frees 
 
 A tangent is the gradient of an output, which the backward takes as an input. If a model returns losses, its program has
 tangents for the losses only. A backward from another output runs a second program, with a tangent for each output, on
-the saved inputs. A backward with `create_graph=True` does so with a program that returns the gradients.
+the saved inputs. Gradients of gradients (`create_graph=True`) come from a program whose outputs are the gradients.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class CudaGraph:
     """Runs one function: twice as it is, and from the third call on as a CUDA graph.
 
     A graph reads and writes the memory with which it was recorded. The tensors at the positions `moving` have a new
-    address in each call, and are copied into memory of the graph. If another tensor has a new address, the graph is
-    recorded again, and that tensor is copied from then on. `record` records the graph.
+    address in each call, and are copied into memory of the graph. If another tensor has a new address, its position is
+    added to `moving`, and the graph is recorded again. `record` records the graph.
     """
 
     moving: set[int]

@@ -52,7 +52,7 @@ SMALL_BYTES = 2**20
 """A tensor of at most this many bytes is gathered whole, even if only a region of it is wanted."""
 
 _MOST_RESHARDS = 1024
-"""The most loaded reshard programs that are kept. Each input or output of a program may need some."""
+"""The largest number of loaded reshard programs to keep. Each input or output of a program may need several."""
 
 
 class DistributedEngine:
@@ -61,7 +61,7 @@ class DistributedEngine:
     Args:
         device_mesh: the ranks that run a program.
         wrap: a compiler of graphs, such as Inductor; it is applied to each graph before the graph runs.
-        check_in_place: checks each graph that writes over inputs.
+        check_in_place: checks each graph that writes over inputs, or into the buffers of buckets.
         finish_in_place: rewrites each graph that writes over inputs, before the check.
         timeout_s: seconds that ranks wait for a rank that shows no sign of life.
         control: the ranks that compare their programs; default: the ranks of `device_mesh`.
@@ -202,7 +202,7 @@ class DistributedEngine:
     def add(self, sums: list[torch.Tensor], addends: list[torch.Tensor], owned: Sequence[bool] | None = None) -> None:
         """Add each of `addends` to its sum.
 
-        With a compiler, results of graphs may share memory, so they are never written over.
+        With a compiler (`wrap`), results of graphs may share memory. So a given `owned` counts as false for each sum.
         """
         if owned is not None and self._has_compiler:
             owned = [False] * len(sums)

@@ -73,7 +73,7 @@ class Engine(Protocol):
 
     @property
     def ranges(self) -> Ranges:
-        """The switch of the named ranges of programs."""
+        """The switch that makes programs mark their named ranges for profiles."""
         ...
 
     def load(self, graph_module: fx.GraphModule, written: Mapping[int, int] = NOTHING) -> Loaded:
@@ -104,7 +104,7 @@ class Engine(Protocol):
         ...
 
     def zeros(self, slot: LocalSlot, beside: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a tensor of zeros in the user's form, with the slot's shape, dtype and sharding.
+        """Return a DTensor of zeros with the slot's global shape, dtype and sharding; in the simulator, a whole tensor.
 
         The tensor is on the ranks that hold the parameter `beside`; None: on the ranks of this engine's mesh.
         """
@@ -119,7 +119,10 @@ class Engine(Protocol):
         ...
 
     def lay_out_like(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the whole tensor `tensor`, sharded like the tensor `like`."""
+        """Return a copy of the whole tensor `tensor`, sharded like the DTensor `like`.
+
+        If `like` is a plain tensor, return `tensor` itself.
+        """
         ...
 
     def add(self, sums: list[LocalValue], addends: list[LocalValue], owned: Sequence[bool] | None = None) -> None:

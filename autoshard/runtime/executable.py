@@ -54,7 +54,8 @@ class Executable:
     Args:
         compiled: the program in phases, its plan, and its stages.
         engine: the engine that runs it.
-        python_guards: the Python states whose traces gave this program, newest last. One of them must hold at a call.
+        python_guards: guards of the Python states whose traces gave this program, the state used last at the end. If
+            there are any, one of them must hold at a call.
         varying: numbers of the model that change from call to call.
     """
 
@@ -104,9 +105,10 @@ class Executable:
         return self.state.changes()
 
     def serve_state(self, use: PythonUse, registered: Iterable[torch.Tensor]) -> None:
-        """Add the model's present Python state to the states that this program serves: a trace in it gave this program.
+        """Add the model's present Python state to the states that this program serves. At most `_STATES` are kept.
 
-        `use` has the values that the trace read, and `registered` the parameters and buffers of the model.
+        A trace of the model in this state gave this program. `use` has the values that the trace read, and `registered`
+        the parameters and buffers of the model.
         """
         del self.python_guards[: -_STATES + 1]
         self.python_guards.append(self.varying.guards(use, registered))
@@ -154,9 +156,9 @@ class Executable:
         return tuple(stage.phased.lowered for n, stage in enumerate(stages) if n not in self.compiled.own_stages)
 
     def by_stage(self, tensors: Sequence[torch.Tensor]) -> dict[int, Sequence[torch.Tensor]]:
-        """Return the inputs of each stage's forward among `tensors`, by stage number, for stages of this process.
+        """Return the forward inputs of each stage of this process, by stage number, except inputs from other stages.
 
-        Inputs that another stage sends are left out.
+        `tensors` has the inputs of the whole program, in the order of `input_names`.
         """
         if self.compiled.staged is None:
             return {0: tensors}
@@ -216,10 +218,7 @@ class Executable:
 
     @cached_property
     def read_by_backward(self) -> dict[str, frozenset[Key]]:
-        """The forward inputs that the backward reads for each gradient, by the name of its parameter or input.
-
-        Each is given by its kind and name.
-        """
+        """Name of a gradient's parameter or input → kind and name of forward inputs that the backward reads for it."""
         return inputs_behind_gradients(self.phased.lowered.traced)
 
     @cached_property
@@ -310,7 +309,8 @@ class Executable:
     def load(self, *, adds: bool = False) -> None:
         """Load all phases now. Loading may make process groups, so all ranks must load together.
 
-        `adds` says whether gradients of several micro-batches are added.
+        `adds` says whether gradients of several micro-batches are added. The stages of a program are loaded by
+        `Executor`, not here.
         """
         if self.compiled.staged is not None:
             return  # `Executor` loads the stages, once they have process groups
@@ -385,8 +385,11 @@ class Executable:
     def run_first_half(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
         """Run the first half of a split backward, which computes gradients for other stages.
 
-        Return the local values of `gradients`, and the inputs of the second half. `values` has the local values that
-        the forward saved, then the local tangents. The list is emptied.
+        Args:
+            values: the local values that the forward saved, then the local tangents. The list is emptied.
+
+        Returns:
+            The local gradients, one for each slot of `self.gradients`, and the values for `run_second_half`.
         """
         results = list(self._halves.inputs(values))
         count = len(self.gradients)
@@ -449,7 +452,7 @@ class Executable:
         return self._backward_from[given]
 
     def write_output(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
-        """Return an output for the user: a DTensor if its name is in `sharded_outputs`, else a whole tensor."""
+        """Return an output for the user: a DTensor if `compiled.sharded_outputs` has its name, else a whole tensor."""
         if slot.slot.name in self.compiled.sharded_outputs:
             return self.engine.write_sharded(value, slot)
         return self.engine.write(value, slot)

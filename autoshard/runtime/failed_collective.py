@@ -14,7 +14,7 @@ _CODE = "<eval_with_key>"
 
 
 def failed_collective(error: BaseException, graph: fx.Graph) -> str:
-    """Return the collective of `graph` in which `error` was raised; "" if the error is of another code.
+    """Describe the collective of `graph` in which `error` was raised; return "" if it was raised elsewhere.
 
     For example: "waiting for the all-reduce over 'data' of mlp.up (model.py:12 in forward)".
     """
@@ -35,7 +35,7 @@ def failed_collective(error: BaseException, graph: fx.Graph) -> str:
 
 
 def _failed_name(trace: TracebackType | None) -> str | None:
-    """Return the name that the failing line of a graph's code assigns, from the innermost such line."""
+    """Return the name that the failing line assigns, in the innermost frame of a graph's code; None without one."""
     found = None
     while trace is not None:
         if trace.tb_frame.f_code.co_filename.startswith(_CODE):

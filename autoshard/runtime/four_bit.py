@@ -52,7 +52,10 @@ def is_4bit(module: Any) -> bool:
 
 
 def _state_of(name: str, layer: Any) -> Any:
-    """Return the `QuantState` of a layer's weight, which a weight on meta gets here."""
+    """Return the `QuantState` of a layer's weight. A weight on the meta device is quantised first.
+
+    In a run of torch.distributed, the layer itself then holds the state no more.
+    """
     weight = layer.weight
     _refuse_form(name, weight.quant_type, weight.quant_storage, weight.quant_state)
     if weight.quant_state is None and weight.is_meta:

@@ -25,7 +25,10 @@ _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PA
 
 
 def keep_freed_memory() -> bool:
-    """Make the C library keep freed memory. Return False if it has no `mallopt`, or the user has set its variables."""
+    """Make the C library keep freed host memory. Return whether it does.
+
+    Nothing changes if the library has no `mallopt`, or if the user has set an environment variable of glibc's malloc.
+    """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if any(name in os.environ for name in _VARIABLES) or "glibc.malloc" in tunables:
         return False
@@ -36,7 +39,11 @@ def keep_freed_memory() -> bool:
 
 
 def give_freed_memory_back() -> None:
-    """Give freed memory back to the system, before other code allocates blocks of other sizes."""
+    """Trim the C library's heap: its free host memory goes back to the system (`malloc_trim`).
+
+    Call this before other code allocates blocks of other sizes, such as an export of weights. Without `malloc_trim`,
+    the call does nothing.
+    """
     trim = _function("malloc_trim")
     if trim is not None:
         trim(0)

@@ -24,7 +24,7 @@ from autoshard.runtime.process_groups import ProcessGroups, bind, reduce_in_plac
 from autoshard.runtime.profiling.ranges import Ranges
 
 CheckInPlace = Callable[[fx.GraphModule, fx.GraphModule, Mapping[int, int]], None]
-"""Function that checks a graph that writes over inputs.
+"""Function that checks a graph that writes over inputs, or into the buffers of buckets.
 
 It takes the graph without writes, the graph with writes, and the argument `written` of `Engine.load`.
 """

@@ -22,7 +22,7 @@ class UpdateInputs:
 
     Args:
         tensors: number of a stage → its inputs, in the order of `Executable.read_by_update`. Options may be outdated.
-        are_counted_together: whether the updated parameters are exactly those whose steps were counted last.
+        are_counted_together: whether the program updates exactly the parameters that `StepsTaken` counted last.
     """
 
     tensors: Mapping[int, list[torch.Tensor]]

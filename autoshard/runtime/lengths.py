@@ -1,10 +1,9 @@
 """Serve calls of many lengths by a few programs: pad inputs to one of a few lengths, and cut outputs back.
 
 The length is the size of dim 1 of inputs, such as the number of tokens. Inputs are padded to 8, 12, 16, 24, 32, 48 and
-so
-on. Padding must not change any result: attention must be masked or causal, and the loss must leave padded targets out.
-`Prove` proves this for each program before it is compiled. A call without a proof is compiled at its own length, with a
-warning.
+so on. Padding must not change any result: attention must be masked or causal, and the loss must leave padded targets
+out. `Prove` proves this for each program before it is compiled. A call without a proof is compiled at its own length,
+with a warning.
 """
 
 from __future__ import annotations

@@ -29,11 +29,14 @@ Find = Callable[[Sequence[Any], Mapping[str, Any]], tuple[Executable, FlatCall]]
 
 
 Weigh = Callable[[Request], LossWeights | None]
-"""Derives the weights of micro-batches in the loss, for a call of one micro-batch; `passes.verification` has it."""
+"""Function from the request of one micro-batch's call to the weights of micro-batches in the loss of a batch.
+
+`passes.verification` implements it.
+"""
 
 
 def weighs_nothing(request: Request) -> None:
-    """Return None: a `Weigh` for steps without copies, whose programs have their weights."""
+    """Return None. This `Weigh` is for steps without copied rows, whose weights are in `CompiledProgram.weights`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class CutBatch:
     """A tensor of a batch that is already split.
 
     Args:
-        parts: the rows of each micro-batch, equally many.
+        parts: the rows of each micro-batch; all micro-batches have the same number of rows.
         copies: see `MicroBatches`.
     """
 
@@ -67,7 +70,7 @@ class MicroBatches:
 
     @property
     def is_whole(self) -> bool:
-        """Whether one micro-batch has all rows, each of them once."""
+        """Whether there is only one micro-batch, with each row once."""
         return tuple(self.copies) == (1,)
 
     def rounds(self, size: int) -> list[range]:
@@ -78,8 +81,8 @@ class MicroBatches:
 def parts_of(args: Sequence[Any], kwargs: Mapping[str, Any], parts: int) -> MicroBatches:
     """Split the arguments of a call into `parts` equal parts along dim 0.
 
-    An argument that is no tensor, or a tensor without dims, is passed to each micro-batch. Arguments of `CutBatch` are
-    split already, into a multiple of `parts`.
+    An argument that is no tensor, or a tensor without dims, is passed to each micro-batch. A `CutBatch` among the
+    arguments is split already, and its number of micro-batches may be a multiple of `parts`.
 
     Raises:
         TraceError: the tensors differ in the size of dim 0, or `parts` does not divide it.
@@ -141,7 +144,7 @@ def _cut(leaf: Any, size: int, parts: int) -> list[Any]:
 class LossWeigher:
     """Finds how the losses of micro-batches are weighed.
 
-    A step without micro-batches needs the weights for a batch with copies alone. They are then derived from two traces,
+    A step without micro-batches needs weights only for a batch with copied rows. They are then derived from two traces,
     and kept for the last such program.
 
     Args:

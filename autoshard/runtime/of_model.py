@@ -105,7 +105,7 @@ def _class_for(kind: type[OfModel], model_class: type[nn.Module]) -> type[OfMode
 
 
 def refuse_capture(captured: str) -> NoReturn:
-    """Raise `TraceError`: torch (`torch.compile`, `torch.jit`) cannot capture the object that `captured` describes."""
+    """Raise `TraceError`: `torch.jit` and `torch.export` cannot capture the object that `captured` describes."""
     raise TraceError(
         f"torch.jit.script, torch.jit.trace and torch.export cannot capture a {captured}, which runs a program of its "
         "own on a mesh. Capture the original module instead; .export(folder) writes the weights for it."

@@ -97,7 +97,10 @@ class ProcessGroups:
         return self.name(group)
 
     def new(self, members: Sequence[int], axis: str) -> dist.ProcessGroup:
-        """Make a process group of `members`, in this order, with the backend of `axis`; all ranks must call this."""
+        """Make a process group of `members` (ranks on the mesh), in this order, with the backend of `axis`.
+
+        All ranks must call this.
+        """
         backend = dist.get_backend(self._device_mesh.get_group(axis))
         return _new_group([self._ranks[member] for member in members], self._timeout, backend)
 

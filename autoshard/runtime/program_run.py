@@ -99,7 +99,7 @@ class ProgramRun:
         stages: number of a stage → the stage, for the stages that this process runs.
         messages: carries values between stages.
         inputs: returns the inputs of a micro-batch; called once for each micro-batch.
-        weights: the weight in the loss of each micro-batch of the call. A micro-batch of weight zero has no backward.
+        weights: for each micro-batch of the call, its weight in the loss. A micro-batch of weight zero has no backward.
         take: gets the outputs of each stage's forward.
         graphs: launches forward and backward of a micro-batch as a CUDA graph; None to launch each kernel.
         first: the number of this run's first micro-batch, which is micro-batch 0 of the order. Several runs of the

@@ -29,7 +29,8 @@ class ProgramUpdate:
         graph_module: takes the gradients, summed over micro-batches, then `reads`; returns `writes`.
         gradients: the number of gradients.
         reads: slots of parameters, optimizer state and options.
-        writes: slots of updated parameters and state, and perhaps of the norm or of a stage's sum of squares.
+        writes: slots of updated parameters and state. If the program computes the gradient norm, another slot has this
+            norm. A pipeline stage has the sum of squares of its own gradients instead.
         engine: the engine that runs the update.
     """
 
@@ -69,7 +70,7 @@ class ProgramUpdate:
         Args:
             kept: values from `run_norm`; emptied.
             held: see `run_norm`.
-            squares: the sum of squares over all stages; None without stages.
+            squares: the sum of the gradients' squares over all stages. Only a stage that clips needs it.
         """
         for index in self._places_of_squares:
             assert squares is not None, "a stage that clips gave its squares"
@@ -84,7 +85,7 @@ class ProgramUpdate:
 
     @cached_property
     def _norm(self) -> int | None:
-        """The position among the results of the norm, or of a stage's sum of squares; None if there is neither."""
+        """The position in `writes` of the norm, or of a stage's sum of squares; None if there is neither."""
         found = (index for index, slot in enumerate(self.writes) if slot.slot.kind in _NORMS)
         return next(found, None)
 
@@ -142,7 +143,10 @@ class _CutUpdate(NamedTuple):
 
 
 def _drop_unread(graph_module: fx.GraphModule, kept: int) -> tuple[int, ...]:
-    """Remove the inputs without readers after the first `kept` inputs; return the positions of those with readers."""
+    """Remove the inputs without readers, except the first `kept` inputs.
+
+    Return the positions of the remaining inputs, counted from input `kept`, before the removal.
+    """
     others = graph_module.graph.find_nodes(op="placeholder")[kept:]
     read = tuple(index for index, node in enumerate(others) if node.users)
     for node in (node for node in others if not node.users):

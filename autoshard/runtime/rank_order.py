@@ -136,7 +136,7 @@ class _Rewriter:
 
 
 def _noted(made: fx.Node, replaced: fx.Node) -> fx.Node:
-    """Return the node, with the name and the origin of the collective that it replaces, for errors and profiles."""
+    """Add the collective that `made` replaces to the metadata of `made`, for errors and profiles. Return `made`."""
     made.meta |= _origin_of(replaced)
     return made
 

@@ -92,7 +92,7 @@ class SeedSequence:
         return seed
 
     def _remember_state(self) -> None:
-        """Remember the present place for the generator's state.
+        """Remember that the present place in the sequence belongs to the generator's present state.
 
         The oldest of more than `_KNOWN` states is forgotten.
         """

@@ -457,7 +457,7 @@ class ShardedModule(OfModel, HasWeights):
             self.model_weights.place(self._placed)
 
     def gather_inputs(self, executable: Executable, call: FlatCall) -> list[torch.Tensor]:
-        """Wait until ranks have agreed on the call; return the program's inputs, in the order of `input_names`."""
+        """Wait until ranks agree on the call, draw its seed if it has one, and return its inputs (`input_names`)."""
         assert self._members is not None, "the call's program is found"
         given, parameters = call.tensors, self._members.parameters
         check_devices(given, self._engine.device, executable.traced_devices)

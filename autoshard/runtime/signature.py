@@ -90,9 +90,10 @@ def key_of(
 
 
 def check_devices(tensors: Mapping[str, torch.Tensor], device: torch.device, traced: Mapping[str, str]) -> None:
-    """Raise `TraceError` if an input is on meta, or on another device type than `device` or its traced input.
+    """Raise `TraceError` if an input is on the meta device, or on another device type than in the trace.
 
-    `traced` maps the name of an input to the device type on which it was traced.
+    `traced` maps the name of an input to the device type on which it was traced. An input on the type of `device` is
+    always accepted.
     """
     for name, tensor in tensors.items():
         found = tensor.device.type

@@ -62,9 +62,9 @@ def lay_out_state(
 
 
 def may_draw(model: nn.Module) -> bool:
-    """Whether a model may draw random numbers: it has an attribute above 0, with "drop" in its name.
+    """Whether a model may draw random numbers: a module has a float attribute above 0, such as `Dropout.p`.
 
-    The name of the attribute's module class counts too.
+    Only attributes count that have "drop" in their own name, or in the name of the module's class.
     """
     return any(
         "drop" in f"{type(module).__name__}.{name}".lower()

@@ -66,7 +66,7 @@ class StepCheck:
         self._failed_ranks = FailedRanks(control)
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Begin a step: forget the norm of the last step."""
         self.norm = None
 
     def end(self) -> None:
@@ -76,13 +76,16 @@ class StepCheck:
     def passes(self, loss: torch.Tensor | None, norm: torch.Tensor | None, program: Hashable = "") -> bool:
         """Return whether the step may update parameters, the same on all ranks; all ranks must call together.
 
+        This also sets `norm`, counts a skipped step, and updates the scale of the loss.
+
         Args:
             loss: the loss on this rank; None on ranks without a loss.
             norm: the norm over all gradients; None if there are no gradients.
             program: a value that is equal for steps of one program.
 
         Raises:
-            NonFiniteError: on every rank, with "raise", if a number of any rank is not finite.
+            NonFiniteError: on every rank, with "raise", if a number of any rank is not finite. If the loss is finite
+                and scaled by more than 1, gradients that are not finite raise no error.
         """
         self.norm = norm
         if self.on_nonfinite is None and self.loss_scale is None:

@@ -9,7 +9,7 @@ import torch
 
 
 class StepsTaken:
-    """Reads and raises the counts of steps in an optimizer's state, one for each parameter.
+    """Reads and increments the counts of steps in an optimizer's state, one for each parameter.
 
     SGD and Muon keep no counts. Their count is 1 if the state has a momentum buffer, else 0.
 
@@ -39,7 +39,7 @@ class StepsTaken:
         return [joined._version for joined in self._joined] == self._versions
 
     def are_counted_together(self, parameters: Collection[torch.Tensor]) -> bool:
-        """Whether `count_again` counts a step of exactly these parameters, and no other code changed their counts."""
+        """Whether `count_again` would count a step of exactly these parameters, whose counts no other code changed."""
         state = self._optimizer.state
         are_held = all(state.get(parameter, {}).get("step") is count for parameter, count in self._counts.items())
         return are_held and self.are_as_counted() and self._counts.keys() | self._uncounted == set(parameters)

@@ -319,7 +319,9 @@ def update_of(
     returns_norm: bool = False,
     scales_loss: bool = False,
 ) -> Update | None:
-    """Return an optimizer's update as data. None without an optimizer, or with a warning if it is not traced.
+    """Return an optimizer's update as data. Without an optimizer, return None.
+
+    If the update is not traced, log a warning and return None.
 
     Raises:
         NotAvailableError: `strict` is true, and the update is not traced.

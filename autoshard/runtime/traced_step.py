@@ -35,7 +35,7 @@ class TracedStep:
         order: the order of the tasks of a program without stages.
         executor: runs the tasks.
         weigher: finds the weights of micro-batches in the loss.
-        check: may stop a step before its update, and takes the norm of the gradients.
+        check: may stop a step before its update, and remembers the norm of the gradients.
         graphs: launches forward and backward of a micro-batch as a CUDA graph; None to launch each kernel.
         returns_norm: compute the norm of the gradients even without clipping.
         loss_scale: the scale of the loss; None: the loss is not scaled.

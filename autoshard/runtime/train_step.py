@@ -434,7 +434,6 @@ class TrainStep(HasWeights):
             ) from error
 
     def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MicroBatches:
-        """Split the arguments of a call into micro-batches."""
         return parts_of(args, kwargs, self.micro_batches)
 
 

@@ -34,7 +34,7 @@ def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer) -> float:
     """Return the bytes of state that an optimizer keeps per byte of a float32 parameter: 2.0 for AdamW, 0.0 for SGD.
 
     If the optimizer has no state yet, a copy takes one step on a small parameter, with the first group's options. For
-    joined optimizers, the greatest number of them is returned.
+    joined optimizers, each takes this step, and the result is the greatest of their numbers.
 
     Raises:
         NotAvailableError: the trial step fails.
@@ -51,8 +51,9 @@ def parameters_needed_whole(optimizer: torch.optim.Optimizer) -> list[torch.Tens
     """Return the parameters that must be whole on each rank that updates them.
 
     Their update is not elementwise, or uses operators that torch does not shard (Rprop). Torch's own classes are known.
-    An optimizer of another class takes trial steps, with the options of each group. If a part of a parameter then moves
-    as it does without the other parts, the group's update is elementwise.
+    An optimizer of another class takes trial steps, with the options of each group. The group's update is elementwise
+    if half of a small parameter moves in these steps as this half alone does. An optimizer of such a class that already
+    has state is not tried, and needs all its parameters whole.
 
     Raises:
         NotAvailableError: the trial steps fail, or depend on random numbers.
@@ -74,7 +75,7 @@ def _is_elementwise(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
 
 
 def _moves_parts_alone(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], rank: int) -> bool:
-    """Whether trial steps move each half of a parameter with `rank` dims as they move the half alone."""
+    """Whether trial steps move half of a parameter with `rank` dims (along dim 0 or 1) as they move this half alone."""
     shape = (_SIDE,) * rank if rank <= 2 else (_SIDE // 4, _SIDE // 4, *(4,) * (rank - 2))
     generator = torch.Generator().manual_seed(0)
     value, *grads = torch.randn(1 + _STEPS, *shape, generator=generator, dtype=torch.float64)
@@ -100,7 +101,7 @@ def _moves_parts_alone(optimizer: torch.optim.Optimizer, options: Mapping[str, A
 def _results(
     optimizer: torch.optim.Optimizer, options: Mapping[str, Any], value: torch.Tensor, grads: Sequence[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return a parameter's movement by trial steps under the name "", and its state with numbers by name."""
+    """Return a dict with a parameter's change by trial steps under "", and its state as tensors by name."""
     after, state = _tried(optimizer, options, value, grads)
     held = {name: torch.as_tensor(item) for name, item in state.items() if isinstance(item, torch.Tensor | int | float)}
     return {"": after - value, **held}

@@ -54,7 +54,7 @@ class VaryingNumbers:
         """Watch the numbers that have differed between traces with the same program; yield notes to log.
 
         Args:
-            states: the guards of traces that gave this program, newest last. The present trace gave it too.
+            states: the guards of earlier traces that gave this program. The present trace gave it too.
             expected: the program's fingerprint.
             trace: traces the call with the present model.
         """

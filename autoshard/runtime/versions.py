@@ -19,7 +19,7 @@ Key = tuple[InputKind, str]
 """Kind and name of an input of a program."""
 
 Version = tuple[int, ...] | None
-"""The number of in-place changes of a tensor; None for tensors that are not counted."""
+"""The number of in-place changes of a tensor; for a DTensor, also of its shard; None if torch does not count them."""
 
 
 def version_of(tensor: torch.Tensor) -> Version:

@@ -31,7 +31,7 @@ def with_whole_parameters(
     recipe: Recipe | None,
     fixed: Plan | None,
 ) -> dict[str, PartitionSpec]:
-    """Return constraints that also keep whole the parameters which an untraced optimizer needs whole.
+    """Return `constraints` with a replicated spec for each parameter that an untraced optimizer needs whole.
 
     Args:
         constraints: the user's constraints, by pattern.
@@ -73,9 +73,10 @@ def _splits(
 
 @contextmanager
 def plain_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within the context, groups whose parameters are all whole DTensors have plain parameters, and so has their state.
+    """Within the context, replace replicated DTensors in the optimizer's groups and state by plain tensors.
 
-    The plain parameters share memory with the DTensors. A group with sharded state (ZeRO-1) stays as it is.
+    The plain parameters share memory with the DTensors. A group with any other parameter, or with sharded state
+    (ZeRO-1), stays as it is.
     """
     state = optimizer.state
     groups = [
@@ -99,7 +100,7 @@ def plain_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _has_whole_state(parameter: torch.Tensor, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> bool:
-    """Whether a parameter is a whole DTensor, and none of its state is sharded."""
+    """Whether a parameter is a replicated DTensor, and so is each DTensor in its optimizer state."""
     values = state[parameter].values() if parameter in state else ()
     return _is_whole(parameter) and all(_is_whole(value) for value in values if isinstance(value, DTensor))
 
@@ -119,7 +120,7 @@ def _local(value: Any) -> Any:
 
 
 def _like(value: Any, owner: torch.Tensor) -> Any:
-    """Return state of the shape of `owner`, a whole DTensor, as such a DTensor; any other state as it is."""
+    """Return `value`, state of the parameter `owner`, as a DTensor if it has the parameter's shape; else as it is."""
     assert isinstance(owner, DTensor), "only DTensors are lent as plain parameters"
     if type(value) is not torch.Tensor or not value.dim() or value.shape != owner.shape:
         return value

@@ -9,7 +9,7 @@ from autoshard.runtime.agreement.vector_exchange import LENGTH, connect
 
 
 class AnyRank:
-    """Ranks that ask each other a question; all ranks get the same answer. All ranks must make it and call it together.
+    """A yes-or-no question to all ranks, asked again at each call. All ranks must make it, and call it, together.
 
     Args:
         channel: the ranks; None for one process.
@@ -20,7 +20,11 @@ class AnyRank:
         self._vectors = None if channel is None else connect(channel)
 
     def __call__(self, mine: bool, action: Callable[[], str]) -> bool:
-        """Return whether `mine` is true on any rank; `action`, which follows, is for the error if a rank is lost.
+        """Return whether `mine` is true on any rank. All ranks get the same answer.
+
+        Args:
+            mine: this rank's answer.
+            action: returns the ranks' next action in words, for the error message if a rank is lost.
 
         Raises:
             LostRankError: a rank does not answer within the time limit of the channel.

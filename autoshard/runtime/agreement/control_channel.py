@@ -108,7 +108,7 @@ class ControlChannel:
     def _whole(self, turn: int, rank: int, first: bytes) -> bytes:
         """Return a rank's message.
 
-        `first` is the number of its parts, and the first part. The other parts are in the store.
+        `first` has the number of the message's parts, and then its first part. The other parts are in the store.
         """
         (count,) = _COUNT.unpack_from(first)
         others = (self._store.get(f"{turn}/{rank}/{number}") for number in range(1, count))
@@ -165,7 +165,7 @@ class ControlChannel:
             return  # the store is gone; the rank's next message raises the error
 
     def _forget(self, turn: int) -> None:
-        """Delete this rank's message of a turn from the store, once all ranks have read it."""
+        """Delete this rank's message of `turn` (if any) from the store. All ranks must have read it before."""
         if turn < 0:
             return
         self._store.delete_key(f"{turn}/{self.rank}")

@@ -62,7 +62,7 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 
 def digest_of_samples(tensors: Sequence[torch.Tensor], most: int, turn: int) -> int | torch.Tensor:
-    """Return a digest of tensors on one device that reads only samples of their bytes, and the sums of their words.
+    """Return a digest of tensors on one device, from a sample of each tensor's bytes and the sum of its 64-bit words.
 
     A tensor of at most `most` bytes is read whole. A swap of two values does not change the sum, and shows only if
     the sample contains one of the values. Each `turn` samples other bytes. The digest is an int on the CPU, else a
@@ -110,7 +110,7 @@ def _spread(count: int, most: int, turn: int) -> tuple[int, int, int, int]:
 
 
 def bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """Return the memory of a tensor as uint8 bytes on the CPU, [bytes]; a view if possible without a copy."""
+    """Return the memory of a tensor as a NumPy array of uint8 [bytes]: a view of the memory if no copy is needed."""
     known = (
         tensor
         if tensor.dtype in _OF_NUMPY

@@ -23,9 +23,9 @@ Doing = str | Callable[[BaseException], str]
 
 @contextlib.contextmanager
 def naming_lost_ranks(doing: Doing = "") -> Iterator[None]:
-    """Within the context, raise errors of communication between processes as `LostRankError`.
+    """Within the context, raise errors of communication between processes as `LostRankError`, with `doing` in its text.
 
-    Other errors are reported to the ranks that will wait for this rank. The message contains `doing`.
+    Any other error is raised as it is, after a report to the other ranks, which may wait for this rank.
     """
     try:
         yield

@@ -8,7 +8,7 @@ from autoshard.errors import NotAvailableError
 
 
 class OneThread:
-    """A context for one thread at a time. The thread may enter it repeatedly; another thread then gets an error.
+    """A context for one thread at a time, which may enter it repeatedly. Another thread gets `NotAvailableError`.
 
     Example:
         >>> within = OneThread()

@@ -95,8 +95,7 @@ class ParameterWatch:
         """Return facts that show which tensors differ, for the error message.
 
         The facts are a digest of each piece that this rank holds, and counts of in-place changes. Only tensors that no
-        digest
-        compares have counts: this rank holds no piece, or no other rank holds the same piece.
+        digest compares have counts: this rank holds no piece, or no other rank holds the same piece.
         """
         names = [name for name, tensor in self._named if not tensor.is_inference()]
         changed = {
@@ -182,7 +181,10 @@ class _WatchedPart:
         return (0, count) if count <= _ELEMENTS else (first % (count - _ELEMENTS + 1), _ELEMENTS)
 
     def _refresh_view(self) -> None:
-        """Make the flat view again, because a plain tensor may get new memory and stay the same object."""
+        """Make the flat view again, unless a DTensor has the same local tensor as before.
+
+        A plain tensor may get new memory and stay the same object, so its view is always made again.
+        """
         local = local_of(self._tensor) if self._is_distributed else self._tensor
         if local is not self._local or not self._is_distributed:
             self._local, self._flat = local, local.detach().view(-1)

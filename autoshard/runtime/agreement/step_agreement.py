@@ -3,7 +3,8 @@
 Before the first collective of its program, each call does the following:
 
 1. Each rank sends `LENGTH` integers: digests of the call, the program, the hyperparameters, the seed and the inputs.
-   Two more are about in-place changes of parameters, and a few elements of them, other elements at each call.
+   Further integers are digests of in-place changes of parameters, and of a few elements of the parameters. Each call
+   reads other elements.
 2. Meanwhile, the rank gathers the inputs of the program.
 3. If integers differ that should be equal, ranks exchange facts (the values behind the digests), and raise one error.
 
@@ -79,7 +80,8 @@ class _Posted:
         state: whether the call compiles, runs a program or evaluates guards, as text.
         seed: the position in the sequence of seeds, as text.
         values: digests of samples of tensors, by name.
-        numbers: the `LENGTH` integers that the rank sent: digests of all fields above.
+        numbers: the `LENGTH` integers that the rank sent: the turn, and digests of the fields above and of in-place
+            changes.
     """
 
     call: AgreedCall
@@ -139,9 +141,9 @@ class StepAgreement:
             self.settle()
 
     def post(self, executable: Executable | None, seeds: SeedSequence) -> None:
-        """Send the other ranks the digests of the present call and its program.
+        """Send the other ranks the digests of the present call and its program, as often as the option `Check` says.
 
-        None: the program must be compiled first.
+        `executable` is None if the program must be compiled first.
         """
         if self._check is Check.OFF or self._call is None:
             return
@@ -183,10 +185,7 @@ class StepAgreement:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Within the context, which compiles, other ranks wait for this rank without a time limit.
-
-        They also hear of its errors.
-        """
+        """Within the context, this rank compiles. The other ranks wait without a time limit, and hear of its errors."""
         if self._control is None:
             yield
             return

@@ -95,7 +95,6 @@ class ProfileRun:
             self._on_end(self._result)
 
     def __enter__(self) -> ProfileRun:
-        """Return the object itself."""
         return self
 
     def __exit__(

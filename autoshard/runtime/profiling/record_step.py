@@ -77,9 +77,9 @@ def _plain(item: FunctionEvent | _Range) -> _Range:
 
 
 def _with_works(named: Sequence[FunctionEvent], works: Sequence[FunctionEvent]) -> list[_Range]:
-    """Return all ranges. A range that starts a collective becomes the work of its process group.
+    """Return all ranges. A range that starts a collective gets the begin and end of its process group's work.
 
-    The call itself is a range of its own. Works are matched with calls in the order in which they begin.
+    The starting call becomes another range (`issuing`). Works are matched with calls in the order in which they begin.
     """
     waiting, found = deque(sorted(map(_plain, works), key=lambda item: item[1])), list[_Range]()
     for name, start, end in sorted(map(_plain, named), key=lambda item: item[1]):

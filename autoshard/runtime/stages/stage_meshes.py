@@ -115,7 +115,7 @@ class StageMeshes:
     def tensor_on_mesh(
         self, mesh: DeviceMesh, shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Placement]
     ) -> DTensor:
-        """Return a DTensor of this shape and dtype whose shards are on the processes of `mesh`, another rank's mesh."""
+        """Return a DTensor of this shape and dtype whose shards are on `mesh`, the mesh of another pipeline rank."""
         shape = torch.Size(shape)
         nothing = torch.empty(0 if shape else (), dtype=dtype, device=self.own.device_type)
         stride = torch.empty(shape, device="meta").stride()

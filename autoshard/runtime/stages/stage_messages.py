@@ -66,7 +66,10 @@ class StageMessages(Protocol):
         ...
 
     def has_all(self, stage: int, micro_batch: int, *, is_forward: bool) -> bool:
-        """Whether `take` can return all values that a stage reads now, or after waiting for other processes."""
+        """Whether `take` can return all values that the forward, or the backward, of a stage reads for a micro-batch.
+
+        True too if `take` would first wait for other processes.
+        """
         ...
 
     def take(self, name: str, stage: int, micro_batch: int, *, is_forward: bool) -> tuple[LocalValue, LocalSlot]:

@@ -62,10 +62,10 @@ def load_weights(model: nn.Module, engine: Engine, path: str | Path, *, strict: 
 
 
 def together(engine: Engine, action: str, make: Callable[[], T]) -> T:
-    """Run `make` on every rank, and return its result; if it fails on any rank, raise `WeightsError` on all.
+    """Run `make` on every rank, and return this rank's result. Ranks wait for each other without a time limit.
 
-    The error has the texts of all ranks. While `make` runs, other ranks wait for this rank. An error of another class
-    is sent to them too. `action` names the action in errors.
+    After a `WeightsError` or `OSError` on any rank, raise `WeightsError` on all ranks, with the texts of all errors.
+    After any other error, the other ranks raise `RankMismatchError`. `action` names the action in errors.
     """
     made, failure = [], ""
     with nullcontext() if engine.control is None else engine.control.working(action):
@@ -88,7 +88,10 @@ def _everyone(engine: Engine, said: str, action: str) -> list[str]:
 
 
 def _found(model: nn.Module, path: str | Path, *, strict: bool, cast: bool) -> tuple[list[Found], str]:
-    """Match and check the tensors in files; return the tensors to load, and a text of the files that ranks compare.
+    """Match the tensors in files with the model's tensors, and check them.
+
+    Return the tensors to load, and a description of the files' tensors. The caller compares this description between
+    ranks.
 
     Raises:
         WeightsError: tensors are missing, unexpected, or of another shape or dtype, or tied tensors differ.

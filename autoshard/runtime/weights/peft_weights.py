@@ -1,8 +1,8 @@
 """Adapters of the library peft, for export: in the format of peft's own files, or merged into the model's weights.
 
 The library peft knows which tensors belong to an adapter, and merges layers. This module calls its functions with
-outlines (meta tensors of the same shape and dtype), or with one layer at a time. It imports peft only after the user
-has.
+outlines (meta tensors of the same shape and dtype), or with one layer at a time. It imports peft only if the user has
+imported it.
 """
 
 from __future__ import annotations
@@ -131,10 +131,10 @@ class _Merging:
 
 
 def _without_layers(module: Any, path: str, at: str, layers: dict[str, str]) -> nn.Module:
-    """Return a module, whose tensors are on meta, with each peft layer in it replaced by a plain layer.
+    """Return a module with each peft layer and 4-bit layer in it replaced, in place, by a plain layer.
 
     Args:
-        module: the module.
+        module: the module, with tensors on the meta device.
         path: the module's name in the model with peft.
         at: the module's name in the model without peft.
         layers: gets, for each replaced layer, its name without peft → its name with peft.
@@ -175,9 +175,12 @@ def _unloaded(layer: Any, *, merge: bool) -> nn.Module:
 
 
 def _put_in_full(layer: Any) -> None:
-    """Dequantise the weights inside a peft layer, which then merges as peft's layer of weights that are not quantised.
+    """Dequantise the weights inside a peft layer, and make it peft's layer for weights that are not quantised.
 
-    Peft itself would quantise the merged weights again.
+    Peft's 4-bit layer would quantise the merged weights again.
+
+    Raises:
+        WeightsError: the layer's adapter is neither LoRA nor DoRA.
     """
     from peft.tuners.lora import Linear, Linear4bit  # type: ignore[import-not-found]
 

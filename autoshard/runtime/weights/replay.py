@@ -75,7 +75,7 @@ _Formula = _Drawn | _Before | _Applied | _BoxedValue
 class Replay:
     """Computes initial values of weights from a record of initialisers.
 
-    All ranks must read the same weights in the same order.
+    All ranks must call `pieces` for the same weights in the same order.
 
     Args:
         record: the record.

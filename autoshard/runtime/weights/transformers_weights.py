@@ -2,7 +2,7 @@
 
 Files may have older names, or other tensors, such as one matrix per expert. The library transformers (version 5) knows
 for each class how to convert. This module calls its functions with tensors that are not read yet. It imports
-transformers only after the user has.
+transformers only if the user has imported it.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def names_by_tensor(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]
 def match(model: nn.Module, names: Iterable[str], stored: Mapping[str, Unread]) -> Matched:
     """Return the tensor in files for each of the model's `names`.
 
-    Equal names match. For a transformers model, the files' tensors are first converted to the model's form.
+    Equal names match. For a transformers model, the files' tensors are first converted to tensors of the model.
     """
     names = frozenset(names)
     if transformers_weights.applies_to(model):
