@@ -63,7 +63,7 @@ class Engine(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """The device on which values live."""
+        """The device of this process's local values."""
         ...
 
     @property
@@ -115,7 +115,7 @@ class Engine(Protocol):
         ...
 
     def lay_out(self, tensor: torch.Tensor, slot: LocalSlot) -> torch.Tensor:
-        """Return `tensor` itself if it is sharded as `slot` says; else return a copy that is."""
+        """Return `tensor` itself if it has the sharding of `slot`; else return a copy with this sharding."""
         ...
 
     def lay_out_like(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -157,11 +157,11 @@ class Engine(Protocol):
         ...
 
     def write_like(self, value: LocalValue, slot: LocalSlot, like: torch.Tensor) -> torch.Tensor:
-        """Return a local value as a DTensor with the placements of `like`; if `like` is no DTensor, whole."""
+        """Return a local value as a DTensor with the placements of `like`, or whole if `like` is a plain tensor."""
         ...
 
     def adopt(self, model: nn.Module) -> None:
-        """Take over the parameters of `model`. Their sharding is not known yet."""
+        """Take over the parameters of `model`, before their sharding is known. With processes, they become DTensors."""
         ...
 
     def has_adopted(self, parameter: torch.Tensor) -> bool:

@@ -88,7 +88,7 @@ class Executable:
         return serves
 
     def serves_state(self) -> bool:
-        """Whether the model's Python values are now equal to one of the states whose traces gave this program."""
+        """Whether a state of `python_guards` holds now; it then becomes `state`. True if `python_guards` is empty."""
         for index, guards in reversed(list(enumerate(self.python_guards))):
             if guards.hold():
                 self.python_guards.append(self.python_guards.pop(index))
@@ -121,7 +121,7 @@ class Executable:
         return self.varying.look(self.python_guards, self.compiled.fingerprint, trace)
 
     def set_attributes(self) -> None:
-        """Set the plain attributes that the model's own call sets, to the values that the trace of `state` set."""
+        """Set the model's plain attributes as its own call does, to the values that the trace of `state` set."""
         for holder, name, value in self.state.settings:
             if vars(holder).get(name, MISSING) is not value:
                 setattr(holder, name, value)
@@ -274,13 +274,13 @@ class Executable:
 
     @cached_property
     def options_by_update(self) -> tuple[tuple[int, int], ...]:
-        """Position in `read_by_update`, and number of the group, of each vector of an optimizer group's options."""
+        """For each vector of an optimizer group's options, its position in `read_by_update` and the group's number."""
         slots = enumerate(slot.slot for slot in self.read_by_update)
         return tuple((index, group_of(slot.name)) for index, slot in slots if slot.kind is InputKind.HYPER)
 
     @cached_property
     def unscale_by_update(self) -> tuple[int, ...]:
-        """The positions in `read_by_update` of the factor that removes the scale of the loss."""
+        """The position in `read_by_update` of the factor that removes the scale of the loss; () if it is not scaled."""
         return tuple(index for index, slot in enumerate(self.read_by_update) if slot.slot.kind is InputKind.UNSCALE)
 
     @cached_property

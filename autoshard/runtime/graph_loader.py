@@ -104,7 +104,7 @@ class GraphLoader:
         return taking_from_a_list(bound)
 
     def _as_one_range(self, compiled: Bound, graph_module: fx.GraphModule) -> Bound:
-        """Return a compiled graph in a range named after its phase."""
+        """Return a function that runs `compiled` within one range, named after the phase of `graph_module`."""
         name = f"{phase_of(graph_module)}: compiled"
 
         def run(values: list[torch.Tensor]) -> Sequence[torch.Tensor]:

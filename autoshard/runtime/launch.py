@@ -69,8 +69,7 @@ def make_engine(
 ) -> Engine:
     """Return the engine for a mesh: a `DistributedEngine` if the run has a process for each rank, else a simulator.
 
-    A torch `DeviceMesh` always gets a `DistributedEngine`. The arguments from `wrap` on are those of
-    `DistributedEngine`.
+    A torch `DeviceMesh` always gets a `DistributedEngine`.
 
     Args:
         mesh: the mesh.

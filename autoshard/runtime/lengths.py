@@ -154,7 +154,7 @@ class Lengths:
         return self.find_proof(trace, request, exact, length, fills)
 
     def learn(self, kind: Hashable, proof: PaddingProof) -> tuple[str, ...]:
-        """Remember the proof for a kind of padded calls; if the search for it failed, return a warning to log."""
+        """Remember the proof for a kind of padded calls. Return a warning to log if the proof has failed, else ()."""
         self._known[kind] = proof
         if not proof.reason:
             return ()
@@ -173,7 +173,7 @@ class Lengths:
         return call.exact is None or self._proofs.get(executable) is not None
 
     def cut(self, executable: Executable, outputs: Any, call: FlatCall) -> Any:
-        """Return the outputs of a padded call without padding. Outputs of a call without padding stay as they are."""
+        """Cut the padding off the outputs of a padded call, and return them. Other outputs are returned unchanged."""
         if call.exact is None:
             return outputs
         proof, length = self._proofs.get(executable), self._length_of(call.exact)

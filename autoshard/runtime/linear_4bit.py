@@ -24,7 +24,7 @@ class Linear4bit(bnb.nn.Linear4bit):
     """
 
     def hold_scales(self, state: Any) -> None:
-        """Make the tensors of `state`, the `QuantState` of bitsandbytes for the weight, parameters of this layer."""
+        """Make the scales in `state`, bitsandbytes' `QuantState` of the weight, parameters `absmax` and `nested`."""
         nested = None
         if state.nested:
             floats = (state.state2.code, state.offset.reshape(1), state.state2.absmax)
@@ -36,7 +36,7 @@ class Linear4bit(bnb.nn.Linear4bit):
         self.weight_dtype = state.dtype
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. A new weight of bitsandbytes, as peft sets by merging an adapter, brings its own scales."""
+        """Set an attribute. If it is a weight with a `QuantState`, as from peft's merge, take over its scales too."""
         super().__setattr__(name, value)
         state = getattr(value, "quant_state", None) if name == "weight" else None
         if state is not None:
@@ -44,11 +44,11 @@ class Linear4bit(bnb.nn.Linear4bit):
 
     @property
     def W_q(self) -> Tensor:  # noqa: N802
-        """The packed weight. With this name, peft calls `dequantize` for DoRA (as for layers of the library HQQ)."""
+        """The packed weight. For DoRA, peft calls `dequantize` of layers with this attribute of the library HQQ."""
         return self.weight
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the weight [out_features, in_features] in `dtype`, by default in the type that it was made from."""
+        """Return the weight [out_features, in_features] in `dtype`, by default the dtype before quantisation."""
         return _dequantize(self.weight, self.absmax, self.nested, self._form, dtype or self.weight_dtype)
 
     @property

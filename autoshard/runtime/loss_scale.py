@@ -41,7 +41,7 @@ class LossScale:
         return 1.0 / self.value
 
     def update(self, *, was_skipped: bool) -> None:
-        """Set the scale of the next step, after a step with finite gradients or a skipped step."""
+        """Set the scale of the next step: lower after a skipped step, higher after `growth_interval` finite steps."""
         if was_skipped:
             self.value = max(_in_float32(self.value * self._settings.backoff_factor), SMALLEST_SCALE)
             self._growth_tracker = 0

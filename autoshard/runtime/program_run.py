@@ -183,7 +183,7 @@ class ProgramRun:
     def _inputs_of(self, stage: StageRun, micro_batch: int) -> Sequence[torch.Tensor]:
         """Return a stage's inputs for a micro-batch.
 
-        The first stage that asks gets the inputs of all stages, so that random numbers are drawn in order.
+        When the first stage asks, the inputs of all stages are fetched, so that random numbers are drawn in order.
         """
         if micro_batch not in self._inputs_left:
             self._inputs_left[micro_batch] = self.inputs(self.first + micro_batch)

@@ -214,7 +214,10 @@ class ShardedModule(OfModel, HasWeights):
     def _call_of(
         self, executable: Executable, call: FlatCall, seed: torch.Tensor | None, derivatives: Derivatives = ()
     ) -> ProgramCall:
-        """Return a call of a program as autograd needs it. `seed` is the seed that the call drew, or None."""
+        """Return a call of a program, with functions by which autograd finds further programs for the same call.
+
+        `seed` is the seed that the call drew, or None.
+        """
 
         state, training = executable.state, self.training
 

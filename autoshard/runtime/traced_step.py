@@ -37,7 +37,7 @@ class TracedStep:
         weigher: finds the weights of micro-batches in the loss.
         check: may stop a step before its update, and remembers the norm of the gradients.
         graphs: launches forward and backward of a micro-batch as a CUDA graph; None to launch each kernel.
-        returns_norm: compute the norm of the gradients even without clipping.
+        returns_norm: whether to compute the norm of the gradients even without clipping.
         loss_scale: the scale of the loss; None: the loss is not scaled.
     """
 

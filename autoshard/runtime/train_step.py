@@ -81,13 +81,13 @@ class TrainStep(HasWeights):
         micro_batches: the number of equal parts along dim 0 of the batch. Their gradients add up to the gradient of
             the whole batch. Each part has its weight in the loss, which may be a sum, a mean, or a sum divided by a
             count of targets. An operator that mixes samples (batch norm in training) raises an error with its name.
-        traced: run the update as part of the program; both the optimizer and the module's compiler must support it.
+        traced: whether the update is part of the program; both the optimizer and the module's compiler must support it.
         executor: runs the tasks of a step; the module's own executor, if the mesh has a pipeline.
         graphs: launches forward and backward as CUDA graphs; only if traced and without stages.
         weigh: see `LossWeigher`.
         plans_any_batch: whether calls of any batch size can be planned: no plan, recipe or constraint of inputs and
             outputs is given.
-        returns_norm: compute `last_grad_norm` even without `max_grad_norm`.
+        returns_norm: whether to compute `last_grad_norm` even without `max_grad_norm`.
         on_nonfinite: "raise", "skip" or None; see `autoshard.Options`.
         loss_scale: the scale of the loss for gradients in float16; None: the loss is not scaled.
         predict: predicts the step of a program, for `profile`.
@@ -170,7 +170,7 @@ class TrainStep(HasWeights):
     def last_grad_norm(self) -> torch.Tensor | None:
         """The norm over all gradients of the last step, before clipping: a scalar on the device of the parameters.
 
-        It is the result of `torch.nn.utils.clip_grad_norm_` on one device. It is None before the first step, and if
+        It equals the result of `torch.nn.utils.clip_grad_norm_` on one device. It is None before the first step, and if
         every target of a batch was ignored. Reading its value (`.item()`) waits for the device.
 
         Raises:
@@ -273,7 +273,7 @@ class TrainStep(HasWeights):
         return self._last_profile
 
     def profile(self, *, steps: int = 3, path: str | Path | None = None) -> ProfileRun:
-        """Measure the next steps on all ranks, beside the predicted step. All ranks must call this.
+        """Measure the next steps on all ranks, and compare them with the predicted step. All ranks must call this.
 
         The steps are the training's own: the next step warms up, and the `steps` steps after it are measured. No step
         runs twice. While steps are measured, no other `torch.profiler` may run.
@@ -396,7 +396,10 @@ class TrainStep(HasWeights):
         return self._weigher.weights_of(self.sharded.program, batch)
 
     def _update(self, loss: torch.Tensor) -> None:
-        """Check loss and gradients, clip the gradients, take the optimizer's own step, and free the gradients."""
+        """Check loss and gradients. If they pass, clip the gradients, and take the optimizer's own step.
+
+        The gradients are freed in any case.
+        """
         norm = self._norm_of_gradients() if self.has_grad_norm else None
         try:
             passes = self._check.passes(loss, norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -136,9 +136,10 @@ class ControlGroup:
 
     @contextmanager
     def working(self, action: str) -> Iterator[None]:
-        """Within the context, other ranks wait for this rank without a time limit, and hear of its errors.
+        """Within the context, other ranks wait for this rank without a time limit, and fail if it fails.
 
-        `action` is the work of this rank, for messages.
+        After an error of this rank, they raise `RankMismatchError` (`telling_errors`). `action` is the work of this
+        rank, for messages.
         """
         with self.telling_errors(), self.channel.showing_life(action):
             yield
@@ -178,7 +179,7 @@ def _is_failed(said: object) -> bool:
 
 
 def _found(name: str | PieceFact, everyone: Sequence[Facts]) -> list[str | None]:
-    """Return the values of a fact on all ranks.
+    """Return the value of a fact on each rank. `everyone` has the facts of each rank.
 
     The value is None on a rank without the fact. For a `PieceFact`, ranks without it are left out.
     """

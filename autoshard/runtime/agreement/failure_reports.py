@@ -16,7 +16,7 @@ _GRACE_S = 3.0
 
 _PAUSE_S = 0.05
 _SHOWN, _LONGEST = 4, 300
-"""At most so many reports, of so many characters each, are shown."""
+"""The largest number of sentences in an error, and the largest number of characters of a report."""
 
 _WAITED = "waited"
 """Report of a rank that failed because it waited for another rank."""
@@ -32,8 +32,8 @@ def reports_in_words(*, waits: bool) -> str:
     """Report that this rank failed because it waited, and return sentences on the other ranks.
 
     Args:
-        waits: wait for the other ranks, and name those without a report. If a process ended, a launcher soon ends the
-            others, so there is no time to wait.
+        waits: whether to wait a few seconds for reports of the other ranks, and to name ranks without a report. If a
+            process ended, a launcher soon ends all others, so there is no time to wait.
 
     Returns:
         Sentences; "" if there is nothing to say, or if the store is gone with the process that held it.

@@ -37,7 +37,7 @@ def launcher_keeps_store() -> bool:
 
 
 def refuse_a_kept_store(store: dist.Store) -> None:
-    """Raise `NotAvailableError` if `store`, a process group's, is torchrun's and has keys of an earlier attempt."""
+    """Raise `NotAvailableError` if a process group's `store` is torchrun's, and so has keys of earlier attempts."""
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if restarts and launcher_keeps_store() and _is_of_launcher_alone(store):
         raise NotAvailableError(

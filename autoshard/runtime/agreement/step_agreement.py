@@ -185,7 +185,7 @@ class StepAgreement:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Within the context, this rank compiles. The other ranks wait without a time limit, and hear of its errors."""
+        """Within the context, this rank compiles. Other ranks wait for it without time limit, and fail if it fails."""
         if self._control is None:
             yield
             return

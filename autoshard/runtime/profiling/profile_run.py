@@ -68,7 +68,7 @@ class ProfileRun:
             self._recording = StepRecording(ranges, self._sharded.engine.device)
 
     def end(self, loss: torch.Tensor) -> None:
-        """End the recording of a step; the step calls this method."""
+        """End the recording of a step; the step calls this method. If enough steps are measured, call `close`."""
         recording, self._recording = self._recording, None
         spans = None if recording is None else recording.end()
         self._sharded.engine.ranges.are_on = self._were_on

@@ -56,7 +56,7 @@ class CrossingTable:
                     self._slots[crossing.name, crossing.is_forward] = slot
 
     def slot(self, name: str, *, is_forward: bool) -> LocalSlot:
-        """Return spec, shape and dtype (the slot) of a value, as the stage that makes it returns it."""
+        """Return the slot (spec, shape, dtype) of a value among the results of the stage that makes it."""
         return self._slots[name, is_forward]
 
     def messages(self, stage: int, micro_batch: int, *, is_forward: bool) -> list[CrossingMessage]:
@@ -66,7 +66,10 @@ class CrossingTable:
 
     @cached_property
     def sums_squares(self) -> bool:
-        """Whether gradients are clipped to the norm over all stages, so that stages add their sums of squares."""
+        """Whether stages compute the sums of squares of their gradients, which are added for the norm over all stages.
+
+        They do so to clip gradients, or to return the norm.
+        """
         slots = (slot for stage in self.staged.stages for slot in stage.phased.lowered.outputs)
         return any(slot.slot.kind == OutputKind.SQUARES for slot in slots)
 

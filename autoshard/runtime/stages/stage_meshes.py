@@ -134,7 +134,7 @@ class StageMeshes:
             pipeline_rank: the pipeline rank that runs `make`.
             make: returns the tensor.
             shape: the tensor's shape.
-            like: a tensor with its dtype and device.
+            like: a tensor with the dtype and device of the result.
         """
         if pipeline_rank == self.pipeline_rank:
             value = make().detach().contiguous()

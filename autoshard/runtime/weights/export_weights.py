@@ -33,7 +33,7 @@ from autoshard.runtime.weights.weight_files import INDEX, SINGLE
 from autoshard.runtime.weights.weight_names import names_by_tensor, persistent_tensors, to_write
 
 MAX_FILE_BYTES = 5_000_000_000
-"""The default for the most bytes of tensors in a file."""
+"""The default of `max_file_bytes`, the largest number of bytes of tensors in a file."""
 
 BLOCK_BYTES = 8 * 2**20
 """At most this many bytes are gathered and written at a time."""

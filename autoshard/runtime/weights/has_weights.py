@@ -43,7 +43,8 @@ class HasWeights(ABC):
 
         Args:
             path: a folder in transformers' format, a file, or an index; the same on all ranks.
-            strict: raise an error for missing or unexpected tensors. False: missing weights stay as they are.
+            strict: whether missing or unexpected tensors are an error. If not, weights that are missing stay as they
+                are, and unexpected tensors are ignored.
             cast: convert values of another dtype to the model's dtype, instead of raising an error.
 
         Raises:

@@ -43,7 +43,7 @@ def init_weights(
         engine: the engine that shards its weights.
         record: returns the record of the model's initialisers.
         seed: the seed of random numbers.
-        unset: names of weights without values, on any rank.
+        unset: names of the weights that have no values yet on some rank.
         only: names of the weights to initialise; None: all.
         pipeline_rank_of: name of a parameter → the pipeline rank that alone holds it.
 
@@ -67,7 +67,7 @@ def init_weights(
 def _write(weight: torch.Tensor, name: str, replay: Replay) -> None:
     """Write initial values into this rank's part of a weight, even if it is empty.
 
-    A write raises the tensor's version, which marks the weight as set.
+    A write increases the tensor's version, which marks the weight as set.
     """
     part = LocalPart.of(weight)
     box = Box(part.offset, tuple(part.tensor.shape))

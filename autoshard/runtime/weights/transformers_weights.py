@@ -105,7 +105,7 @@ def write_config(model: Any, folder: Path) -> None:
 
 
 def forget_quantisation(model: Any) -> None:
-    """Remove from a model's configuration that its weights are quantised, because they no longer are."""
+    """Remove the quantisation from a model's configuration, because the weights are no longer quantised."""
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
 

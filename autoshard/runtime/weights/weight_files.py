@@ -88,7 +88,7 @@ class WeightFiles:
 
 
 class _RegionReader:
-    """Reads regions of tensors in files, and keeps the file that was read last open."""
+    """Reads regions of tensors in files. The file that was read last stays open."""
 
     def __init__(self) -> None:
         self._path: Path | None = None
