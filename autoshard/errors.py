@@ -42,7 +42,10 @@ class RuleInferenceError(AutoshardError):
 
 
 class DoesNotFitError(AutoshardError):
-    """No plan fits in the memory limit. `smallest_bytes` is the smallest limit per device with a known plan, or 0."""
+    """No plan fits in the memory limit.
+
+    `smallest_bytes` is the smallest memory limit per device for which a plan is known; 0 if there is no such plan.
+    """
 
     def __init__(self, message: str, *, smallest_bytes: int) -> None:
         super().__init__(message)

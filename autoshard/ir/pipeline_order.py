@@ -152,7 +152,7 @@ class PipelineOrder:
         }
 
     def crosses_ranks(self, message: Message) -> bool:
-        """Whether another stage reads the message, and is on another rank than the stage that made the message."""
+        """Whether a stage on another rank reads the message. False if no stage reads it."""
         is_there = 0 <= message.reader < len(self.stage_ranks)
         return is_there and self.stage_ranks[message.reader] != self.stage_ranks[message.stage]
 
