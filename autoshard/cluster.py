@@ -136,7 +136,8 @@ def distinct_meshes(meshes: Iterable[Mesh], cluster: PricedCluster) -> list[Mesh
 def local_cluster(mesh: Mesh) -> PricedCluster:
     """Return the machines of this run as a cluster, with a device for each rank of a mesh.
 
-    Hosts without GPUs count as joined by gigabit Ethernet; `calibrate` measures the real network.
+    The devices are CPUs if there is no GPU, or if one process simulates the ranks. Hosts without GPUs count as joined
+    by gigabit Ethernet; `calibrate` measures the real network.
 
     Raises:
         NotAvailableError: no hardware file describes the GPUs.

@@ -61,7 +61,7 @@ class RecipeError(AutoshardError):
 
 
 class PlanMismatchError(AutoshardError):
-    """A plan was made for another model, mesh or input signature."""
+    """A plan was made for another model, mesh or input signature, or its file cannot be read."""
 
 
 class VerificationError(AutoshardError):
@@ -101,4 +101,4 @@ class NonFiniteError(AutoshardError):
 
 
 class NotAvailableError(AutoshardError):
-    """This release, or this machine, does not have the requested feature."""
+    """An argument is out of range, or this release or this machine does not have the requested feature."""

@@ -58,7 +58,7 @@ class Checkpoints:
 
     Args:
         folder: the folder of all checkpoints; each checkpoint is a folder in it, such as `step-1000`.
-        every: `save` saves when the number of steps is a multiple of `every`.
+        every: `save` saves when `at`, the number of steps done, is a multiple of `every`.
         keep: the number of checkpoints to keep; older checkpoints are deleted. None keeps all.
         asynchronous: `save` copies this rank's shards to the host's memory, returns, and writes them in a thread.
             False: `save` writes without a copy, and returns when the checkpoint is complete.
@@ -166,7 +166,8 @@ class Checkpoints:
             The number of steps done at the save; 0 if there is no checkpoint.
 
         Raises:
-            CheckpointError: on every rank: the checkpoint is damaged, or of another model. Nothing has been changed.
+            CheckpointError: on every rank: the checkpoint is damaged, or of another model, or the last `save` failed.
+                Nothing has been changed.
             LostRankError: a rank ended, or showed no sign of life for `timeout_s`.
         """
         self.wait()

@@ -93,7 +93,7 @@ Slot = tuple[StageTask, ...]
 
 @dataclass(frozen=True, slots=True)
 class PipelineOrder:
-    """The order of a training step's tasks on each pipeline rank.
+    """The order of the tasks of a training step, or of a call without gradients, on each pipeline rank.
 
     Args:
         stage_ranks: pipeline rank of each stage.
