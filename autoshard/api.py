@@ -78,16 +78,19 @@ def compile(
         loss_fn: `loss_fn(outputs, *targets)` for a model that returns no loss; targets are the last
             positional arguments of a call.
         plan: a plan for calls that train, or the path of a saved plan; compile then searches nothing. If the plan is
-            for another mesh, the search starts from it, and finds a plan at least as fast on this mesh.
+            for another mesh, a search starts from this plan. The found plan is at least as fast as the given plan would
+            be on this mesh.
         recipe: search within this `Recipe`; fields that are None are searched. On a mesh with an axis "pipeline",
             `schedule` and `virtual_stages` say how stages run. A `plan` contains these fields already.
         constraints: specs that values must have, by name: {"*.weight": P("data", None)}. A name is a qualified name,
             "input:0", "output:0", or a glob.
-        memory_budget: limit in bytes for the values on each device. None: the device's memory, on a GPU less the share
-            of the CUDA context, NCCL, cuBLAS and the allocator's fragmentation (`cost_models.memory.room_bytes`).
-        precision: "bf16", "f16" or "f32": compute in this type if parameters and inputs are wider. Parameters,
-            gradients and optimizer state keep the model's types (master weights). Training in "f16" needs `optimizer`,
-            and scales the loss (`Options(loss_scaling=)`). None: the model's own types, or the precision of `plan`.
+        memory_budget: limit in bytes for the values on each device. None: the device's memory; on a GPU, the share of
+            the CUDA context, NCCL, cuBLAS and the allocator's fragmentation is subtracted
+            (`cost_models.memory.room_bytes`).
+        precision: type of computation, "bf16", "f16" or "f32". The program casts wider parameters and inputs to this
+            type. Parameters, gradients and optimizer state keep the model's types (master weights). Training in "f16"
+            needs `optimizer`, and scales the loss (`Options(loss_scaling=)`). None: the model's own types, or the
+            precision of `plan`.
         micro_batches: with an optimizer: number of equal parts of each batch, which run one after another and share one
             update. None: the number in `plan`, or the batch of `example_inputs` divided by `recipe.micro_batch`.
         max_grad_norm: with an optimizer: clip gradients to this norm.
@@ -176,15 +179,15 @@ def plan(
             search. A recipe with `micro_batch` cuts `global_batch` into micro-batches of this size on each replica.
         constraints: specs that values must have, by name: {"*.weight": P("data", None)}. With `global_batch` on a
             cluster, also values of fields of `Recipe`: {"tensor": 8, "pipeline": (1, 2, 4), "recompute": "none"}.
-        memory_budget: limit in bytes for the values on each device, also under a `recipe`. None: the device's memory,
-            less the share of the libraries as for `compile`.
+        memory_budget: limit in bytes for the values on each device, also under a `recipe`. None: the default of
+            `compile`.
         precision: type of computation, "bf16", "f16" or "f32", which `compile` takes from the plan. If the parameters
             already have this type, or the model has no parameters, the model computes in its own types.
         previous: an earlier plan of this model, for another cluster, batch or budget. The search starts from this plan.
             The result is at least as fast as the earlier plan here, if the earlier plan fits. With `global_batch`, the
             search starts at the plan's recipe. If this recipe does not fit, the search starts at the best recipe that
-            splits a micro-batch in the same way. Without `global_batch`, the search starts at the plan's specs; on
-            another mesh the plan's recomputation is left out.
+            splits a micro-batch in the same way. Without `global_batch`, the search starts at the plan's specs; on the
+            same mesh, also at its recomputation.
         backend: the kernels that the prediction assumes, by the names of `compile`. "triton": our kernels, listed in
             `predicted.kernels`; needs a mesh of this machine's GPUs. "inductor": predicted as if Inductor fused the
             operators that our generated kernels fuse. Other backends: predicted operator by operator.
@@ -302,7 +305,7 @@ def verify(compiled: ShardedModule | TrainStep) -> VerificationReport:
         compiled: the result of `compile`.
 
     Returns:
-        The report on the program that ran last, or was compiled last.
+        The report on one program: the program that ran or was compiled last.
 
     Raises:
         VerificationError: the proof fails; the message names the node and its line in your source.

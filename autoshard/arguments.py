@@ -47,7 +47,10 @@ BACKENDS = ("auto", "inductor", "reference", "triton")
 
 
 def check_model(model: Any, compiled: type | tuple[type, ...] = ()) -> None:
-    """Raise `TraceError` unless `model` is a plain module: not distributed or scripted, nor of a type in `compiled`."""
+    """Raise `TraceError` unless `model` is a plain module.
+
+    Neither the module nor a submodule may be distributed, scripted, or of a type in `compiled`.
+    """
     if isinstance(model, compiled):
         raise TraceError(f"model is a {type(model).__name__}, compiled already; pass the module from before compile.")
     if not isinstance(model, nn.Module):
@@ -114,12 +117,12 @@ def checked_plan(plan: Any) -> Plan | None:
 
 
 def check_previous(previous: Any, model: nn.Module, *, of_recipes: bool, is_priced: bool) -> None:
-    """Raise `NotAvailableError` if the search for a plan cannot start from the plan `previous`.
+    """Raise `NotAvailableError` if the search for a plan cannot start from `previous`; do nothing for None.
 
     Args:
         model: the model to plan. A search over specs raises `PlanMismatchError` if `previous` is for another model.
         of_recipes: whether the search is over recipes; otherwise over specs.
-        is_priced: whether the recipe is complete, so that there is no search.
+        is_priced: whether a recipe is priced in another framework, so that there is no search.
     """
     if previous is None:
         return
@@ -154,7 +157,7 @@ def check_recipe(recipe: Any) -> None:
 
 
 def check_runtime(recipe: Recipe | None, runtime: str | None, global_batch: int | None) -> None:
-    """Raise `NotAvailableError` if another framework is named, and neither `recipe` nor `global_batch` is given."""
+    """Raise `NotAvailableError` if `runtime` is not None, and neither `recipe` nor `global_batch` is given."""
     if runtime is not None and recipe is None and global_batch is None:
         raise NotAvailableError(
             f"runtime={runtime!r} is a framework that runs a recipe. Pass recipe=Recipe(...) too, or global_batch= "
@@ -163,7 +166,10 @@ def check_runtime(recipe: Recipe | None, runtime: str | None, global_batch: int 
 
 
 def checked_budget(memory_budget: Any) -> int | None:
-    """Return a device's memory limit in bytes; raise `NotAvailableError` unless None or a whole number above 0."""
+    """Return a device's memory limit in bytes; None for None.
+
+    Raises `NotAvailableError` unless `memory_budget` is None or a whole number above 0.
+    """
     if memory_budget is None:
         return None
     if not (_is_number(memory_budget) and 0 < memory_budget < math.inf):
@@ -196,8 +202,9 @@ _CHECKS = ("always", "first", "off")
 
 
 def checked_outputs(outputs: Any, *, gather_outputs: bool) -> Outputs:
-    """Return the choice of outputs for "loss" (the loss alone) or "all" (all, whole with `gather_outputs`).
+    """Return the choice of outputs for the option `outputs`.
 
+    "loss" gives `Outputs.LOSS`. "all" gives `Outputs.WHOLE` with `gather_outputs`, otherwise `Outputs.AS_PLANNED`.
     Raises `NotAvailableError` for any other text.
     """
     if outputs not in ("all", "loss"):
@@ -210,7 +217,11 @@ def checked_outputs(outputs: Any, *, gather_outputs: bool) -> Outputs:
 
 
 def check_programs(*, dynamic_lengths: Any, max_programs: Any) -> None:
-    """Raise `NotAvailableError` if `max_programs` is below 1, or `dynamic_lengths` maps no names to numbers."""
+    """Raise `NotAvailableError` if an option on programs is out of range.
+
+    `max_programs` must be a whole number of at least 1. `dynamic_lengths` must be None, or a dict from names to numbers
+    that is not empty.
+    """
     if not (_is_whole(max_programs) and max_programs >= 1):
         raise NotAvailableError(f"max_programs={max_programs!r} must be a whole number, at least 1.")
     if dynamic_lengths is None:
@@ -267,7 +278,10 @@ def check_optimizer(optimizer: Any, *, micro_batches: Any = None, max_grad_norm:
 
 
 def _check_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Raise an error if the optimizer has no groups of parameters, or its step needs a closure or sparse gradients."""
+    """Raise `TraceError` if the optimizer has no groups of parameters.
+
+    Raises `NotAvailableError` if its step needs a closure or sparse gradients.
+    """
     if not optimizer.param_groups:
         raise TraceError(f"optimizer={type(optimizer).__name__} holds no parameters. Make it with model.parameters().")
     if _needs_closure(optimizer):
@@ -283,7 +297,7 @@ def _check_steps(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_of_step(optimizer: Any, **settings: Any) -> None:
-    """Raise `NotAvailableError` if a setting of training steps, by name, is not None, and there is no optimizer."""
+    """Raise `NotAvailableError` if there is no optimizer, but one of the `settings` of training steps is not None."""
     for name, value in settings.items():
         if value is not None and optimizer is None:
             raise NotAvailableError(f"{name}={value!r} belongs to a training step: pass optimizer= too.")
@@ -367,7 +381,7 @@ def check_trains(model: nn.Module, optimizer: object) -> None:
 
 
 def check_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise `TraceError` for an input that is sparse, nested or empty."""
+    """Raise `TraceError` if a tensor in the arguments of a call is sparse, nested or empty."""
     leaves = pytree.tree_leaves((tuple(args), dict(sorted(kwargs.items()))))
     for number, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
@@ -463,7 +477,7 @@ def checked_cluster(target: Any) -> Cluster:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a real number of Python or NumPy; NaN is not."""
+    """Whether a value is a real number of Python or NumPy, but neither NaN nor a bool."""
     return isinstance(value, Real) and not isinstance(value, bool) and value == value
 
 

@@ -49,15 +49,16 @@ def calibrate(
     """Measure this machine, and return the result, whose `cluster` is an argument of `autoshard.plan`.
 
     With a process group, all ranks measure at once. With `step`, nothing is run: the step's last profile corrects the
-    cluster that the step was planned for. Each kind of operator and collective gets measured over predicted time.
+    cluster that the step was planned for. For each constant of the hardware, measured over predicted time of its calls
+    is the factor of the seconds that it predicts.
 
     Args:
         step: a step with a profile, or a profile. None: measure operators and collectives one by one.
         name: name of the measured cluster.
         memory_bytes: usable bytes per rank; default: the device's own (GPU), or this machine's split over its ranks.
-            With `step`, default: as before.
-        budget_s: seconds, a rough limit of all timed runs; without `step`.
-        on_progress: called before each measurement, e.g. to draw a progress bar; without `step`.
+            With `step`, default: the memory of the corrected cluster.
+        budget_s: rough limit for all timed runs together, in seconds; not used with `step`.
+        on_progress: called before each measurement, e.g. to draw a progress bar; not used with `step`.
 
     Raises:
         NotAvailableError: the step has no profile, or one process simulated all its ranks.
@@ -77,12 +78,13 @@ def calibrate(
 
 
 def learned_from(profile: Profile, name: str, memory_bytes: int | None = None) -> Calibration:
-    """Return the cluster of a profile's prediction, corrected by the measured times.
+    """Return the cluster for which the profile's steps were predicted, corrected by the measured times.
 
-    1. The launch latency is the least time that a call takes beyond its predicted work, but no more than a call takes.
-    2. The factor of a constant is measured over predicted seconds of the calls that it prices, without launches.
+    1. The launch latency becomes the result of `_launch_latency`.
+    2. The seconds that a constant of the hardware predicts are multiplied by a factor, between 1/`_MOST` and `_MOST`.
+       The factor is measured over predicted seconds of the constant's calls, both without launches.
 
-    Factors are within 1/`_MOST` and `_MOST`. The other arguments are those of `calibrate`.
+    `name` and `memory_bytes` are the arguments of `calibrate`. Raises `NotAvailableError` for simulated ranks.
     """
     if profile.is_simulated:
         raise NotAvailableError(
@@ -127,10 +129,10 @@ def _profile_of(step: TrainStep | Profile) -> Profile:
 
 
 def _launch_latency(known: Sequence[tuple[RangeCost, float]], old_s: float) -> float:
-    """Return the seconds of a launch: the least that a call takes beyond its work, but no more than a call takes.
+    """Return the seconds of a launch: the least measured time of a call, per launch, beyond its predicted work.
 
-    `known` has costs with their measured seconds. If some call takes less than its predicted work, the latency is at
-    most `old_s`.
+    If some call takes less time than its predicted work, the result is `old_s`. In any case, the result is at most the
+    time of the shortest call, per launch. `known` has predicted costs with their measured seconds.
     """
     calls = [(cost, seconds) for cost, seconds in known if cost.launches]
     shortest_s = min((seconds / cost.launches for cost, seconds in calls), default=old_s)
@@ -191,7 +193,10 @@ def collectives_that_run(full: Tensor, part: Tensor, group: dist.ProcessGroup) -
 def _as_programs_do(
     reduction: torch._ops.OpOverload, operand: Tensor, arguments: tuple[str | int, ...], group: dist.ProcessGroup
 ) -> Callable[[], object]:
-    """Return a function that runs a reduction as compiled programs do: on Gloo, in the order of ranks."""
+    """Return a function that runs the collective `reduction` on `operand` as compiled programs do.
+
+    On Gloo, compiled programs add in the order of ranks.
+    """
     graph = fx.Graph()
     placeholder = graph.placeholder("operand")
     placeholder.meta["val"] = operand

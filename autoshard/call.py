@@ -57,7 +57,8 @@ class Options:
             dropped first.
         check: "always" compares each call between processes, "first" the first call of each program, "off" no call. A
             comparison covers program, mode, hyperparameters, inputs and parameters; see docs/reference/running.md.
-        timeout_s: seconds to wait for a process that neither calls nor compiles; then each other process raises.
+        timeout_s: seconds to wait for a process that neither calls nor compiles; then all other processes raise
+            `LostRankError`.
         outputs: "all" returns all outputs of the model; "loss" returns the first floating scalar among them. With
             "loss", nothing is computed or kept for the other outputs. A `TrainStep` always returns the loss alone.
         gather_outputs: return whole outputs, except outputs in `constraints`. By default, with processes, an output
@@ -75,7 +76,7 @@ class Options:
             `torch.amp.GradScaler`; see docs/reference/precision.md.
 
     Raises:
-        NotAvailableError: a value is not in the lists above.
+        NotAvailableError: an option has an invalid value.
     """
 
     reduce_dtype: str | None = None
@@ -110,13 +111,14 @@ class Options:
 class Call:
     """The checked arguments of `compile`, `plan` or `prove`.
 
-    A field that is not listed below has the value of the argument with its name.
+    A field that is not listed below has the value of the argument with its name. Making a `Call` turns each 4-bit layer
+    of bitsandbytes in `model` into a layer of autoshard, in place.
 
     Args:
         fixed: the plan to run or prove; None: search for a plan.
         constraints: specs by name of a value; with `global_batch`, also values by name of a field of `Recipe`.
         cluster: the hardware for which times on a mesh are predicted; None for this machine.
-        runtime: another framework; None for autoshard.
+        runtime: the framework that runs the plan; None for autoshard.
     """
 
     model: nn.Module

@@ -26,7 +26,7 @@ from cost_models.topology import GroupLinks
 
 @contextmanager
 def _errors_of_ours() -> Iterator[None]:
-    """Raise `UnknownHardwareError` of `autoshard` in place of an error of `cost_models` in this context.
+    """Within the context, raise `UnknownHardwareError` of `autoshard` in place of errors of `cost_models`.
 
     `cost_models` imports nothing of `autoshard`, so it has errors of its own.
     """
@@ -108,7 +108,10 @@ class Cluster(PricedCluster):
 
 
 def device_of_plans(target: Any) -> torch.device:
-    """Return "cuda" as the device to plan for if the cluster, or this machine for a mesh, has GPUs; else "cpu"."""
+    """Return the device to plan for: "cuda" if the hardware has GPUs, otherwise "cpu".
+
+    The hardware is `target` if it is a cluster. For a mesh it is this machine.
+    """
     has_gpu = bool(target.device.dispatch_s) if isinstance(target, PricedCluster) else torch.cuda.is_available()
     return torch.device("cuda" if has_gpu else "cpu")
 
@@ -133,7 +136,8 @@ def distinct_meshes(meshes: Iterable[Mesh], cluster: PricedCluster) -> list[Mesh
 def local_cluster(mesh: Mesh) -> PricedCluster:
     """Return the machines of this run as a cluster, with a device for each rank of a mesh.
 
-    Hosts without GPUs count as joined by gigabit Ethernet; `calibrate` measures the real network.
+    The devices are CPUs if there is no GPU, or if one process simulates the ranks. Hosts without GPUs count as joined
+    by gigabit Ethernet; `calibrate` measures the real network.
 
     Raises:
         NotAvailableError: no hardware file describes the GPUs.
@@ -153,6 +157,9 @@ def local_cluster(mesh: Mesh) -> PricedCluster:
 
 
 def ranks_per_host(ranks: int) -> int:
-    """Return the number of ranks on each host of `torchrun`; without `torchrun`, the number of all ranks."""
+    """Return the number of ranks on each host of `torchrun`.
+
+    Return `ranks` without `torchrun`, or if the number of ranks on this host does not divide `ranks`.
+    """
     found = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if world_size() == ranks > 1 else ranks
     return found if ranks % found == 0 else ranks

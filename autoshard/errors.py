@@ -42,7 +42,10 @@ class RuleInferenceError(AutoshardError):
 
 
 class DoesNotFitError(AutoshardError):
-    """No plan fits in the memory limit. `smallest_bytes` is the smallest limit per device with a known plan, or 0."""
+    """No plan fits in the memory limit.
+
+    `smallest_bytes` is the smallest memory limit per device for which a plan is known; 0 if there is no such plan.
+    """
 
     def __init__(self, message: str, *, smallest_bytes: int) -> None:
         super().__init__(message)
@@ -58,7 +61,7 @@ class RecipeError(AutoshardError):
 
 
 class PlanMismatchError(AutoshardError):
-    """A plan was made for another model, mesh or input signature."""
+    """A plan was made for another model, mesh or input signature, or its file cannot be read."""
 
 
 class VerificationError(AutoshardError):
@@ -98,4 +101,4 @@ class NonFiniteError(AutoshardError):
 
 
 class NotAvailableError(AutoshardError):
-    """This release, or this machine, does not have the requested feature."""
+    """An argument is out of range, or this release or this machine does not have the requested feature."""

@@ -13,14 +13,15 @@ from autoshard.errors import TraceError
 class JoinedOptimizer(torch.optim.Optimizer):
     """Several optimizers over separate parameters as one: `compile(..., optimizer=JoinedOptimizer(muon, adamw))`.
 
-    Muon takes matrices alone, so another optimizer updates embeddings, norms and biases. The joined optimizer has the
-    groups of all optimizers, the same dicts, and shares their state. So learning rate schedules of each of them work.
+    Muon updates only matrices, so another optimizer updates embeddings, norms and biases. The parameter groups of the
+    joined optimizer are the same dicts as the groups of its optimizers, and all share one state. So a learning rate
+    schedule of one of the optimizers works too.
 
     Args:
         optimizers: optimizers without a common parameter, before their first step.
 
     Raises:
-        TraceError: there is no optimizer, an argument is none, or two of them update one parameter.
+        TraceError: there is no argument, an argument is no optimizer, or two optimizers update one parameter.
 
     Example:
         >>> layer = torch.nn.Linear(4, 4)
@@ -45,16 +46,16 @@ class JoinedOptimizer(torch.optim.Optimizer):
         self._share()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, with copies of the joined optimizers."""
+        """Return the state to copy or pickle, which includes the joined optimizers."""
         return {**super().__getstate__(), "optimizers": self.optimizers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take groups and state of a copy, or of `load_state_dict`, which calls this method."""
+        """Set groups and state of all joined optimizers. `load_state_dict` calls this method too."""
         super().__setstate__(state)
         self._share()
 
     def _share(self) -> None:
-        """Give groups and state to the joined optimizers."""
+        """Give each joined optimizer its parameter groups, and one state dict to all of them."""
         groups = list(self.param_groups)
         for item in self.optimizers:
             count = len(item.param_groups)
@@ -62,7 +63,10 @@ class JoinedOptimizer(torch.optim.Optimizer):
             item.state = self.state
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step of each optimizer. Only the first calls `closure`, and its result is returned."""
+        """Take a step of each optimizer, and return the result of the first optimizer's step.
+
+        Only the first optimizer calls `closure`.
+        """
         first, *others = self.optimizers
         loss = first.step() if closure is None else first.step(closure)
         for item in others:

@@ -56,7 +56,7 @@ class Run:
         self.rank = dist.get_rank() if _has_group() else int(os.environ.get("RANK", "0"))
 
     def steps(self, step: TrainStep | nn.Module, until: int, /, **stateful: Any) -> Iterator[int]:
-        """Load the latest checkpoint, and yield the numbers of the steps to do, up to `until`.
+        """Load the latest checkpoint, and yield the number of each step that is left. The last number is `until - 1`.
 
         After each step, a checkpoint is saved if it is due, and after the last step in any case. If any rank gets
         SIGTERM, all ranks save after the present step, and the run ends with exit status 143.
@@ -102,7 +102,7 @@ def run(train: Callable[[Run], T], *, checkpoints: Checkpoints) -> T:
     Args:
         train: builds the model, compiles for the ranks that are there, and loops over `run.steps`. Everything that is
             not in the checkpoint begins anew at each start.
-        checkpoints: folder and distance of the checkpoints.
+        checkpoints: the run's checkpoints: `Checkpoints(folder, every=1000)`.
 
     Returns:
         The result of `train`, after the last checkpoint is complete.
@@ -151,7 +151,10 @@ def _train(train: Callable[[Run], T], checkpoints: Checkpoints) -> T:
 
 
 def _choose_device() -> None:
-    """Choose the accelerator of this process's local rank, unless the launcher shows this process only its own."""
+    """Make the accelerator with the number of this process's local rank the current one.
+
+    Does nothing if the process sees no such accelerator. A launcher may show each process only one accelerator.
+    """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if torch.accelerator.is_available() and local_rank < torch.accelerator.device_count():
         torch.accelerator.set_device_index(local_rank)
@@ -163,7 +166,10 @@ def _has_group() -> bool:
 
 @contextmanager
 def _noticing_sigterm() -> Iterator[threading.Event]:
-    """Within the context, note SIGTERM, which SLURM and `torchrun` both send to a rank."""
+    """Within the context, SIGTERM sets the yielded event, and does not end the process.
+
+    SLURM and `torchrun` send SIGTERM to ranks. In a thread other than the main thread, signals are left alone.
+    """
     told, before = threading.Event(), signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
 
     def note(_: int, __: FrameType | None) -> None:

@@ -39,7 +39,10 @@ class _Begun:
 
 @dataclass(frozen=True, slots=True)
 class _Saving:
-    """A save in progress after `at` steps; the future ends when the checkpoint is complete."""
+    """A save in progress after `at` steps.
+
+    The future `ended` is done when the checkpoint is complete, or has the error of the save.
+    """
 
     at: int
     ended: Future[None]
@@ -50,12 +53,12 @@ class Checkpoints:
 
     A checkpoint holds the model, its optimizer, the scale of the loss, random numbers, the number of steps and the
     plan. It also holds every object passed by keyword. No file of a checkpoint is pickled, so loading a stranger's
-    checkpoint runs no code. A checkpoint is complete or invisible. After a crash the previous checkpoint is the latest
-    (docs/reference/checkpoints.md).
+    checkpoint runs no code. A checkpoint is complete or invisible. If a run crashes during a save, the previous
+    checkpoint stays the latest (docs/reference/checkpoints.md).
 
     Args:
         folder: the folder of all checkpoints; each checkpoint is a folder in it, such as `step-1000`.
-        every: `save` saves when the number of steps is a multiple of `every`.
+        every: `save` saves when `at`, the number of steps done, is a multiple of `every`.
         keep: the number of checkpoints to keep; older checkpoints are deleted. None keeps all.
         asynchronous: `save` copies this rank's shards to the host's memory, returns, and writes them in a thread.
             False: `save` writes without a copy, and returns when the checkpoint is complete.
@@ -108,9 +111,10 @@ class Checkpoints:
         return folders.latest(self.folder)
 
     def save(self, step: TrainStep | nn.Module, /, *, at: int, force: bool = False, **stateful: Any) -> bool:
-        """Save a checkpoint if `at` is a multiple of `every`. All ranks call `save`; training goes on during the write.
+        """Save a checkpoint if `at` is a multiple of `every`. All ranks call `save`.
 
-        One checkpoint is written at a time. `save` waits for the previous checkpoint if it is still being written.
+        With `asynchronous`, training goes on during the write. One checkpoint is written at a time, so `save` waits for
+        the previous checkpoint if it is still being written.
 
         Args:
             step: the result of `compile`, or a plain module.
@@ -120,11 +124,12 @@ class Checkpoints:
                 your own, a data loader.
 
         Returns:
-            Whether a checkpoint is saved.
+            True if this call saves a checkpoint; False if `at` is no multiple of `every`, without `force`.
 
         Raises:
             CheckpointError: the *previous* checkpoint could not be written; the message names file and tensor. The
-                present checkpoint is being written, and training can go on.
+                present checkpoint is being written, and training can go on. With `asynchronous=False`, the present
+                checkpoint could not be written.
             LostRankError: a rank ended, or showed no sign of life for `timeout_s`; the message names the rank.
         """
         if isinstance(at, bool) or not isinstance(at, int) or at < 0:
@@ -161,7 +166,8 @@ class Checkpoints:
             The number of steps done at the save; 0 if there is no checkpoint.
 
         Raises:
-            CheckpointError: on every rank: the checkpoint is damaged, or of another model. Nothing has been changed.
+            CheckpointError: on every rank: the checkpoint is damaged, or of another model, or the last `save` failed.
+                Nothing has been changed.
             LostRankError: a rank ended, or showed no sign of life for `timeout_s`.
         """
         self.wait()
@@ -243,17 +249,17 @@ class Checkpoints:
         return _Begun(folders.begin(self.folder, at), frozenset(differing(everyone)))
 
     def _finish(self, writer: Writer, everyone: Sequence[Written], at: int, mesh: str, plan: Plan | None) -> None:
-        """On the first rank: make the checkpoint complete after all ranks have written."""
+        """On the first rank, after all ranks have written: make the checkpoint complete, and delete old checkpoints."""
         writer.finish(everyone, at, mesh, None if plan is None else json.dumps(plan.to_json(), indent=1) + "\n")
         folders.commit(writer.folder, at)
         folders.keep_latest(self.folder, self.keep)
 
 
 def _read(stored: Stored, state: dict[str, Any], ranks: Ranks, action: str) -> dict[str, Any]:
-    """Read items of a checkpoint into `state`, by name in the checkpoint, and return `state`.
+    """Read items of a checkpoint into `state`, and return `state`.
 
-    A tensor is filled in place; None is replaced by the item's bytes. No rank reads before every rank has checked the
-    bytes that it needs.
+    `state` maps names in the checkpoint to tensors, which are filled in place, or to None, which is replaced by the
+    item's bytes. No rank reads before every rank has checked the bytes that it needs.
     """
     reads = ranks.do(action, lambda: stored.plan_reads(state))
     ranks.do(action, reads.run)

@@ -97,7 +97,7 @@ class _SummedFiles(FileSystem):
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Add `path` to an `OSError` that names no file."""
+    """Within the context, add `path` to an `OSError` that names no file."""
     try:
         yield
     except OSError as error:
@@ -134,7 +134,7 @@ class Writer:
         self._files = _SummedFiles()
 
     def write(self, items: dict[str, Item]) -> Written:
-        """Write this rank's items to the disk, and return what was written.
+        """Write this rank's items to the disk, and return the report on the writes.
 
         `items` is emptied, so written copies are freed.
 
@@ -265,7 +265,8 @@ class Stored:
     def plan_reads(self, state: dict[str, Any]) -> Reads:
         """Plan this rank's reads, and check the bytes that they need. `Reads.run` then reads.
 
-        `state` maps names in the checkpoint to the tensors that are overwritten, or to other values that are replaced.
+        `state` maps names in the checkpoint to tensors, which `Reads.run` overwrites, or to other values, which it
+        replaces by bytes.
 
         Raises:
             CheckpointError: a byte to read differs from the written byte.

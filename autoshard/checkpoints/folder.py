@@ -61,7 +61,10 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def sweep(folder: Path) -> None:
-    """Remove the remains of crashes, and rename a replaced checkpoint back. Log a warning for a failed removal."""
+    """Remove the remains of crashes. Log a warning for a failed removal.
+
+    A replaced checkpoint is renamed back to `step-N`, or deleted if there is a `step-N`.
+    """
     for path in list(folder.iterdir()) if folder.is_dir() else []:
         if _LEFT_OVER.fullmatch(path.name):
             _or_warn(path, _remove, path)
@@ -117,7 +120,10 @@ def _remove(path: Path) -> None:
 
 
 def _delete(path: Path, name: str) -> None:
-    """Delete the checkpoint at `path`. It is first renamed after `name`, with a dot in front, so no reader finds it."""
+    """Delete the checkpoint at `path`.
+
+    The folder is first renamed to `.NAME.deleted-...`, where `NAME` is `name`, so that no reader finds it.
+    """
     gone = path.with_name(f".{name}.deleted-{secrets.token_hex(4)}")
     path.rename(gone)
     sync(path.parent)

@@ -41,7 +41,7 @@ class Summer:
         self._last = 0
 
     def add(self, data: memoryview) -> None:
-        """Append bytes to the file that is summed."""
+        """Take `data` as the next bytes of the file."""
         while len(data):
             part = data[: BLOCK_BYTES - self._size_bytes % BLOCK_BYTES]
             self._last = zlib.crc32(part, self._last)

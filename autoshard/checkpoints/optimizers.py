@@ -17,7 +17,10 @@ from autoshard.ir.program import InputKind
 from autoshard.runtime.sharded_module import ShardedModule
 
 _HOW = ("foreach", "fused", "capturable", "differentiable", "param_names")
-"""Options of a group that choose an implementation and not the mathematics. The loading optimizer keeps its own."""
+"""Options of a parameter group that choose an implementation, not the mathematics.
+
+An optimizer that loads a state keeps its own values of these options.
+"""
 _STEP = "step"
 
 
@@ -46,16 +49,20 @@ class NamedOptimizer:
         return cls(optimizer, parameters, model if isinstance(model, ShardedModule) else None)
 
     def planned(self) -> dict[str, LocalSlot]:
-        """Return the program input of each planned state tensor, by a name such as `exp_avg:layers.0.weight`.
+        """Return the slots of optimizer state in the model's programs, by names such as `exp_avg:layers.0.weight`.
 
-        The input has the tensor's shape and spec. Without plans the dict is empty.
+        A slot has the global shape and the spec of its tensor. Without programs the dict is empty.
         """
         programs = () if self.model is None else self.model.programs
         slots = (slot for program in programs for slot in program.phased.lowered.inputs)
         return {slot.slot.name: slot for slot in slots if slot.slot.kind is InputKind.STATE}
 
     def state(self) -> dict[str, Any]:
-        """Return the state to save: the optimizer's class, groups, and parameter states, with parameters by name."""
+        """Return the state to save, with parameters by name.
+
+        The keys are "kind" (name of the optimizer's class), "groups" (parameter groups) and "state" (state of each
+        parameter).
+        """
         found, names = self.optimizer.state_dict(), list(self.parameters)
         state = {names[number]: dict(held) for number, held in found["state"].items()}
         groups = [{**group, "params": [names[number] for number in group["params"]]} for group in found["param_groups"]]
@@ -91,7 +98,7 @@ class NamedOptimizer:
         """Return a parameter group for the optimizer's `load_state_dict`, with the options of the group in `saved`.
 
         Options of the implementation (`_HOW`) keep their present values. `numbers` has the index of each parameter by
-        name.
+        name. Raises `CheckpointError` if the group's parameters were saved in several groups with different options.
         """
         ids = {id(item) for item in group["params"]}
         names = [name for name, item in self.parameters.items() if id(item) in ids]
@@ -115,7 +122,7 @@ class NamedOptimizer:
         *,
         is_sharded: bool,
     ) -> torch.Tensor:
-        """Make a tensor into which a parameter's state is read, sharded as the optimizer uses it.
+        """Return the tensor into which a parameter's saved state is read, sharded as the optimizer uses it.
 
         Args:
             owner, key: names of the parameter and of its state.
@@ -137,7 +144,10 @@ class NamedOptimizer:
 
 
 def _empty(like: torch.Tensor, shape: torch.Size, dtype: torch.dtype, *, is_sharded: bool) -> torch.Tensor:
-    """Return an uninitialised tensor, sharded as the parameter `like` if the shapes are equal, and otherwise whole."""
+    """Return an uninitialised tensor: sharded as the parameter `like` if the shapes are equal, otherwise whole.
+
+    A whole tensor is a replicated DTensor if `like` is a DTensor and `is_sharded` is set.
+    """
     if like.shape == shape:
         return torch.empty_like(like, dtype=dtype)
     if not (is_sharded and isinstance(like, DTensor)):

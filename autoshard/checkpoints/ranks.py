@@ -162,7 +162,7 @@ class Ranks:
 
 
 def channel_of(model: nn.Module, timeout_s: float | None) -> ControlChannel | None:
-    """Return a new channel of the processes that run `model`; None for one process. The arguments are those of `of`."""
+    """Return a new channel of the processes that run `model`; None for one process. For `timeout_s`, see `Ranks.of`."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     control = model.engine.control if isinstance(model, ShardedModule) else None

@@ -27,8 +27,9 @@ from autoshard.runtime.agreement.digests import digest_of
 class Spread(Enum):
     """Whether the plain values and tensors of a saved object are equal on all ranks.
 
-    `ALIKE`: they are equal, and one rank saves each. `PER_RANK`: each rank saves its own. `UNKNOWN`: the ranks compare
-    digests at the save, and then treat the object as `ALIKE` or `PER_RANK`. DTensors are always saved by shards.
+    `ALIKE`: they are equal, and each is saved by one rank. `PER_RANK`: each rank saves its own values and tensors.
+    `UNKNOWN`: the ranks compare digests at the save, and then treat the object as `ALIKE` or `PER_RANK`. DTensors are
+    always saved by shards.
     """
 
     ALIKE = "alike"
@@ -89,7 +90,7 @@ class PartSnapshot:
     def to_write(self, ranks: Ranks, *, differs: bool) -> Iterator[tuple[str, Item]]:
         """Yield the items that this rank writes, each with its name in the checkpoint.
 
-        If the object `differs` between ranks, each rank writes its own value, such as `ema.decay@3`.
+        With `differs`, each rank writes its own state and plain tensors, under names such as `ema.decay@3`.
         """
         for name, item in self.items.items():
             if item.is_sharded or not differs:
@@ -116,7 +117,11 @@ def suffix_of(name: str) -> str:
 
 
 def take(parts: Sequence[Part], ranks: Ranks, *, copies: bool) -> list[PartSnapshot]:
-    """Return snapshots of `parts`. With `copies`, copy tensors to the host's memory, so that training may go on."""
+    """Return snapshots of `parts`.
+
+    With `copies`, tensors are copied to the host's memory, so that training may go on. Without, snapshots have the
+    tensors themselves.
+    """
     choice = _WriterChoice(ranks)
     known: dict[Any, torch.Tensor] = {}
     taken = [_take(part, choice, known, copies=copies) for part in parts]
@@ -148,7 +153,7 @@ def refuse_meta(name: str, tensor: torch.Tensor) -> None:
 def _copied(tensor: torch.Tensor, known: dict[Any, torch.Tensor]) -> torch.Tensor:
     """Return a copy of a tensor on the host.
 
-    `known` has the copies so far. A second tensor on the same memory gets the same copy.
+    `known` has the copies so far, and gets the new copy. An equal view of the same memory gets the same copy.
     """
     key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
     if key not in known or not tensor.numel():
@@ -167,8 +172,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 class _Holders:
     """The ranks that hold the same piece of a tensor.
 
-    `sizes` are of the mesh axes along which the tensor is replicated. `place` is this rank's position among the
-    holders; None if this rank is not on the mesh.
+    `sizes` has the sizes of the mesh axes along which the tensor is replicated. `place` is this rank's position among
+    the holders; None if this rank is not on the mesh.
     """
 
     sizes: tuple[int, ...]
@@ -191,7 +196,7 @@ class _WriterChoice:
     """Chooses which rank writes a piece that several ranks hold: the holder with the fewest bytes to write so far.
 
     The ranks do not communicate. Each rank makes the choices for all ranks, from names and shapes that are equal on all
-    ranks. Bytes are counted separately for each replication (the sizes of the mesh axes that hold copies).
+    ranks. Bytes are counted separately for each tuple of sizes of the mesh axes that hold copies.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -215,7 +220,7 @@ class _WriterChoice:
         return self._share(holders.sizes, tensor.numel() * tensor.element_size()) == holders.place
 
     def _share(self, sizes: tuple[int, ...], size_bytes: int) -> int:
-        """Choose the holder that writes a piece; return its position among the holders."""
+        """Choose the holder that writes a piece, and count its bytes. Return its position among the holders."""
         held = self._bytes.setdefault(sizes, [0] * math.prod(sizes))
         chosen = held.index(min(held))
         held[chosen] += size_bytes + 1

@@ -87,8 +87,8 @@ class TrainingState:
         """Return the name under which each object's state without tensors is stored, by the object's keyword.
 
         Raises:
-            CheckpointError: nothing is saved under a keyword, or the states are per rank and for another number of
-                ranks.
+            CheckpointError: nothing is saved under a keyword, or each rank saved its own state and `size` ranks are
+                more or fewer.
         """
         keywords = (MODEL, *self.optimizers, *self.others, _PROGRESS)
         found = {key: _name_in(stored, key, rank, size) for key in keywords}
@@ -146,9 +146,10 @@ class TrainingState:
         return places
 
     def load(self, rests: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load states and tensors into the model, the optimizers and the user's objects, and set the random states.
+        """Load states and tensors into the model, the optimizers and the user's objects in place.
 
-        `rests` has the stored states without tensors, by keyword, and `tensors` the filled tensors of `places`.
+        The random states, the scale of the loss and the number of steps done are set too. `rests` has the stored states
+        without tensors, by keyword, and `tensors` the filled tensors of `places`.
         """
         state = self.model.state_dict()
         loaded = join(rests[MODEL], tensors)
@@ -172,7 +173,10 @@ class TrainingState:
 
 
 def _state_of(model: nn.Module) -> dict[str, Any]:
-    """Return a model's state dict, for a compiled model without detaching, which is slow for DTensors."""
+    """Return a model's state dict.
+
+    The tensors of a compiled model are not detached, because detaching a DTensor is slow.
+    """
     return dict(model.state_dict(keep_vars=True) if isinstance(model, ShardedModule) else model.state_dict())
 
 

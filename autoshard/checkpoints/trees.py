@@ -76,7 +76,10 @@ def described(value: Any) -> str:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is the bytes of its elements. Sparse, quantized and nested tensors are saved with the rest."""
+    """Whether a tensor can be saved as the bytes of its elements.
+
+    Sparse, quantized and nested tensors are saved with the rest of the state.
+    """
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 

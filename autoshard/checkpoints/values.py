@@ -46,7 +46,7 @@ class StepCount:
 
 
 def packed(value: Any) -> bytes:
-    """Return a value as JSON text.
+    """Return a value as JSON text in UTF-8.
 
     Raises:
         CheckpointError: the value contains an object that only pickle can write, or contains itself.

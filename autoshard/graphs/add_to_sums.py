@@ -17,11 +17,11 @@ _aten = torch.ops.aten
 
 
 def add_to_sums(graph_module: fx.GraphModule, owned: Sequence[bool]) -> fx.GraphModule:
-    """Return a copy of a graph that adds its last results to sums, which are further inputs, and returns the new sums.
+    """Return a copy of a graph whose last results are added to sums. The sums are further inputs, in the same order.
 
     Args:
-        owned: an entry for each result that is added to a sum. True changes the sum in place, so nothing but the caller
-            may use the sum's memory. False makes a new tensor.
+        owned: an entry for each of the last results. True: the sum is changed in place and returned, so nothing but the
+            caller may use its memory. False: the graph returns the new sum as a new tensor.
 
     Example:
         >>> graph = fx.Graph()
@@ -35,9 +35,9 @@ def add_to_sums(graph_module: fx.GraphModule, owned: Sequence[bool]) -> fx.Graph
 
 
 def adding(graph: fx.Graph, owned: Sequence[bool]) -> fx.Graph:
-    """Return a copy of `graph` that adds its last results to sums, which are further inputs, and returns the new sums.
+    """Return a copy of `graph` whose last results are added to sums. The sums are further inputs, in the same order.
 
-    For each of these results, `owned` tells whether the sum is changed in place.
+    `owned` has an entry for each of these results: whether its sum is changed in place.
     """
     made = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

@@ -26,7 +26,7 @@ An aten operator is named by its overload packet, such as "dropout". Other opera
 
 
 def aliased_operands(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the operands of `node` whose memory its results may share; all operands of a plain Python function.
+    """Return the operands of `node` whose memory its results may share; for a plain Python function, all operands.
 
     Example:
         >>> graph = fx.Graph()

@@ -27,8 +27,8 @@ def cut_graph(
     Args:
         root: a functional graph that returns a flat tuple.
         results: indices of the first graph's results among those of `root`, in order.
-        hands_on: the first graph also hands over those of its first `hands_on` inputs that the second graph reads. The
-            second graph takes only the inputs after these.
+        hands_on: number of first inputs of `root` that the second graph does not take. If it reads such an input, the
+            first graph hands the input over.
 
     Example:
         >>> graph = fx.Graph()
@@ -56,7 +56,10 @@ def cut_graph(
 
 
 def _needed(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the calls that compute `results`, with all `getitem` nodes of tuples and all waits of collectives."""
+    """Return the calls that compute `results`.
+
+    All `getitem` nodes and waits of these calls belong to them, even if no result reads them.
+    """
     needed, waiting = set[fx.Node](), list(results)
     while waiting:
         node = waiting.pop()

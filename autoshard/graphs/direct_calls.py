@@ -28,7 +28,7 @@ METHODS: Mapping[Any, str] = MappingProxyType(
         _aten.view.default: "view",
     }
 )
-"""From an operator to the name of a tensor method with the same result. The first argument has the method."""
+"""From an operator to the name of a tensor method with the same result, called on the operator's first argument."""
 
 FUNCTIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {

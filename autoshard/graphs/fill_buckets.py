@@ -84,7 +84,10 @@ def fill_buckets(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def filled(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of `graph` in which values are written into the buffers of their buckets."""
+    """Return a copy of `graph` in which values are written into the buffers of their buckets.
+
+    Without buckets, return `graph` itself.
+    """
     packed = graph.find_nodes(op="call_function", target=_aten.cat.default)
     buckets = {node: members for node in packed if (members := members_of(node))}
     return _Filling(graph, buckets).run() if buckets else graph
@@ -127,12 +130,14 @@ def _computed(flat: fx.Node, place_bytes: int) -> fx.Node | None:
 
 @dataclass(slots=True)
 class _Filling:
-    """Copies a graph and rewrites its buckets on the way. The dicts have the `cat` call of a bucket as the key.
+    """Copies a graph and rewrites its buckets on the way.
 
     Args:
-        copies: copy in `made`, the new graph, of each node of `graph`.
-        parts: the `split_with_sizes` call in `made` that cuts the bucket's buffer into members.
-        given: indices of members that are inputs. They are copied once the buffer is allocated.
+        copies: copy in `made`, the new graph, by node of `graph`.
+        parts: the `split_with_sizes` call in `made` that cuts a bucket's buffer into members, by the bucket's `cat`
+            call.
+        given: indices of a bucket's members that are inputs, by the bucket's `cat` call. They are copied once the
+            buffer is allocated.
     """
 
     graph: fx.Graph
@@ -179,7 +184,7 @@ class _Filling:
         self._call(INTO[member.computed.target], args, member.computed, out=place)
 
     def _begin(self, packed: fx.Node, first: Member) -> None:
-        """Allocate the buffer of the bucket `packed`, and copy those members into it that are inputs of the graph."""
+        """Allocate the buffer of the bucket `packed`, and copy into it the members that are inputs of the graph."""
         value = packed.meta["val"]
         like = next(node for node in (first.value, *first.value.all_input_nodes) if node in self.copies)
         buffer = self._call(_aten.new_empty.default, (self.copies[like], list(value.shape)), packed)

@@ -35,7 +35,10 @@ def join_squares(graph_module: fx.GraphModule) -> None:
 
 
 def _addends(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the addends of a sum, in order. Addends that are sums for this sum alone are replaced by their addends."""
+    """Yield the addends of a sum, in order.
+
+    An addend that is a sum itself, and that nothing else reads, is replaced by its own addends.
+    """
     waiting = node.all_input_nodes[::-1]
     while waiting:
         operand = waiting.pop()
@@ -46,7 +49,10 @@ def _addends(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _erase(graph: fx.Graph, root: fx.Node) -> None:
-    """Erase a node without users, and its operands that have no users then, if they are sums or sums of squares."""
+    """Erase `root`, which has no users.
+
+    Operands that are sums or sums of squares, and that have no users left, are erased in the same way.
+    """
     waiting = [root]
     while waiting:
         node = waiting.pop()

@@ -71,7 +71,7 @@ def kind_of(node: fx.Node) -> str:
 
 
 def phase_of(graph_module: fx.GraphModule) -> str:
-    """Return the phase of a graph's first node that has a phase."""
+    """Return the phase of a graph's first node that has a phase; `_NO_PHASE` if there is none."""
     phases = (node.meta["phase"] for node in graph_module.graph.nodes if node.meta.get("phase"))
     return next(phases, _NO_PHASE)
 

@@ -49,8 +49,8 @@ def owned_results(graph: fx.Graph) -> tuple[bool, ...]:
 def _places_of(value: fx.Node, part: _Part = None) -> set[tuple[tuple[fx.Node, Any], _Part]]:
     """Return the places in memory where `value` may lie, each as `((maker, index), part)`.
 
-    `maker` is the call or placeholder whose memory it is, and `index` the index among its results, or None for its only
-    result. `part` is a part of this memory.
+    `maker` is the call or placeholder that the memory comes from. `index` is the index among the maker's results, or
+    None for its only result. `part` is a part of this memory.
     """
     operands = aliased_operands(value)
     if value.target is operator.getitem:

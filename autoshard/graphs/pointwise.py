@@ -6,7 +6,7 @@ import torch
 
 
 def is_pointwise(target: object) -> bool:
-    """Whether `target`, the target of a call in a graph, has torch's tag for such operators; False for other targets.
+    """Whether `target` is an operator that computes each result element from elements at the same place (torch's tag).
 
     Example:
         >>> is_pointwise(torch.ops.aten.add.Tensor), is_pointwise(torch.ops.aten.mm.default)

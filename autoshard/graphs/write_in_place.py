@@ -23,7 +23,7 @@ _UPDATES = ("sgd_update", "momentum_update", "adam_update", "amsgrad_update", "m
 _GRADIENT = 1
 """Index of the gradient among the operands of an update.
 
-An update in place overwrites the operand before the gradient, the parameter, and the state after the gradient.
+An in-place update overwrites the parameter, which comes before the gradient, and the state, which comes after it.
 """
 
 
@@ -178,7 +178,7 @@ def roots_of(value: fx.Node) -> set[fx.Node]:
 
 
 def _aliases(roots: Iterable[fx.Node]) -> dict[fx.Node, None]:
-    """Return the given values, their views, and the views of these views, as the keys of a dict."""
+    """Return `roots`, their views, and the views of these views, as the keys of a dict."""
     found = dict.fromkeys(roots)
     waiting = list(found)
     while waiting:

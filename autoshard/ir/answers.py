@@ -60,7 +60,7 @@ class Explanation:
     Args:
         name: qualified name of the value.
         shape: global shape of the value.
-        alike: names of values with the same spec, because they are at the same place in repeated blocks.
+        alike: names of other values that have the same spec, because they are at the same place in repeated blocks.
         chosen: the plan's own spec.
         others: all other specs, the cheapest first; specs that fit in no plan come last.
         memory_budget: memory limit of a device in bytes, or None.

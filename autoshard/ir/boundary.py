@@ -47,7 +47,10 @@ def shard(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, rank: int, *, padding
 
 
 def shard_all(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, *, padding: float | int | bool = 0) -> list[Tensor]:
-    """Return the local tensor of each rank of a global `tensor`, by rank; ranks with equal copies share one object."""
+    """Return the padded local tensors of all ranks, in rank order, for a global `tensor`.
+
+    Ranks with equal copies share one tensor object.
+    """
 
     @cache
     def at(key: tuple[int, ...]) -> Tensor:
@@ -64,7 +67,7 @@ def shard_all(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, *, padding: float
 def unshard(
     locals_: Sequence[Tensor], spec: PartitionSpec, mesh: Mesh, shape: Sequence[int], *, check: bool = False
 ) -> Tensor:
-    """Return the global tensor of `shape` that the padded local tensors of all ranks, in rank order, make up.
+    """Return the global tensor of `shape`, put together from the padded local tensors of all ranks, in rank order.
 
     Args:
         check: compare the copies on all ranks, instead of taking the first rank's copy.
@@ -144,7 +147,7 @@ def _piece(tensor: Tensor, dim: int, pieces: int, index: int, padding: float | i
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """One axis of a spec, which `unshard` removes: it reduces over a partial axis, or joins the pieces of a split dim.
+    """One axis of a spec, for `unshard` to remove: by a reduction over a partial axis, or by joining a dim's pieces.
 
     The joined dim `dim` is cut to `size` elements. `reduction` is None for an axis that splits a dim.
     """
@@ -176,7 +179,10 @@ def _levels(spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> list[_Leve
 def _assembler(
     locals_: Sequence[Tensor], spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]
 ) -> Callable[[int, int], Tensor]:
-    """Return `value_at(rank, depth)`: the tensor on `rank` when only the first `depth` levels are still sharded."""
+    """Return `value_at(rank, depth)`: the tensor on `rank` when only the first `depth` levels are still sharded.
+
+    `value_at(rank, 0)` is the global tensor.
+    """
     levels = _levels(spec, mesh, shape)
     groups = [{rank: group for group in mesh.groups(level.axis) for rank in group} for level in levels]
 

@@ -11,7 +11,7 @@ from cost_models.hardware import Cluster
 
 @dataclass(frozen=True, slots=True)
 class ClusterMesh:
-    """A mesh over all devices of a cluster, made by `autoshard.Cluster.mesh`. Plans are made and priced for it.
+    """A mesh over all devices of a cluster, made by `autoshard.Cluster.mesh`, as a target of `autoshard.plan`.
 
     Raises:
         MeshError: ranks of the mesh and devices of the cluster differ in number.

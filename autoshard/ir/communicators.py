@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Purpose(StrEnum):
-    """Purposes of collectives that have a communicator of their own, by the suffix of the communicator's name."""
+    """Purpose of a collective on a communicator of its own. The value is the suffix of the communicator's name."""
 
     GRADIENTS = "gradients"
     NARROW_GRADIENTS = "narrow_gradients"

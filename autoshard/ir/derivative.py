@@ -22,4 +22,4 @@ class Derivative:
 
 
 Derivatives = tuple[Derivative, ...]
-"""Nested derivatives, the innermost first: the second one differentiates the gradients that the first one returns."""
+"""Nested derivatives, the innermost first: each differentiates the gradients that the derivative before it returns."""

@@ -1,8 +1,8 @@
 """Emits the steps of a reshard into an fx graph, as local ATen operators and functional collectives.
 
 Padding never reaches a real element. A step that moves data puts each element at its own index in the padded global
-tensor. So a gather trims its result, and a split first pads the dim to a multiple of the axis. A reduction combines
-elements of one global index, so all of them are real or all of them are padding.
+tensor. So a gather trims its result, and a split first pads the dim to a multiple of the axis size. A reduction
+combines elements of one global index, so all of them are real or all of them are padding.
 
 Collectives are `torch.ops._c10d_functional`, each followed by `wait_tensor`; their group name is the mesh axis. They
 work on dim 0 of contiguous tensors. Element types that process groups do not support are sent as other types (`_Wire`).
@@ -33,7 +33,7 @@ _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 
 OnNode = Callable[[fx.Node, PartitionSpec | None], None]
-"""Callback for each emitted node, with the node's spec if it completes a step, else None."""
+"""Callback for each emitted node. Its second argument is the node's spec if the node completes a step, else None."""
 
 
 def emit_reshard(
@@ -54,10 +54,10 @@ def emit_reshard(
         value: the local tensor: a proxy in the graph to extend, or a real tensor, on which the steps run at once.
         shape: the global shape.
         dtype: the element type; by default the type of `value` or of its node's `meta["val"]`.
-        on_node: called with each new node, and the spec of its value; None in place of the spec within a step.
+        on_node: called with each new node, and with its spec if the node completes a step, else with None.
 
     Returns:
-        The local tensor under the last step's target spec, padded and contiguous; `value` itself without steps.
+        The local tensor under the last step's target spec, padded and contiguous. Without steps, `value` itself.
 
     Raises:
         ValueError: `dtype` is neither given nor known, or does not support a reduction in `steps`.
@@ -222,7 +222,7 @@ class _Emitter:
         return self._call(_aten.clone.default, piece, memory_format=torch.contiguous_format)
 
     def _split(self, value: Any, step: ReshardStep) -> Any:
-        """Cut `step.to_dim` into pieces, and stack the pieces on a new dim 0: [axis_size, *local shape]."""
+        """Cut `step.to_dim` into pieces, and stack the pieces on a new dim 0: [axis_size, *shape of a piece]."""
         dim = _known(step.to_dim)
         value = self._contiguous(self._pad(value, step))
         local = list(self._shape_under(step.source))

@@ -79,8 +79,8 @@ class Execution(Recipe):
     def of(self, recipe: Recipe) -> Execution:
         """Return an execution of another recipe, `recipe`, with the runtime and the settings of this execution.
 
-        A field that is None gets a plain value: size 1, `zero` 0, no recomputation, no offload. `virtual_stages`
-        becomes the smallest number that the schedule takes.
+        A field that is None in `recipe` gets a plain value: size 1, `zero` 0, no recomputation, no offload.
+        `virtual_stages` becomes the smallest number that the schedule takes.
         """
         given = {name: getattr(recipe, name) for name in _OF_RECIPES}
         given = {name: _PLAIN[name] if value is None else value for name, value in given.items()}

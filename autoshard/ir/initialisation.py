@@ -83,7 +83,7 @@ class StridedView:
         return self.has_all(numel) and all(size == 1 or stride == expected for size, stride, expected in pairs)
 
     def box_in(self, shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]] | None:
-        """Return the box that the view covers in a contiguous tensor of `shape`, and the box's dim of each view dim.
+        """Return the box that the view covers in a contiguous tensor of `shape`, and the tensor dim of each view dim.
 
         None if the view's elements do not form a box of the tensor.
         """
@@ -182,7 +182,7 @@ class Initialisation:
         return hashlib.sha256("\n".join([*text, str(self.begins), str(self.ends)]).encode()).hexdigest()[:16]
 
     def sources(self) -> dict[str, frozenset[str]]:
-        """Return, by weight, the names of the weights whose values before initialisation determine its final value.
+        """Return for each weight the names of the weights whose values before initialisation determine its final value.
 
         A weight that no operation writes depends on itself.
         """
@@ -202,7 +202,7 @@ class Initialisation:
 
 @dataclass(frozen=True, slots=True)
 class _MemorySource:
-    """The weights on whose values before initialisation the present values of one memory depend.
+    """The weights that determine the present values in one memory by their values before initialisation.
 
     Args:
         shape: shape of the tensor that first had the memory.

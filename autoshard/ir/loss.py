@@ -12,7 +12,7 @@ from autoshard.errors import TraceError
 
 
 class Output(NamedTuple):
-    """One output of a model, named "output:0" by its index among the leaves, with its global shape."""
+    """One output of a model, with its global shape. The name is "output:0" for leaf 0 of the model's result."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,8 +32,8 @@ class Output(NamedTuple):
 def loss_among(outputs: Sequence[Output], tangents: Collection[str]) -> Output:
     """Return the loss of a training step: the first floating scalar among `outputs`, which may be in any order.
 
-    `tangents` has the names of the backward's gradient inputs. Raises `TraceError` if there is no such scalar, or if
-    the first one depends on no parameter.
+    `tangents` has the names of the backward's inputs that are gradients of outputs ("tangent:0"). Raises `TraceError`
+    if there is no floating scalar, or if the first floating scalar depends on no parameter.
     """
     scalars = [output for output in outputs if output.is_scalar]
     if not scalars:

@@ -62,5 +62,8 @@ def _check(name: str, value: Any, low: float, high: float) -> None:
 
 
 def scales_loss(precision: str | None, optimizer: object | None) -> bool:
-    """Whether training steps scale the loss: float16 with an optimizer. `precision` is as in `effective_precision`."""
+    """Whether training steps scale the loss: in float16 with an optimizer.
+
+    `precision` is the precision of the program, a result of `effective_precision`.
+    """
     return precision == "f16" and optimizer is not None

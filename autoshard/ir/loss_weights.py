@@ -46,7 +46,10 @@ class Count:
     inputs: tuple[tuple[str, str], ...]
 
     def shares(self, copies: Sequence[int], read: ReadInput) -> list[float]:
-        """Return for each micro-batch its count divided by the batch's count. For `copies`, see `of_parts`."""
+        """Return for each micro-batch its count divided by the batch's count.
+
+        The arguments are those of `LossWeights.of_parts`.
+        """
         given = [[read(part, kind, name) for kind, name in self.inputs] for part in range(len(copies))]
         counted = [self.of_part(*values) for values in given]
         sums, full = zip(*(sums for _, *sums in counted), strict=True), full_parts(copies)
@@ -73,7 +76,10 @@ class Term:
     where: str = ""
 
     def weights(self, copies: Sequence[int], read: ReadInput) -> list[float]:
-        """Return the weight of each micro-batch's term in the batch's term. For `copies`, see `of_parts`."""
+        """Return the weight of each micro-batch's term in the batch's term.
+
+        The arguments are those of `LossWeights.of_parts`.
+        """
         shares = [_once(1.0, each) for each in copies] if self.count is None else self.count.shares(copies, read)
         return [share / full_parts(copies) ** self.exponent for share in shares]
 
@@ -104,7 +110,10 @@ class Branches:
     inputs: tuple[tuple[str, str], ...]
 
     def are_of_batch(self, copies: Sequence[int], read: ReadInput) -> bool:
-        """Whether the batch has the values on which the micro-batch's trace branched. For `copies`, see `of_parts`."""
+        """Whether the batch has the values on which the micro-batch's trace branched.
+
+        The arguments are those of `LossWeights.of_parts`.
+        """
         found = [self.of_part(*(read(part, kind, name) for kind, name in self.inputs)) for part in range(len(copies))]
         pairs = zip(self.reductions, zip(*found, strict=True), strict=True)
         totals = [_REDUCE[reduction](values, copies) for reduction, values in pairs]
@@ -113,7 +122,7 @@ class Branches:
 
 
 def full_parts(copies: Sequence[int]) -> float:
-    """Return the number of samples in the batch divided by the number of samples in a micro-batch.
+    """Return the number of samples in the batch, without copies, divided by the number of rows in a micro-batch.
 
     Example:
         >>> full_parts((1, 1, 1, 1)), full_parts((1, 4)), full_parts((1, 2, 0))
@@ -123,7 +132,10 @@ def full_parts(copies: Sequence[int]) -> float:
 
 
 def added(addends: Sequence[torch.Tensor], copies: Sequence[int]) -> torch.Tensor:
-    """Return the sum over micro-batches, in which each sample counts once."""
+    """Return the sum over micro-batches of `addends`, in which each sample of the batch counts once.
+
+    Each micro-batch's addend is divided by its number of copies; it does not count if the number is 0.
+    """
     # Copies add equal addends, so an integer is divided without a rest.
     once = [_divided(addend, each) for addend, each in zip(addends, copies, strict=True) if each]
     return torch.stack(once).sum(0, dtype=addends[0].dtype)

@@ -34,7 +34,7 @@ class LocalSlot:
 
 @dataclass(frozen=True, slots=True)
 class LoweredProgram:
-    """The joint forward and backward program, one text for all ranks.
+    """Forward, backward and (in a training step) the update as one program, with one text for all ranks.
 
     Args:
         traced: the program with global shapes, before lowering.

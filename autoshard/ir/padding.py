@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 SizeDifferences = Mapping[int, int]
-"""From each dim of a result that grows with the padded inputs, to its unpadded size minus the inputs' unpadded length.
+"""By dim of a result: the dim's size minus the length of the inputs, both without padding.
 
-The difference is usually 0; for predictions that are shifted by one place it is -1.
+Only dims that padded inputs make longer have an entry. The difference is usually 0; for predictions that are shifted by
+one place it is -1.
 """
 
 
@@ -17,8 +18,8 @@ class PaddingProof:
     """Result of an attempt to prove that padding of a call's inputs changes no result of the call.
 
     Args:
-        cuts: index of each result that is longer with padded inputs, to its dims that are cut after a call. Each dim
-            maps to its unpadded size minus the unpadded length of the inputs, usually 0.
+        cuts: by index of a result, its dims that are cut after a call, because padded inputs make them longer; see
+            `SizeDifferences`.
         as_compiled: whether the program must be traced as compiled code (`Request.as_compiled`).
         reason: why padding might change a result; "" if the proof succeeded.
     """

@@ -93,7 +93,7 @@ Slot = tuple[StageTask, ...]
 
 @dataclass(frozen=True, slots=True)
 class PipelineOrder:
-    """The order of a training step's tasks on each pipeline rank.
+    """The order of the tasks of a training step, or of a call without gradients, on each pipeline rank.
 
     Args:
         stage_ranks: pipeline rank of each stage.
@@ -152,7 +152,7 @@ class PipelineOrder:
         }
 
     def crosses_ranks(self, message: Message) -> bool:
-        """Whether another stage reads the message, and is on another rank than the stage that made the message."""
+        """Whether a stage on another rank reads the message. False if no stage reads it."""
         is_there = 0 <= message.reader < len(self.stage_ranks)
         return is_there and self.stage_ranks[message.reader] != self.stage_ranks[message.stage]
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import sympy
 
 SCHEMA_VERSION = 10
-"""Schema version of saved files. Files of another version are refused."""
+"""Schema version of saved files. `Plan.load` raises `PlanMismatchError` for a file of another version."""
 
 BEFORE = "the plan before"
 """The name in `Plan.baselines` of the plan that `autoshard.plan(previous=)` was given."""
@@ -105,7 +105,7 @@ class Plan:
         objective: the sum that the search minimised, in seconds; `lower_bound`: its proven bound, or None.
         search_time_s: wall time of the search, in seconds.
         baselines: predicted step of known recipes, in seconds, each on its fastest mesh; None where the recipe fits on
-            no mesh. Recipes far slower than the plan are lowered when their step is first read.
+            no mesh. The step of a recipe far slower than the plan is computed when it is first read.
         hardware: name of the cluster for which the plan's times are predicted.
         memory_budget: memory limit of a device in bytes, or None.
         precision: "bf16", "f16" or "f32" where the program casts wider parameters; None where the model computes in its
@@ -182,7 +182,7 @@ class Plan:
 
     @property
     def speedup_over_previous(self) -> float | None:
-        """Predicted step of the plan `previous` over this plan's step, both priced for this plan's hardware.
+        """Predicted step time of the plan `previous`, divided by that of this plan, both for this plan's hardware.
 
         Above 1, this plan is faster. None if the plan was made without `previous`, or if `previous` does not fit.
         """
@@ -219,7 +219,7 @@ class Plan:
 
     @property
     def offloaded(self) -> Mapping[str, tuple[str, ...]]:
-        """Names of forward nodes whose values wait in host memory for the backward, by module path."""
+        """Names of forward nodes whose values wait in host memory, by module path, left-out blocks included."""
         return by_module(self.offload.nodes, self.repeats)
 
     @property
@@ -421,7 +421,11 @@ class Plan:
         return estimate_run(self.predicted, self.hardware, self.mesh.size, count, of_tokens, size, **given)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON data. The keys are the fields of this class; specs are text."""
+        """Return the plan as JSON data, with specs as text.
+
+        The keys are the fields of this class without `formulas` and `alternatives`, the schema version and the
+        timeline.
+        """
         return {
             _VERSION: SCHEMA_VERSION,
             "mesh": dict(self.mesh.axes),

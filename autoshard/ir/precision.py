@@ -49,9 +49,10 @@ def widen(tensor: Tensor) -> Tensor:
 
 
 def effective_precision(model: nn.Module, precision: str | None) -> str | None:
-    """Return `precision` if some parameter is wider, or None if the parameters already have this type.
+    """Return `precision` if some parameter of `model` is wider; else None: the model computes in its own types.
 
-    Raises `NotAvailableError` if the precision is unknown, or the parameters have another type that is not wider.
+    Raises `NotAvailableError` if the precision is unknown, or if some parameter has another type and no parameter is
+    wider.
     """
     if precision is None:
         return None

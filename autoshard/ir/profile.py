@@ -41,9 +41,9 @@ class StepSpans:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds of each part of the step; the parts add up to the step.
+        """Seconds of each part of the step, by the part's name. The parts add up to the step's duration.
 
-        Communication counts while no operator runs beside it.
+        Communication counts only while no operator runs beside it. The rest of the time is the part `ELSE`.
         """
         found, busy = defaultdict[str, float](float), list[tuple[int, int]]()
         by_part = defaultdict[str, list[tuple[int, int]]](list)
@@ -102,7 +102,7 @@ PredictSteps = Callable[[CompiledProgram], PredictedSteps]
 
 
 class Difference(NamedTuple):
-    """Measured and predicted seconds in a step, of an operator or a collective in equal blocks of the model."""
+    """Measured and predicted seconds in a step of an operator or collective, summed over equal blocks of the model."""
 
     name: str
     measured_s: float
@@ -138,7 +138,7 @@ class Profile:
 
     @property
     def predicted_step_time_s(self) -> float:
-        """Predicted seconds of a step."""
+        """Predicted seconds of a step, on the pipeline rank that takes longest."""
         return max(step.duration_ns for step in self.predicted.steps) / 1e9
 
     @property
@@ -154,7 +154,7 @@ class Profile:
 
     @property
     def differences(self) -> tuple[Difference, ...]:
-        """Operators and collectives, those with the largest difference between measured and predicted seconds first.
+        """Measured operators and collectives, sorted by the difference to their predicted seconds, the largest first.
 
         Equal blocks of the model count together. The time of a collective is that of the rank that joins last.
         """
@@ -173,7 +173,7 @@ class Profile:
             yield number, [steps for steps, own in zip(self.ranks, self.pipeline_ranks, strict=True) if own == number]
 
     def costs(self) -> Iterator[tuple[RangeCost, float]]:
-        """Yield each predicted cost of each pipeline rank, with its measured seconds in a step."""
+        """Yield each predicted cost of each pipeline rank with its measured seconds in a step, if it was measured."""
         for number, steps in self._by_pipeline_rank():
             measured = measured_seconds(steps)
             for cost in self.predicted.costs[number]:
@@ -211,8 +211,8 @@ class Profile:
 def measured_seconds(ranks: Sequence[Sequence[StepSpans]]) -> dict[str, float]:
     """Return the seconds of each operator and collective in a step, by the name of its range.
 
-    The result has the mean of each rank over its steps: of an operator the mean over ranks, of a collective the
-    shortest. A rank that joins a collective early waits for the rank that joins last.
+    A rank's seconds are the mean over its steps in `ranks`. An operator gets the mean over ranks. A collective gets the
+    least seconds of a rank, because a rank that joins early waits for the rank that joins last.
     """
     means = [_mean([step.seconds for step in steps]) for steps in ranks]
     names = dict.fromkeys(name for each in means for name in each)

@@ -69,7 +69,10 @@ _TRAINING = (OutputKind.GRADIENT, OutputKind.PARAMETER_UPDATE, OutputKind.SENT_G
 
 @dataclass(frozen=True, slots=True)
 class InputSlot:
-    """One input: its placeholder's node name, its kind and qualified name, and the `aliases` of a tied parameter."""
+    """One input: the name of its placeholder, its kind, and its qualified name.
+
+    `aliases` has the further names of a tied parameter.
+    """
 
     node: str
     kind: InputKind
@@ -192,7 +195,11 @@ _DIGEST = "autoshard: digest"
 
 
 def tensor_values(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
-    """Return the tensors in a node's `meta["val"]`: one, or an entry for each item of a tuple; None for other items."""
+    """Return the tensors in a node's `meta["val"]`.
+
+    A tensor gives a tuple of one. A tuple or list gives an entry for each item, which is None for items other than
+    tensors. Any other value gives an empty tuple.
+    """
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return (value,)

@@ -36,7 +36,7 @@ _COMPARED_BYTES = 4 << 20
 """Most bytes of arrays and tensors that a call compares, in total; comparing them takes 0.25 ms."""
 
 _SAMPLED = 2048
-"""Number of sampled elements in an array or tensor that exceeds `_COMPARED_BYTES`."""
+"""Number of sampled elements of an array or tensor that does not fit into the rest of `_COMPARED_BYTES`."""
 
 
 @dataclass(frozen=True, slots=True)

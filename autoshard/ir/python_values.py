@@ -119,7 +119,10 @@ def is_record(value: Any, depth: int = 4) -> bool:
 
 
 def content_text(value: Any) -> str:
-    """Return a text of a setting's content, different for different content; tensors are left out."""
+    """Return a text of a setting's content, different for different content.
+
+    For a tensor, a function or a type, the text has only its kind.
+    """
     if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, (type, torch.Tensor, *_CALLABLE)):

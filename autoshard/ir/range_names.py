@@ -31,7 +31,7 @@ def part_of(name: str) -> str:
 
 
 def is_start(name: str) -> bool:
-    """Whether a range is a collective itself.
+    """Whether a range is a collective itself: not its start by the host, the wait for it, or the local sum after it.
 
     Example:
         >>> is_start("communication over data: all-reduce"), is_start("communication over data: waiting for the x")
@@ -46,7 +46,7 @@ def is_wait_for(name: str) -> bool:
 
 
 def is_issue(name: str) -> bool:
-    """Whether a range is the call that starts a collective, whose own time is known apart from the call."""
+    """Whether a range is the call that starts a collective. The collective itself has a range of its own."""
     return name.startswith(OVER) and _rest(name).startswith(ISSUING)
 
 

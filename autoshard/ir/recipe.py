@@ -210,7 +210,10 @@ def is_several(size: int | None) -> bool:
 
 
 def named_schedule(recipe: Recipe) -> str:
-    """Return the name of the recipe's pipeline schedule; for None, the usual schedule with its `virtual_stages`."""
+    """Return the name of the recipe's pipeline schedule.
+
+    For `schedule=None`, it is the usual schedule with the recipe's `virtual_stages`.
+    """
     return recipe.schedule or usual_schedule(recipe.virtual_stages or 1)
 
 

@@ -1,8 +1,8 @@
-"""Repeated blocks that a program leaves out, because equal blocks beside them stand for them.
+"""Repeated blocks that a program leaves out, because an equal block behind them represents them.
 
 A model with a long list of blocks is planned by a few of the blocks. Repeating blocks of a list are grouped into
 *units* of `period` blocks each (two where blocks of two kinds alternate). The program contains the units at both ends
-of the list. The units in between are left out, and the first unit behind the gap stands for them. Blocks keep their own
+of the list. The units in between are left out, and the first unit behind the gap represents them. Blocks keep their own
 numbers.
 """
 

@@ -66,7 +66,7 @@ class ReshardStep:
 
 
 StepCost = Callable[[ReshardStep], float]
-"""The price of one step, at least zero, in any unit."""
+"""Function that returns the price of a step: a number of at least 0, in any unit."""
 
 
 def bytes_sent(step: ReshardStep) -> float:

@@ -16,7 +16,10 @@ from cost_models.restarts import checkpoint_interval, expected_time, restart_fig
 
 _HOUR_S, _DAY_S = 3600.0, 86400.0
 _LONGEST = 100.0
-"""A run that takes longer than so many times its steps and saves is refused, because it hardly gets ahead."""
+"""`estimate_run` raises an error if a run takes more than this many times its steps and saves.
+
+Such a run hardly gets ahead.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,7 @@ class RunEstimate:
         hardware: name of the cluster that priced the plan.
         devices: number of devices of the run.
         steps: number of steps.
-        tokens: number of tokens; None for a run that was given in steps of a plan whose inputs are no tokens.
+        tokens: number of tokens; None if the inputs of the plan are no tokens.
         step_time_s: predicted seconds of a step.
         mtbf_hours: mean hours between failures that stop the run; infinite without failures.
         days: expected days of the run: steps, checkpoints, restarts, and steps that are done again.
@@ -71,7 +74,11 @@ class RunEstimate:
 
 
 def steps_of(predicted: Prediction, tokens: float | None, steps: int | None) -> tuple[int, float | None]:
-    """Return the steps of a run and its tokens (None if the inputs are no tokens), from either of the two."""
+    """Return the number of steps of a run, and its number of tokens, which is None if the inputs are no tokens.
+
+    One of `tokens` and `steps` is given. Raises `NotAvailableError` for any other number of them, or a value out of
+    range.
+    """
     if (tokens is None) == (steps is None):
         raise NotAvailableError(f"run(tokens={tokens!r}, steps={steps!r}): pass one of tokens= and steps=.")
     of_a_step = None if predicted.tokens_per_s is None else round(predicted.tokens_per_s * predicted.step_time_s)
@@ -92,9 +99,10 @@ def steps_of(predicted: Prediction, tokens: float | None, steps: int | None) -> 
 def bytes_of_checkpoint(
     parameters: Mapping[str, ParameterPlan], mesh: Mesh, given: int | None, *, updates: bool
 ) -> int:
-    """Return the given bytes, or else the bytes of all parameters and their optimizer state, copies left out.
+    """Return `given`, or if it is None, the bytes of all parameters and optimizer states, each counted once.
 
-    Each tensor of state counts as much as its parameter. `updates` tells whether the plan has an optimizer.
+    Each tensor of state counts as much as its parameter. `updates` tells whether the plan has an optimizer. Raises
+    `NotAvailableError` if neither `given` nor an optimizer is there.
     """
     if given is not None:
         check_above("checkpoint_bytes", given, "bytes")
@@ -123,7 +131,7 @@ def estimate_run(
     save_s: float | None,
     restart_s: float | None,
 ) -> RunEstimate:
-    """Return the length of a run of `steps` steps; the arguments are those of `Plan.run`."""
+    """Return the estimate of a run of `steps` steps. The keyword arguments are those of `Plan.run`."""
     check_above("mtbf_hours", mtbf_hours, "hours", may_be_infinite=True)
     figures, step_s, mtbf_s = restart_figures(), predicted.step_time_s, mtbf_hours * _HOUR_S
     save_s = checkpoint_bytes / (figures.write_bytes_per_s * devices) if save_s is None else save_s
@@ -158,7 +166,7 @@ def estimate_run(
 
 
 def check_above(name: str, value: object, unit: str, *, may_be_infinite: bool = False) -> None:
-    """Raise `NotAvailableError` unless the value is a number above 0, and finite if it must be."""
+    """Raise `NotAvailableError` unless `value` is a number above 0. Infinity is refused unless `may_be_infinite`."""
     largest = math.inf if may_be_infinite else sys.float_info.max
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= largest:
         raise NotAvailableError(f"{name}={value!r} must be a number of {unit} above 0.")

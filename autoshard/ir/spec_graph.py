@@ -222,7 +222,7 @@ def spec_graph(mesh: Mesh, ndim: int, reductions: tuple[Reduction, ...]) -> Spec
     stack_index: dict[tuple[str, ...], int] = {}
     stack_ids = [[stack_index.setdefault(axes, len(stack_index)) for axes in state[0]] for state in index]
     classes: dict[tuple[ReshardKind, str, Reduction | None], int] = {}
-    class_of = {  # # by object: hashing a move's fields is slow
+    class_of = {  # by object: hashing a move's fields is slow
         id(move): classes.setdefault((move.kind, move.axis, move.reduction), len(classes))
         for move in {id(move): move for move, _, _ in edges}.values()
     }

@@ -13,7 +13,7 @@ _MAX_WIDTH = 110
 
 
 def as_text(*parts: str | Table) -> str:
-    """Return lines and tables as one plain text; tables are at most 110 characters wide, and lines are not wrapped."""
+    """Return lines and tables as one plain text. Tables fit the terminal and 110 columns; lines are not wrapped."""
     width = min(_MAX_WIDTH, shutil.get_terminal_size((_MAX_WIDTH, 0)).columns)
     console = Console(width=width, color_system=None, highlight=False)
     with console.capture() as capture:
@@ -28,7 +28,10 @@ def any_block(name: str) -> str:
 
 
 def common_name(names: Sequence[str]) -> str:
-    """Return qualified names of equal length as one, with "*" in parts that differ: "layers.*.mlp.2.weight"."""
+    """Return one name for several qualified names with equal numbers of parts, with "*" in place of parts that differ.
+
+    For example, "layers.0.weight" and "layers.1.weight" give "layers.*.weight".
+    """
     parts = zip(*(name.split(".") for name in names), strict=True)
     return ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 

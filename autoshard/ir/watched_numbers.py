@@ -178,8 +178,8 @@ class Watch:
     def derived(self, function: Callable[..., Any], *operands: Any) -> Any:
         """Apply a function to watched numbers, and return the result as a watched number.
 
-        If the result is no number, or its expression is too large, the plain result is returned. The operands then
-        become conditions.
+        If the result is no number, or its expression is too large, the plain result is returned. The plain values of
+        the operands then become conditions.
         """
         value = self._apply(function, operands)
         expression = NumberOperation(function, tuple(map(_expression_of, operands)))

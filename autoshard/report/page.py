@@ -34,7 +34,7 @@ WIDTH = 1000.0
 """Width of a drawing in SVG units."""
 
 _NARROWEST = 0.5
-"""Width in SVG units below which spans of the timeline are merged with their neighbours."""
+"""Width in SVG units below which a span is narrow. Neighbouring narrow spans of the timeline are merged."""
 
 _TASK = re.compile(r"\d+([FBIW])\d+")
 _WORKS = {"F": "forward", "B": "backward", "I": "backward, of inputs", "W": "backward, of weights"}
@@ -66,7 +66,7 @@ class Piece(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """One row of the timeline: a stream of a process, with a piece for each span."""
+    """One row of the timeline: a stream of a process. Its pieces are spans, or groups of neighbouring narrow spans."""
 
     name: str
     pieces: tuple[Piece, ...]
@@ -121,7 +121,7 @@ def _bar(parts: Mapping[str, float], text: Callable[[float], str]) -> tuple[Piec
 
 
 def lanes(trace: Trace) -> tuple[Lane, ...]:
-    """Return a lane for each stream of a timeline. Spans too narrow to be seen are joined with their neighbours.
+    """Return a lane for each stream of a timeline. Neighbouring spans that are too narrow to be seen share a piece.
 
     Example:
         >>> trace = Trace.of(["rank 0"], [(0, "compute", "mm", 0.0, 1.0), (0, "compute", "add", 1.0, 1.0001)])

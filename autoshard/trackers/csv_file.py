@@ -15,15 +15,15 @@ _STEP = "step"
 
 
 class CSV:
-    """Writes one line per step under a header of names. A number that a step does not have is empty.
+    """Writes one line per step under a header of names. The field of a number that a step lacks is empty.
 
-    A file that is there is continued: after a restart, lines from the first written step on are replaced.
+    An existing file is continued. Lines of the first step that is logged now, and of later steps, are replaced.
 
     Args:
         path: the file. Its folder is made if needed.
 
     Raises:
-        NotAvailableError: at the first step, if the file is there and has no column of steps.
+        NotAvailableError: at the first step, if the file exists and has no column of steps.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -47,7 +47,10 @@ class CSV:
             self._file = None
 
     def _open(self, step_number: int, values: Mapping[str, float]) -> None:
-        """Open the file for a step and later steps, with a column for each of `values`."""
+        """Open the file to append lines from step `step_number` on, with a column for each of `values`.
+
+        The file is written anew: its lines of earlier steps stay, and later lines are dropped.
+        """
         self.close()
         rows = self._rows()
         known = list(rows[0]) if rows else [_STEP]

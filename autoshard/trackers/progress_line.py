@@ -13,7 +13,7 @@ from rich.progress import Progress as RichProgress
 from autoshard.ir.text import format_bytes, format_time
 
 _REFRESHES_PER_S = 2
-"""A refresh takes half a millisecond."""
+"""Most refreshes of the line in a second. A refresh takes half a millisecond."""
 
 
 class Progress:
@@ -33,7 +33,7 @@ class Progress:
         self._last: tuple[int, Mapping[str, float]] | None = None
 
     def log(self, step_number: int, values: Mapping[str, float]) -> None:
-        """Show the numbers of a step; see `RunWriter.log`. The line changes twice a second."""
+        """Show the numbers of a step; see `RunWriter.log`. The line changes at most twice a second."""
         self._last = step_number, values
         now = time.monotonic()
         if now - self._shown_s > 1 / _REFRESHES_PER_S:
@@ -66,7 +66,6 @@ class Progress:
             self._bar.refresh()
 
     def _columns(self) -> list[ProgressColumn]:
-        """Return the columns of the line: step number, bar, numbers, elapsed time."""
         count = TextColumn("step {task.completed}") if self._total is None else MofNCompleteColumn()
         bar = [] if self._total is None else [BarColumn(bar_width=20)]
         return [count, *bar, TextColumn("{task.description}", markup=False), TimeElapsedColumn()]

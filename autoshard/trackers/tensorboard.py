@@ -18,7 +18,7 @@ _PERIOD_S = 10.0
 
 
 class TensorBoard:
-    """Writes a scalar for each number. Look at them with `tensorboard --logdir FOLDER`.
+    """Writes a scalar for each number. `tensorboard --logdir FOLDER` shows the scalars.
 
     Args:
         folder: the folder of the run, made if needed. Each program that writes adds a file.
@@ -31,7 +31,10 @@ class TensorBoard:
         self._written_s = -_PERIOD_S
 
     def log(self, step_number: int, values: Mapping[str, float]) -> None:
-        """Write the numbers within ten seconds; see `RunWriter.log`."""
+        """Collect the numbers; see `RunWriter.log`.
+
+        The collected numbers are written if ten seconds have passed since the last write, and by `close`.
+        """
         self._waiting.append((step_number, dict(values), time.time()))
         if time.monotonic() - self._written_s >= _PERIOD_S:
             self._write()

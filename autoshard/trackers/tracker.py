@@ -35,7 +35,8 @@ def track(step: TrainStep, *writers: RunWriter, start: int | None = None) -> Tra
             counts on after `Checkpoints.load`.
 
     Returns:
-        The tracker, a context manager. Its `close`, or the end of the step or of the program, writes the last step.
+        The tracker, a context manager. The numbers of the last step are written by its `close`, or when the object
+        `step` is deleted or the program ends.
 
     Raises:
         NotAvailableError: `step` is no training step, or an object is no writer.
@@ -77,7 +78,7 @@ class _Taken:
 
     Args:
         number: number of the step.
-        numbers: loss, norm, learning rates, and numbers of the user.
+        numbers: loss, gradient norm, learning rates, and numbers that the user added.
         known: numbers that are known on the host.
         time_s: returns the time of the step; None if the step compiled a program.
         predicted: the prediction of the step's plan, or None.
@@ -106,10 +107,9 @@ class _Taken:
 
 
 class _Unwritten:
-    """The writers of a run, and the numbers of its last step, which wait. The step is not known here, so it may end.
+    """The writers of a run, and the numbers of its last step, which wait to be written.
 
-    Args:
-        writers: the writers.
+    This object has no reference to the training step, so that Python can delete the step.
     """
 
     def __init__(self, writers: tuple[RunWriter, ...]) -> None:
@@ -132,12 +132,7 @@ class _Unwritten:
 
 
 class Tracker:
-    """Takes the numbers of each step, and hands them to writers. `autoshard.track` makes it.
-
-    Args:
-        step: the step.
-        writers: the writers.
-    """
+    """Takes the numbers of each step, and hands them to writers. `autoshard.track` makes it."""
 
     def __init__(self, step: TrainStep, writers: tuple[RunWriter, ...]) -> None:
         self._step = step
@@ -156,7 +151,7 @@ class Tracker:
         self._clock.begin()
 
     def end(self, loss: torch.Tensor) -> None:
-        """Take the numbers of a step, and write those of the step before; the step calls this method."""
+        """Take the numbers of a step, and write the numbers of the step before. The step calls this method."""
         time_s = self._clock.end()
         self._unwritten.write()
         has_compiled = len(self._step.sharded.programs) > self._programs
@@ -184,13 +179,11 @@ class Tracker:
         self._close_once()
 
     def __enter__(self) -> Tracker:
-        """Return the tracker itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close the tracker."""
         self.close()
 
     def _norm(self) -> dict[str, torch.Tensor]:
@@ -203,7 +196,7 @@ class Tracker:
         return {f"lr_{index}" if index else "lr": group["lr"] for index, group in enumerate(groups) if "lr" in group}
 
     def _known(self) -> dict[str, float]:
-        """Return the numbers that the host knows."""
+        """Return the numbers that the host knows: peak memory, and if used, the scale of the loss and skipped steps."""
         found = {"peak_memory_bytes": float(_peak_bytes(self._step.sharded.engine.device))}
         scale = self._step.loss_scale
         if scale is not None:
@@ -214,7 +207,7 @@ class Tracker:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """Return the greatest memory so far: of tensors on an accelerator, or of the whole process on CPUs."""
+    """Return the peak bytes so far: of tensors on an accelerator, or of the whole process on CPUs."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device)
     import resource  # not on Windows
