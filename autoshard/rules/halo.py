@@ -108,8 +108,7 @@ class Halo:
 
     @property
     def least(self) -> int:
-        """Least number of the factor's elements in a piece, so that neighbours can take their halos; 0 without halos.
-        """
+        """Least number of the factor's elements in a piece, so that neighbours can take their halos, or 0."""
         return -(-max(self.left, self.right, 0) // self.scale)
 
     def size(self, context: LocalContext) -> int:

@@ -280,9 +280,9 @@ def rsub(x: torch.Tensor, other: Any, *, alpha: Any = 1) -> Rule:
 def _sum(x: torch.Tensor, other: Any, scale: Any, other_scale: Any) -> Rule:
     """Return the rule of scale x + other_scale other, for two tensors, or for a tensor and a number in either order.
 
-    With a number, partial maxima and minima of floats pass. With two tensors, partial maxima pass if both scales have
-    the same sign, and partial minima otherwise. The other kind could give NaN: a tensor may contain -inf (a mask), and
-    a rank without elements has +inf as its minimum.
+    With a number, partial maxima and minima of floats pass. With two tensors, partial maxima of either pass if both
+    scales have the same sign, else partial minima. The other kind could give NaN: a tensor may contain -inf (a mask),
+    and a rank without elements has +inf as its minimum.
     """
     if not isinstance(other, torch.Tensor):
         is_ordered = x.is_floating_point() and _is_finite(other)
