@@ -46,8 +46,8 @@ class QuantizedWeight(NamedTuple):
 
     Args:
         packed: two 4-bit indices in each byte, in the order of the weights.
-        absmax: the scale of each block: four bytes, a float32, or with `nested` one byte, an index into the values of
-            scales.
+        absmax: the scale of each block. Without `nested`, a scale is a float32 (four bytes). With `nested`, it is one
+            byte, an index into the values of scales.
         nested: the bytes of float32 values: the `SCALE_VALUES` values of scales, the mean of all scales, and the scale
             of each group of `GROUP` scales. None if scales are float32.
         shape: the shape of the weights.

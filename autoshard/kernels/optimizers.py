@@ -344,7 +344,7 @@ def sum_of_all_squares_reference(xs: Tensors) -> Tensor:
 
 
 def _wide_scalar(xs: Tensors) -> Tensor:
-    """Return an empty scalar of the widest type in which squares of some tensors are added."""
+    """Return an empty scalar like the result of `sum_of_all_squares`: float64 if some tensor is, else float32."""
     dtypes = {accumulation_dtype(x.dtype) for x in xs}
     return xs[0].new_empty((), dtype=torch.float64 if torch.float64 in dtypes else torch.float32)
 

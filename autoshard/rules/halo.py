@@ -155,15 +155,15 @@ def each(option: int | Sequence[int], space: int) -> tuple[int, ...]:
 
 
 def stride_factors(windows: Sequence[HaloWindow]) -> dict[str, int]:
-    """Return a dict from the factor s of each window that fits to its size, which is the window's stride.
+    """Return a dict from `HaloWindow.stride_factor` to the stride, for each window that fits.
 
-    Factors s cannot be split.
+    These factors cannot be split.
     """
     return {window.stride_factor: window.stride for window in windows if window.fits}
 
 
 def window_factors(windows: Sequence[HaloWindow]) -> tuple[str, ...]:
-    """Return the names of the factors o of the windows that fit. These factors can only be split evenly."""
+    """Return `HaloWindow.factor` of each window that fits. These factors can only be split evenly."""
     return tuple(window.factor for window in windows if window.fits)
 
 

@@ -250,7 +250,7 @@ def _find_factor(sampler: Sampler, tie: TiedDims, trials: Sequence[Trial]) -> Fo
 def _outcomes(sampler: Sampler, tie: TiedDims, added: frozenset[int], trials: Sequence[Trial]) -> list[set[Outcome]]:
     """Return, for each result, the outcomes that hold in all trials if the dims `tie` are split.
 
-    The operands `added` are cut into addends. Some set is empty unless `tie` was split at two different sizes.
+    The operands `added` are cut into addends. If no two trials split `tie` at different sizes, some set is empty.
     """
     found: list[set[Outcome]] = [
         {*range(x.dim()), "whole", *(_REDUCTIONS if x.dtype != torch.bool and not x.is_complex() else ())}

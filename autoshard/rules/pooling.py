@@ -261,7 +261,7 @@ def _average_windows(
 ) -> tuple[HaloWindow, ...]:  # fmt: skip
     """Return the windows of average pooling along each spatial dim.
 
-    If the divisor does not count padding, windows that reach into padding have another divisor. Then `is_plain` is
+    Windows that reach into padding may be divided by another number than other windows of the dim. Then `is_plain` is
     False, so that the dim is not split.
     """
     windows = _windows(x, space, kernel, stride, padding, 1, ceil_mode)

@@ -36,8 +36,7 @@ class ValueShape:
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def describes(self, tensor: Tensor) -> bool:
-        """Whether a tensor has this shape and these strides. Its dtype, and strides of dims of size 1, do not matter.
-        """
+        """Whether a tensor has this shape and these strides. Its dtype, and strides of dims of size 1, may differ."""
         pairs = zip(self.shape, self.stride, tensor.stride(), strict=False)
         return tuple(tensor.shape) == self.shape and all(size == 1 or own == other for size, own, other in pairs)
 
