@@ -1,8 +1,8 @@
 """Semantic operators, such as attention, dropout and experts, as operators of the torch library "autoshard".
 
-Each operator has a reference in plain PyTorch, and is one node of a graph for its sharding rule and for its kernel. The
-Triton kernels are in `autoshard.kernels.registry`, because this module imports triton. No module of this folder works
-on meshes or plans.
+Each operator has a reference in plain PyTorch. It is one node of a graph, so it has one sharding rule, and one kernel
+may replace it. The table of Triton kernels, `autoshard.kernels.registry`, imports triton. This package does not import
+the table. No module of this folder works on meshes or plans.
 """
 
 from autoshard.kernels.attention import attention, attention_backward, attention_composite

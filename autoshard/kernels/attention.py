@@ -59,7 +59,7 @@ def attention_reference(
         is_causal: whether to mask, besides `mask`, the scores whose global column index exceeds the global row index.
         scale: factor on the scores, usually 1 / sqrt(D).
         site: the number of this random operator in the program, for the random numbers of dropout.
-        offset: index of the first local score [B, H, S, T] in the global scores.
+        offset: index [b, h, s, t] of this rank's first score among the global scores.
         global_shape: the shape [B, H, S, T] of the global scores.
 
     Returns:
@@ -266,9 +266,9 @@ def in_layout_of(like: Tensor, x: Tensor) -> Tensor:
 
 
 def in_result_layout(q: Tensor, out: Tensor) -> Tensor:
-    """Return a kernel's row-major result `out`, copied if needed.
+    """Return `out`, a kernel's row-major result [B, H, S, E], with its dims in memory ordered as those of `q`.
 
-    The dims of the returned tensor lie in memory in the same order as the dims of `q`.
+    The result is a copy of `out` if needed. If E differs from the head size of `q`, the result is `out` itself.
     """
     batch, head, row, element = q.stride()
     is_by_rows = batch >= row >= head >= element

@@ -50,7 +50,10 @@ def cross_entropy_reference(
 
 
 def cross_entropy_composite(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple[Tensor]:
-    """Compute the loss of `cross_entropy_reference` with operators that torch can differentiate."""
+    """Compute the loss of `cross_entropy_reference` with operators that torch can differentiate.
+
+    The loss is in a tuple.
+    """
     is_counted = (target != ignore_index).unsqueeze(1)  # ignored rows may contain infinities
     loss, _ = cross_entropy_reference(torch.where(is_counted, logits, 0.0), target, ignore_index, label_smoothing)
     return (loss,)

@@ -27,10 +27,10 @@ NF4 = (
 """The values of 4-bit indices: quantiles of the normal distribution, divided by the largest (QLoRA, appendix E)."""
 
 SCALE_VALUES = 256
-"""Length of the second table, the values of scales that are bytes."""
+"""Number of values of a scale that is stored as one byte, an index into a table of these values."""
 
 GROUP = 256
-"""The number of consecutive scales that share a scale of their own."""
+"""The number of consecutive one-byte scales that are multiplied by the same float32 number."""
 
 _PAIRS = torch.tensor([[NF4[byte >> 4], NF4[byte & 15]] for byte in range(256)], dtype=torch.float32, device="cpu")
 """The two weights of each byte [256, 2], before they are scaled."""
@@ -46,9 +46,10 @@ class QuantizedWeight(NamedTuple):
 
     Args:
         packed: two 4-bit indices in each byte, in the order of the weights.
-        absmax: the scale of each block. Without `nested` it is a float32, so four bytes.
+        absmax: the scale of each block. Without `nested`, a scale is a float32 (four bytes). With `nested`, it is one
+            byte, an index into the values of scales.
         nested: the bytes of float32 values: the `SCALE_VALUES` values of scales, the mean of all scales, and the scale
-            of each group of `GROUP` scales. None: scales are not quantised.
+            of each group of `GROUP` scales. None if scales are float32.
         shape: the shape of the weights.
         blocksize: the number of weights in a block, an even number.
         first_block: the index of the first block here among the blocks of the whole weight.
@@ -65,7 +66,7 @@ class QuantizedWeight(NamedTuple):
 
 
 def dequantize_nf4_reference(*operands: Any) -> Tensor:
-    """Return the weights [*shape] of type `dtype`. `operands` are those of `QuantizedWeight`."""
+    """Return the dequantised weights [*shape] of type `dtype`. `operands` are the fields of `QuantizedWeight`."""
     packed, absmax, nested, shape, blocksize, first_block, dtype = QuantizedWeight(*operands)
     count = prod(shape)
     scales = _block_scales(absmax, nested, first_block)

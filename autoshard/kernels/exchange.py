@@ -29,8 +29,8 @@ class Exchange:
         tensors: the rows to send. In each tensor, rows for the first rank come first.
         sent: for each rank of the group, the number of rows of each tensor that go to this rank.
         received: for each rank of the group, the number of rows of each tensor that come from this rank.
-        is_awaited: whether the generator gets tensors that have arrived. If False, the generator must pass them to
-            `arrived` before it reads them.
+        is_awaited: whether the received rows have arrived when the generator gets their tensors. If False, the
+            generator must pass the tensors to `arrived` before it reads them.
     """
 
     tensors: Sequence[Tensor]
@@ -79,7 +79,10 @@ def arrived(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def run_steps(steps: Steps, group: str) -> Any:
-    """Run this process's steps, with an all-to-all for each exchange in torch's process group named `group`."""
+    """Run this process's steps, and return the operator's results.
+
+    Each exchange is an all-to-all in torch's process group with the name `group`.
+    """
     try:
         exchange = next(steps)
         while True:

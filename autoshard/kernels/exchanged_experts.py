@@ -50,7 +50,7 @@ class Route:
     Args:
         order: the numbers of this rank's assignments, sorted by expert. Rows are sent in this order.
         sent, received: for each rank, the number of rows sent to it, and received from it.
-        arrived: the experts of the received rows. They arrive sorted by sending rank, then by expert.
+        arrived: the received rows by expert. Rows arrive sorted by sending rank, then by expert.
     """
 
     order: Tensor
@@ -73,8 +73,8 @@ class Route:
     def send_to_experts(self, *tensors: Tensor) -> Travelling:
         """Start to send rows of this rank's assignments to the ranks of their experts.
 
-        Each of `tensors` has a row for each assignment, in the order `order`. The generator returns
-        tensors in transit. `take` returns their rows once they have arrived.
+        Each of `tensors` has a row for each assignment, in the order `order`. The generator returns tensors in transit.
+        `take` returns their rows once they have arrived.
         """
         return (yield Exchange(tensors, self.sent, self.received, is_awaited=False))
 
@@ -95,7 +95,7 @@ class Route:
 
 
 def _counted(groups: ExpertGroups, held: int) -> Generator[Exchange, list[Tensor], Tensor]:
-    """Exchange the numbers of rows between ranks, and return them in the host's memory as [2, ranks, held].
+    """Exchange the numbers of rows that ranks send to each expert, and return them in host memory as [2, ranks, held].
 
     `groups` has this rank's assignments, and each rank holds `held` experts. The first entry [0, r, e] counts rows from
     this rank to expert e of rank r. The second entry [1, r, e] counts rows from rank r to expert e of this rank.

@@ -130,9 +130,10 @@ class ExpertWeights:
     """The weights of experts in the layout of the model, and the activation or gate between the two products.
 
     Args:
-        gate_up: A, [E, g, I, H]. If `interleaved`, [E, I, g, H]. If `transposed`, H is the second dim.
-        gate_up_bias: a, [E, g, I], or [E, I, g] if `interleaved`. None stands for zero.
-        down: B, [E, H, I], or [E, I, H] if `transposed`.
+        gate_up: the matrices A of the first product, [E, g, I, H]. If `interleaved`, [E, I, g, H]. If `transposed`, H
+            is the second dim.
+        gate_up_bias: the bias a of the first product, [E, g, I], or [E, I, g] if `interleaved`. None stands for zero.
+        down: the matrices B of the second product, [E, H, I], or [E, I, H] if `transposed`.
         activation, alpha, limit: the fields `name`, `alpha` and `limit` of the `Gate` between the products.
         transposed: whether matrices are stored for `x @ matrix`, so that the dim of inputs precedes that of outputs.
         interleaved: whether the elements of gate and up alternate in the first product (`Gate.interleaved`).
@@ -149,11 +150,11 @@ class ExpertWeights:
 
     @property
     def count(self) -> int:
-        """The number E of experts in `down`. If ranks hold different experts, only this rank's experts count."""
+        """The number E of experts in `down`. If ranks hold different experts, these are the experts of this rank."""
         return self.down.shape[0]
 
     def first_products(self, x: Tensor, groups: ExpertGroups) -> Tensor:
-        """Return u [R, g I], the product of the sorted rows x [R, H] with A, plus the bias.
+        """Return u [R, g I], the products of the sorted rows x [R, H] with `gate_up`, plus the bias.
 
         The products of rows without an expert are undefined.
         """
@@ -219,12 +220,12 @@ class ExpertWeights:
 
     @property
     def _gate_up(self) -> Tensor:
-        """A as [E, H, g I]."""
+        """`gate_up` as [E, H, g I]."""
         return self.gate_up.flatten(2) if self.transposed else self.gate_up.flatten(1, 2).mT
 
     @property
     def _down(self) -> Tensor:
-        """B as [E, I, H]."""
+        """`down` as [E, I, H]."""
         return self.down if self.transposed else self.down.mT
 
     @property
@@ -258,7 +259,7 @@ def experts_reference(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, experts: int,
     activation: str, transposed: bool, interleaved: bool, alpha: float, limit: float,
 ) -> Tensor:  # fmt: skip
-    """Return the weighted sum of each token's experts' results. Raise `ValueError` if shapes do not fit.
+    """Return, for each token, the weighted sum of the results of its experts. Raise `ValueError` if shapes do not fit.
 
     Args:
         x: the tokens [T, H].

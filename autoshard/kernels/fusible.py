@@ -70,9 +70,9 @@ _FUSIBLE: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
 
 
 def traced_through(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a graph with functions of ATen operators in place of semantic operators.
+    """Return a copy of a graph in which calls of semantic operators become calls of the functions in `_FUSIBLE`.
 
-    The module's table has the functions.
+    These functions call ATen operators only. Attention with dropout is not replaced.
 
     Before → after: `autoshard.native_attention(...)` → a call of the Python function that implements the operator.
     """

@@ -64,8 +64,8 @@ class Form:
 
     A pass searches a graph for these calls and replaces them by the kernel. Tests use the calls as the reference.
 
-    The dtype of the first result determines the operator that computes this result. So the search can discard most
-    calls before it traces `compose` for their shapes.
+    `compose` may choose the operator of the first result by the dtype of `like`, but not by its shape. So the search
+    can discard most calls before it traces `compose` for their shapes.
 
     Args:
         compose: `compose(like, *variables)` returns a tuple of results, or the only result. `like` is a tensor with the

@@ -65,7 +65,8 @@ def differentiate(
 
     Args:
         setup_context: saves the tensors that `backward` needs, as in `torch.library.register_autograd`.
-        backward: returns the operands' gradients from the context and the results' gradients, as in the same function.
+        backward: returns the operands' gradients from the context and the results' gradients, as in
+            `torch.library.register_autograd`.
         composite: if given, the backward with `create_graph=True` differentiates the composite, so that the gradients
             can be differentiated again.
     """

@@ -71,8 +71,8 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 class _LibraryKernel:
     """A fused kernel of torch, as a forward and a backward function.
 
-    `forward` takes (q, k, v, bias, is_causal, scale), and returns out and lse [B, H, S]. `backward` returns the
-    gradients of q, k and v.
+    `forward` takes (q, k, v, bias, is_causal, scale), and returns out and lse [B, H, S]. `backward` takes (grad_out, q,
+    k, v, bias, out, lse, is_causal, scale), and returns the gradients of q, k and v.
     """
 
     forward: Callable[..., Result]

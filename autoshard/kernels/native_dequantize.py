@@ -12,7 +12,7 @@ from autoshard.kernels.triton_dequantize import triton_dequantize_nf4, why_not_d
 
 
 def native_dequantize_nf4(*operands: Any) -> Tensor:
-    """Return the weights. `operands` are those of `QuantizedWeight`."""
+    """Return the dequantised weights [*shape]. `operands` are the fields of `QuantizedWeight`."""
     on_gpu = QuantizedWeight(*operands).packed.is_cuda and why_not_dequantize(*operands) is None
     return triton_dequantize_nf4(*operands) if on_gpu else dequantize_nf4_reference(*operands)
 

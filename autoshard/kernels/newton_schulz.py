@@ -25,7 +25,8 @@ def muon_direction_reference(
     """Return the direction that Muon orthogonalises, in bfloat16 as `torch.optim.Muon` does.
 
     Args:
-        grad, momentum_buffer: gradient and average of earlier gradients of one parameter, of equal shape.
+        grad, momentum_buffer: gradient and average of earlier gradients of one parameter, of equal shape. Both are only
+            read.
         scale: scalar that multiplies the gradient, or None.
         hyper: float64 [3], the values named in `MUON_HYPER`.
         nesterov: whether to look ahead by Nesterov's momentum.

@@ -13,7 +13,10 @@ from autoshard.kernels.library import define
 
 
 def _to_host(x: Tensor) -> Tensor:
-    """Start to copy `x` to the host's memory, with the strides of `x`."""
+    """Start to copy `x` to pinned host memory, and return the copy. It has the strides of `x`.
+
+    A tensor on the CPU is cloned.
+    """
     if x.device.type == "cpu":
         return x.clone()
     return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)

@@ -45,7 +45,7 @@ once. The plain loop rounds after each of a dozen operators. In bfloat16, the pl
 place from the exact update."""
 
 _SCALED_AT_ONCE = 1 << 26
-"""Greatest size of the parameters of a call with scaled gradients, in bytes. A larger parameter has its own call."""
+"""The most bytes of parameters in a call with scaled gradients. A larger parameter has its own call."""
 
 
 def sgd_(params: Tensors, grads: Tensors, scale: Tensor | None, hyper: Tensor, maximize: bool) -> None:
@@ -69,10 +69,10 @@ def momentum_(
     nesterov: bool,
     maximize: bool,
 ) -> None:
-    """Update parameters in place by gradient descent with momentum.
+    """Update parameters and momentum buffers in place by gradient descent with momentum.
 
-    The first step sets each buffer of `momentum_buffers` to the parameter's gradient. `nesterov` selects Nesterov's
-    momentum. The other arguments are those of `sgd_`.
+    The first step (`first` of `SGD_HYPER`) sets each buffer to the parameter's gradient, with `scale`, `maximize` and
+    weight decay applied. `nesterov` selects Nesterov's momentum. The other arguments are those of `sgd_`.
     """
     _run_sgd(params, grads, momentum_buffers, scale, hyper, nesterov=nesterov, maximize=maximize)
 
@@ -87,13 +87,15 @@ def adam_(
     decoupled: bool,
     maximize: bool,
 ) -> None:
-    """Update parameters in place by Adam (Kingma, Ba 2015), or by AdamW (Loshchilov, Hutter 2019) if `decoupled`.
+    """Update parameters and moments in place by Adam (Kingma, Ba 2015).
 
     Args:
-        params, grads, exp_avgs, exp_avg_sqs: lists of equal length, with the shapes and dtypes of the parameters.
+        params, grads: lists of equal length. A gradient has the shape and dtype of its parameter.
+        exp_avgs, exp_avg_sqs: the first and second moment of each parameter, with its shape and dtype.
         scale: scalar that multiplies gradients, or None.
         hyper: float64 [6], the values named in `ADAM_HYPER`.
-        decoupled: whether weight decay shrinks the parameter itself instead of changing the gradient.
+        decoupled: whether weight decay shrinks the parameter itself instead of changing the gradient, as in AdamW
+            (Loshchilov, Hutter 2019).
         maximize: whether to ascend the gradient instead of descending it.
     """
     _run_adam([params, grads, exp_avgs, exp_avg_sqs], scale, hyper, decoupled=decoupled, maximize=maximize)
@@ -110,9 +112,9 @@ def amsgrad_(
     decoupled: bool,
     maximize: bool,
 ) -> None:
-    """Update parameters in place by AMSGrad (Reddi, Kale, Kumar 2018). The arguments are those of `adam_`.
+    """Update parameters and moments in place by AMSGrad (Reddi, Kale, Kumar 2018). The arguments are those of `adam_`.
 
-    `max_exp_avg_sqs` has the largest second moment of each parameter so far.
+    `max_exp_avg_sqs` has the largest second moments of each parameter so far, and is updated too.
     """
     groups = [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs]
     _run_adam(groups, scale, hyper, decoupled=decoupled, maximize=maximize)
@@ -127,14 +129,17 @@ def muon_(
     hyper: Tensor,
     ratio: float,
 ) -> None:
-    """Update parameters in place by Muon (Jordan et al., 2024): p <- (1 - lr weight_decay) p - lr ratio o.
+    """Update parameters and momentum buffers in place by Muon (Jordan et al., 2024).
+
+    A parameter p and its matrix o of `orthogonals` give p <- (1 - lr weight_decay) p - lr ratio o. The gradients change
+    only the momentum buffers here, because the orthogonals already contain them.
 
     Args:
         params, grads, momentum_buffers: lists of equal length, with the shapes and dtypes of the parameters.
-        orthogonals: the results of `orthogonalise` of the parameters' directions.
+        orthogonals: for each parameter, the result of `muon_direction`, orthogonalised by `orthogonalise`.
         scale: scalar that multiplies gradients, or None.
         hyper: float64 [3], the values named in `MUON_HYPER`.
-        ratio: the factor by which the learning rate depends on the shape of the whole matrix.
+        ratio: factor of the learning rate. It depends on the shape of the whole matrix, not of a rank's part.
     """
     options = _values(MUON_HYPER, hyper)
     lr, weight_decay = options["lr"], options["weight_decay"]
@@ -339,7 +344,7 @@ def sum_of_all_squares_reference(xs: Tensors) -> Tensor:
 
 
 def _wide_scalar(xs: Tensors) -> Tensor:
-    """Return an empty scalar of the widest type in which squares of some tensors are added."""
+    """Return an empty scalar like the result of `sum_of_all_squares`: float64 if some tensor is, else float32."""
     dtypes = {accumulation_dtype(x.dtype) for x in xs}
     return xs[0].new_empty((), dtype=torch.float64 if torch.float64 in dtypes else torch.float32)
 
@@ -357,17 +362,17 @@ _UPDATES = (_SGD, _MOMENTUM, _ADAM, _AMSGRAD, _MUON)
 sgd_update, momentum_update, adam_update, amsgrad_update, muon_update = (update.functional for update in _UPDATES)
 
 IN_PLACE: Mapping[OpOverload, OpOverload] = MappingProxyType({item.functional: item.in_place for item in _UPDATES})
-"""From a functional update to its operator in place, which overwrites the parameter and the state."""
+"""From a functional update to the operator that overwrites the parameter and the state instead."""
 
 MANY: Mapping[OpOverload, OpOverload] = MappingProxyType({item.in_place: item.many for item in _UPDATES})
-"""From an update in place to the operator that updates many parameters in one call.
+"""From an operator that updates a parameter in place to the operator that updates many parameters in one call.
 
-The latter takes a list in place of each tensor before the argument `scale`.
+The latter takes a list of tensors for each tensor that comes before the argument `scale`.
 """
 
 
 def is_overwritten(update: Any, operand: int) -> bool:
-    """Whether the operator in place of a functional update overwrites the tensor operand at this index."""
+    """Whether `IN_PLACE[update]` overwrites the tensor operand at the index `operand`."""
     alias = IN_PLACE[update]._schema.arguments[operand].alias_info
     return alias is not None and alias.is_write
 

@@ -28,7 +28,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox_4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Return four random words in [0, 2^32) for each counter, int64, of the broadcast shape.
+    """Return four random words for each counter: int64 tensors of the broadcast shape, with values in [0, 2^32).
 
     `counter` has four int64 tensors of 32 bit words, low word first, and `key` has two. All tensors are broadcast.
     """

@@ -14,12 +14,12 @@ _OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 def make_private(folder: Path, purpose: str) -> None:
     """Make a folder that only this user can open, together with its missing parents.
 
-    An existing folder must already be private. `purpose` names the folder's contents in messages, such as "generated
-    kernels".
+    An existing folder must belong to this user, and other users must not be able to write to it. `purpose` names the
+    folder's contents in messages, such as "generated kernels".
 
     Raises:
         OSError: the folder or a parent cannot be made.
-        KernelError: an existing folder is not private.
+        KernelError: an existing folder belongs to another user, or other users can write to it.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)

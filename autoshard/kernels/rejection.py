@@ -48,7 +48,7 @@ def poisson_reference(
 
 
 def _transformed_poisson(mean: Tensor, blocks: Blocks, wanted: Tensor) -> Tensor:
-    """Return Poisson numbers with the means `mean`, drawn by PTRS, where `wanted` is True, and NaN elsewhere.
+    """Return Poisson numbers with the means `mean`, drawn by PTRS (Hörmann), where `wanted` is True, and NaN elsewhere.
 
     `blocks` maps an attempt's number to random words. Variables have the paper's names.
     """
@@ -85,7 +85,7 @@ def binomial_reference(
 
 
 def _transformed_binomial(n: Tensor, q: Tensor, blocks: Blocks, wanted: Tensor) -> Tensor:
-    """Return binomial numbers of `n` trials, drawn by BTRS, where `wanted` is True, and NaN elsewhere.
+    """Return binomial numbers of `n` trials, drawn by BTRS (Hörmann), where `wanted` is True, and NaN elsewhere.
 
     `q` has the probabilities of success. `blocks` maps an attempt's number to random words. Variables have the paper's
     names.

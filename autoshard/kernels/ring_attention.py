@@ -50,7 +50,8 @@ Travelling = Generator[Exchange, Sequence[Tensor], list[Tensor]]
 class _HopCall(NamedTuple):
     """Attention of some of a rank's queries (`rows`) to some of the keys that are on the rank during a hop (`keys`).
 
-    `columns` is the range of these keys among the keys of all ranks.
+    `columns` is the range of these keys among the keys of all ranks. `is_causal` and `offset` are arguments of
+    `autoshard::attention`.
     """
 
     rows: slice
@@ -86,13 +87,12 @@ class Ring:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks in the ring."""
         return len(self.starts)
 
     def send_on(self, *tensors: Tensor) -> Generator[Exchange, Sequence[Tensor], Sequence[Tensor]]:
         """Start to send pieces [B, H, T, ...] to the next rank and to receive the previous rank's pieces.
 
-        The generator returns tensors in transit, for `wait_for_pieces`.
+        The generator returns tensors in transit, for `wait_for_pieces`. Without `tensors`, there is no exchange.
         """
         if not tensors:
             return ()

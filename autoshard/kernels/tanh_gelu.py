@@ -14,7 +14,10 @@ _aten = torch.ops.aten
 
 
 def written_out(z: Any) -> tuple[Any, Any, Any]:
-    """Return gelu(z), tanh u and 1 + tanh u. `z` is a tensor, or a proxy of a tracer."""
+    """Return gelu(z) = z (1 + tanh u) / 2, tanh u and 1 + tanh u, with u = sqrt(2/pi) (z + 0.044715 z^3).
+
+    `z` is a tensor, or a proxy of a tracer.
+    """
     cubed = _aten.mul.Tensor(_aten.pow.Tensor_Scalar(z, 3.0), 0.044715)
     tanh = _aten.tanh.default(_aten.mul.Tensor(_aten.add.Tensor(z, cubed), 0.7978845608028654))
     shifted = _aten.add.Tensor(tanh, 1.0)
@@ -22,7 +25,10 @@ def written_out(z: Any) -> tuple[Any, Any, Any]:
 
 
 def written_out_backward(grad_out: Any, z: Any) -> Any:
-    """Return the gradient of z, with the operators that autograd derives from `written_out`."""
+    """Return the gradient of z, with the operators that autograd derives from `written_out`.
+
+    `grad_out` is the gradient of gelu(z).
+    """
     _, tanh, shifted = written_out(z)
     inner = _aten.tanh_backward.default(_aten.mul.Tensor(grad_out, _aten.mul.Tensor(z, 0.5)), tanh)
     inner = _aten.mul.Tensor(inner, 0.7978845608028654)

@@ -37,7 +37,7 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 def _pointers(addresses_ptr, element, TYPE: tl.constexpr):
     """Return pointers to the elements `element` of a tensor of Triton type TYPE.
 
-    addresses_ptr [] is int64, the address of the tensor.
+    addresses_ptr points to an int64 number, the address of the tensor's first element.
     """
     return tl.load(addresses_ptr).to(tl.pointer_type(TYPE)) + element  # type: ignore[arg-type]
 
@@ -65,7 +65,8 @@ def adam_kernel(
     """Update one block of BLOCK elements of one of `count` parameters.
 
     table_ptr [6, count] int64 has a column for each parameter. Rows 0 to 3 are the addresses of parameters, gradients,
-    first moments and second moments. Row 4 has the numbers of elements. Row 5 has the numbers of the first blocks.
+    first moments and second moments. Row 4 has the numbers of elements. Row 5 has the number of each parameter's first
+    block.
 
     scale_ptr [] is float32, or None. PARAM, GRAD and STATE are the Triton types of parameters, gradients and moments.
     `_factors` computes the scalars from step_size to eps. 2^STEPS is at least `count`. The grid has a program for each

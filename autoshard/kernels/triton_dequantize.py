@@ -45,8 +45,8 @@ def dequantize_nf4_kernel(
     """Write BLOCK weights.
 
     packed_ptr [weights / 2] has bytes, nf4_ptr [16] the values of 4-bit indices, and out_ptr [weights] the result.
-    absmax_ptr [weights / blocksize] has float32 scales, or with NESTED indices into the first SCALE_VALUES values of
-    nested_ptr. The mean of scales follows there, then one scale for each GROUP of scales.
+    absmax_ptr [weights / blocksize] has float32 scales. With NESTED, it has indices into the first SCALE_VALUES values
+    of nested_ptr. Behind these values, nested_ptr has the mean of scales, then one factor for each GROUP of scales.
     """
     weight = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = weight < weights

@@ -91,7 +91,8 @@ class Tuner:
     def choose(self, launch: Launch, heuristic: Choice) -> Choice:
         """Return block sizes and warps for a launch: remembered by the tuner, read from the store, or measured.
 
-        If no measurement is possible, return the default `heuristic`.
+        If no measurement is possible, return the default `heuristic`. The tuner remembers all choices, but not a
+        default that it returns during the capture of a CUDA graph.
         """
         if launch.is_interpreted and self.timer is None:
             return heuristic
@@ -112,7 +113,8 @@ class Tuner:
     def _measure(self, launch: Launch, key: Key) -> Choice | None:
         """Measure all candidates, publish the fastest in the store, and return the store's choice.
 
-        Return None if the launch cannot be measured, or if the store cannot be written.
+        Return None if the launch cannot be measured, or if the store cannot be written. After the latter, log a warning
+        and measure no other launch.
         """
         copied = sum(tensor.numel() * tensor.element_size() for tensor in launch.changes)
         if not self._measures or copied > _MAX_COPIED_BYTES or len(key.candidates) == 1:
@@ -146,7 +148,7 @@ def measure(launch: Launch, candidates: Sequence[Choice], timer: Timer | None) -
 
 @cache
 def tuner_of(tuning: Tuning) -> Tuner:
-    """Return the tuner of a setting of `tune_kernels`. Equal settings share one tuner and its remembered choices."""
+    """Return the tuner of a setting of `tune_kernels`. Calls with the same `Tuning` object return the same tuner."""
     return Tuner(tuning.store, tuning.timer)
 
 

@@ -50,7 +50,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A folder of tuned launch configurations. It is made when a configuration is first written."""
+    """A folder of tuned launch configurations. The folder is made when `publish` or `identity` is first called."""
 
     folder: Path
 

@@ -60,7 +60,7 @@ def folder_identity() -> str:
     """Return a text that is equal for processes which share tuned choices, or "none" if this process does not tune.
 
     Raises:
-        KernelError: the folder cannot be written.
+        KernelError: the folder cannot be written, or is not private to this user.
     """
     tuning = active_tuning()
     if tuning is None:

@@ -1,6 +1,7 @@
-"""Sharding rules: for each operator, the dims that ranks may split, and the strategies of a call that follow.
+"""Sharding rules: for each call of an operator, the dims that ranks may split, and its possible strategies.
 
-Each module has the rules of one family of operators. Importing this package registers all rules.
+A strategy, which has placements of the call's operands and results, follows from the rule. Each module has the rules of
+one family of operators. Importing this package registers all rules.
 """
 
 from __future__ import annotations

@@ -153,10 +153,10 @@ def masked_index_put(
 def _places(
     x: torch.Tensor, mask: torch.Tensor, indices: Sequence[torch.Tensor | None]
 ) -> tuple[tuple[Dims, ...], Dims] | None:
-    """Return the dims of the operands (tensor, mask, then indices), and the dims of the selected elements.
+    """Return the dims of the operands (`x`, `mask`, then the index tensors), and the dims of the selected elements.
 
-    Mask and indices broadcast to the shape of the selected elements. Return None if some dim of the tensor has no
-    index.
+    Mask and indices broadcast to the shape of the selected elements. Return None if some dim of `x` has no index
+    tensor.
     """
     present = tensors(*indices)
     if len(present) != x.dim():

@@ -88,8 +88,8 @@ def _local_backward(context: LocalContext, grad_out: Any, q: Any, k: Any, v: Any
 def _call(context: LocalContext, ring: Any, operands: Sequence[Any], rest: Sequence[Any], is_unmasked: bool) -> Any:
     """Emit attention on a rank's piece, or the ring attention operator `ring` if one axis splits queries and keys.
 
-    `operands` ends with the mask, and `is_unmasked` says whether there is none. The last two of `rest` are the offset
-    in the global matrix of probabilities, and the shape of this matrix.
+    `operands` are the arguments up to the mask, which is None if `is_unmasked`. `rest` are the arguments after the
+    mask. The last two are the offset in the global matrix of probabilities, and the shape of this matrix.
     """
     *others, offset, global_shape = rest
     batch, heads, queries, _ = context.input_offset(0)  # of q, or of the gradient in q's shape
@@ -113,7 +113,8 @@ def _may_pair(context: LocalContext, others: Sequence[Any], offset: Sequence[int
     """Whether each rank of a causal ring can take an early and a late block of the sequence (`is_paired`).
 
     The ring must be causal, without dropout, with the same tokens as queries and keys. Twice the number of ranks must
-    divide the number of tokens. `others` are the arguments before the `offset` in the matrix of probabilities.
+    divide the number of tokens. `others` are the arguments between the mask and `offset`, the global index of the first
+    score.
     """
     *_, dropout_p, is_causal, _, _ = others
     ranks, length = context.shards("t"), context.global_size("t")

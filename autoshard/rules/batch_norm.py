@@ -74,10 +74,10 @@ def batch_norm_in_evaluation(
 
 
 def _forward(x: torch.Tensor, others: Sequence[torch.Tensor | None], training: bool, *, updates: bool) -> Rule:
-    """Return the rule of a forward. `others` are weight and bias, then any running mean and variance.
+    """Return the rule of a forward of batch norm. `others` are weight and bias, then any running mean and variance.
 
-    The results are the output, mean and inverse deviation of the batch (empty without `training`). With `updates`, the
-    new running mean and variance follow.
+    The results are the output, then the batch's mean and inverse deviation (both empty without `training`). With
+    `updates`, the new running mean and variance follow.
     """
     dims = _x_dims(x)
     operands = (dims, *[_CHANNELS for tensor in others if tensor is not None])
@@ -94,7 +94,8 @@ def _forward(x: torch.Tensor, others: Sequence[torch.Tensor | None], training: b
 def _carried(x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> list[Carry]:
     """Return carries through weight and bias into the output, which is affine in both.
 
-    They are carries of sums, and of maxima and minima through the bias.
+    Partial sums pass if weight and bias are partial together, or the weight alone if there is no bias. Partial maxima
+    and minima pass through the bias.
     """
     weight, bias = others[:2]
     if bias is None:

@@ -30,7 +30,7 @@ _OPPOSITE = {Reduction.MAX: Reduction.MIN, Reduction.MIN: Reduction.MAX}
 def increasing(*groups: Operands) -> list[Carry]:
     """Return carries of maxima and minima through each group of operands.
 
-    No result of the call decreases if operands of the group increase.
+    The carries are valid if no result of the call decreases when operands of the group increase.
     """
     return [Carry(frozenset(group), reduction) for group in groups for reduction in _OPPOSITE]
 
@@ -38,7 +38,7 @@ def increasing(*groups: Operands) -> list[Carry]:
 def decreasing(*groups: Operands) -> list[Carry]:
     """Return carries through each group of operands, in which maxima become minima and minima become maxima.
 
-    The call has one result, which never increases when operands of the group increase.
+    The carries are valid for a call with one result that never increases when operands of the group increase.
     """
     return [Carry(frozenset(group), given, (left,)) for group in groups for given, left in _OPPOSITE.items()]
 
@@ -56,8 +56,8 @@ def scaled(scale: Any, operand: int) -> list[Carry]:
 def increasing_addend(*addends: torch.Tensor, operand: int) -> list[Carry]:
     """Return carries of maxima and minima through operand number `operand`, one of the tensors that the call adds.
 
-    Integer `addends` have no carries. A rank without elements has the smallest integer as its maximum, and adding a
-    negative number would wrap round.
+    The list is empty if some of `addends` has integers or complex numbers. A rank without elements has the smallest
+    integer as its maximum, and adding a negative number would wrap round.
     """
     keeps_order = all(x.is_floating_point() or x.dtype == torch.bool for x in addends)
     return increasing((operand,)) if keeps_order else []
@@ -138,7 +138,7 @@ def _wraps(source: torch.dtype, target: torch.dtype) -> bool:
 def only_in(result: int, results: int, carries: Iterable[Carry]) -> list[Carry]:
     """Return carries of a call with `results` results, in which only result number `result` is partial.
 
-    `carries` has the carries of this result alone.
+    `carries` are those of a call that returns only this result.
     """
     return [
         Carry(carry.operands, carry.reduction, tuple(carry.result(0) if i == result else None for i in range(results)))

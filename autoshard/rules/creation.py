@@ -80,7 +80,7 @@ def _new(x: torch.Tensor, size: Sequence[int], *, is_zero: bool = False, local: 
 
 @sharding_rule(aten.new_empty_strided.default)
 def new_empty_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], **kwargs: Any) -> Rule:
-    """Return a rule whose local pieces are contiguous, because the strides of empty memory do not matter."""
+    """Return a rule that ignores `stride`: each rank makes a contiguous, uninitialised piece."""
     return _new(x, size, local=_local_new_empty)
 
 

@@ -1,7 +1,7 @@
 """Rule of `autoshard::dequantize_nf4`. Ranks may split rows of the weight where a split cuts no block of weights.
 
 Rows of a piece are then consecutive bytes of the packed weight, and consecutive scales. So a rank either dequantises
-its own rows, or first gathers bytes: an eighth of a gather in float32.
+its own rows, or first gathers the packed bytes, an eighth of the bytes of float32 weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ def dequantize_nf4(
     packed: torch.Tensor, absmax: torch.Tensor, nested: torch.Tensor | None, shape: Sequence[int], blocksize: int,
     *_: Any,
 ) -> Rule:  # fmt: skip
-    """Return the rule. Factor n counts the smallest groups of g rows that have whole blocks."""
+    """Return a rule in which ranks split the factor n, the number of groups of g rows.
+
+    g is the least number of rows that are whole blocks of weights. If the number of rows is no multiple of g, no dim
+    may be split.
+    """
     rows, columns = shape
     group = _rows_of_blocks(columns, blocksize)
     rest = "" if nested is None else ", _"
@@ -34,7 +38,7 @@ def dequantize_nf4(
 
 
 def _rows_of_blocks(columns: int, blocksize: int) -> int:
-    """Return the least number of rows of `columns` weights that are whole blocks."""
+    """Return the least number of rows that are whole blocks. A row has `columns` weights, a block has `blocksize`."""
     return blocksize // gcd(columns, blocksize)
 
 

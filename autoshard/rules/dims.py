@@ -118,8 +118,8 @@ def moves(source: Dims, result: Dims, **options: object) -> Rule:
 def joins(operands: Sequence[Dims], result: Dims, xs: Sequence[torch.Tensor]) -> Rule:
     """Return the rule of an operator with the operands `xs`. Each result element is an element of an operand, or zero.
 
-    Partial maxima and minima pass through any subset of the operands. With more than six operands, they pass through
-    one operand or through all operands.
+    If all operands are partial together, any kind of partial value passes. If only some are partial, maxima and minima
+    pass, with more than six operands only through a single operand.
     """
     together = tuple(range(len(xs)))
     largest = len(xs) - 1 if len(xs) <= 6 else 1

@@ -195,7 +195,11 @@ def _alone(factor: str, axes: Sequence[str], splits: Mapping[str, Sequence[str]]
 
 
 def _keeps_apart(splits: Mapping[str, Sequence[str]], choices: Sequence[Choice]) -> bool:
-    """Whether each axis that splits a factor of some `Split.others` also splits another factor."""
+    """Whether no axis splits alone a factor that some `Split` in `choices` has in its `others`.
+
+    For example, if one axis splits tokens and, as `others`, experts, then no other axis may split experts alone.
+    `splits` has the axes that split each factor.
+    """
     others = {factor for choice in choices if isinstance(choice, Split) for factor in choice.others}
     return all(not _alone(factor, splits[factor], splits) for factor in others)
 

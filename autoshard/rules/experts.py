@@ -33,7 +33,7 @@ def experts(
 ) -> Rule:  # fmt: skip
     """Return the rule of a layer of experts.
 
-    The results are linear in the router's weights, and in the matrices `down`.
+    The result is linear in the router's weights, and linear in the matrices `down`, but not in both together.
     """
     held = _held(gate_up_bias is not None, transposed, interleaved)
     return Rule(

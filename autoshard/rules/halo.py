@@ -57,7 +57,7 @@ class HaloWindow:
 
     @property
     def stride_factor(self) -> str:
-        """Name of the factor s, the place in the stride: "s1" for the last dim."""
+        """Name of the factor s, the place of an element within its stride: "s1" for the last dim."""
         return f"s{-self.dim}"
 
     @property
@@ -79,13 +79,13 @@ class HaloWindow:
     def elements(self) -> tuple[str, ...]:
         """The factors of the operand's dim: `factor` and `stride_factor`.
 
-        If the dim does not fit, it has a factor that cannot be split.
+        If `fits` is False, the dim has one factor, which cannot be split.
         """
         return (self.factor, self.stride_factor) if self.fits else BLOCKED
 
     @property
     def windows(self) -> tuple[str, ...]:
-        """The factors of the result's dim: `factor`, or a factor that cannot be split if the dim does not fit."""
+        """The factors of the result's dim: `factor`, or a factor that cannot be split if `fits` is False."""
         return (self.factor,) if self.fits else BLOCKED
 
 
@@ -108,7 +108,7 @@ class Halo:
 
     @property
     def least(self) -> int:
-        """Least number of elements of the factor in a piece from which a neighbour takes its halo; 0 without a halo."""
+        """Least number of the factor's elements in a piece, so that neighbours can take their halos, or 0."""
         return -(-max(self.left, self.right, 0) // self.scale)
 
     def size(self, context: LocalContext) -> int:
@@ -155,15 +155,15 @@ def each(option: int | Sequence[int], space: int) -> tuple[int, ...]:
 
 
 def stride_factors(windows: Sequence[HaloWindow]) -> dict[str, int]:
-    """Return the size of the factor s of each window that fits, which is the stride, by the factor's name.
+    """Return a dict from `HaloWindow.stride_factor` to the stride, for each window that fits.
 
-    No factor s can be split.
+    These factors cannot be split.
     """
     return {window.stride_factor: window.stride for window in windows if window.fits}
 
 
 def window_factors(windows: Sequence[HaloWindow]) -> tuple[str, ...]:
-    """Return the names of the factors o of the windows that fit. These factors can only be split evenly."""
+    """Return `HaloWindow.factor` of each window that fits. These factors can only be split evenly."""
     return tuple(window.factor for window in windows if window.fits)
 
 
@@ -173,7 +173,7 @@ def exchanged(halos: Sequence[Halo]) -> dict[str, int]:
 
 
 def split_halos(context: LocalContext, halos: Sequence[Halo]) -> list[Halo]:
-    """Return the halos of dims that are split between ranks."""
+    """Return those of `halos` whose dims are split between ranks."""
     return [halo for halo in halos if context.shards(halo.factor) > 1]
 
 
@@ -258,11 +258,11 @@ def _join(context: LocalContext, first: Any, second: Any, halo: Halo) -> Any:
 def _swap(
     context: LocalContext, halo: Halo, to_right: Any, to_left: Any, sizes: tuple[int, int], fill: float
 ) -> tuple[Any, Any]:
-    """Exchange strips of a piece with both neighbours, and return the strips from the left and the right neighbour.
+    """Emit an exchange of strips with both neighbours, and return the strips from the left and the right neighbour.
 
-    The returned strips have `sizes[0]` and `sizes[1]` elements. An empty strip is None. At an end of the dim, `fill`
-    replaces the missing neighbour's elements. One all-gather moves both strips, because other collectives would need
-    other shapes at the ends of the dim.
+    The strips `to_right` and `to_left` are sent. The returned strips have `sizes[0]` and `sizes[1]` elements along the
+    dim. An empty strip is None. At an end of the dim, `fill` replaces the missing neighbour's elements. One all-gather
+    moves both strips, because other collectives would need other shapes at the ends of the dim.
     """
     sent = [strip for strip in (to_right, to_left) if strip is not None]
     if not sent:

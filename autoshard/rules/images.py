@@ -115,7 +115,7 @@ def _pixels(factor: int) -> dict[str, int]:
 def _grid_dims(space: int) -> tuple[Dims, Dims, Dims]:
     """Return the dims of operand, grid and result of a grid sampler with `space` spatial dims.
 
-    Positions of the grid may be split.
+    All dims of the grid but the last may be split.
     """
     blocked = all_blocked(space)
     places = named(space, "p")

@@ -83,7 +83,7 @@ def _local_embedding_backward(
 ) -> Any:
     """Emit the gradient of the rank's rows of the table.
 
-    Indices of other ranks, and of padding, add zero to row 0.
+    Indices of other ranks, and indices equal to `padding_idx`, add zero to row 0.
     """
     if not context.is_split("v"):
         return context.default(grad, indices, num_weights, padding_idx, scale_grad_by_freq)
@@ -322,7 +322,7 @@ def _scattered(
 ) -> tuple[tuple[Dims, ...], tuple[Dims, ...]] | None:
     """Return the dims of operands and result of operators like `scatter`, which write along dim `dim` of `x`.
 
-    This dim of `x` cannot be split. In this dim, `index` and `src` have the factor `i`.
+    This dim of `x` cannot be split. In this dim, `index` and `src` have the factor `i` if their sizes agree.
     """
     if x.dim() == 0 or any(t is not None and t.dim() != x.dim() for t in (index, src)):
         return _whole(tensors(x, index, src))

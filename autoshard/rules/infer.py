@@ -175,7 +175,7 @@ def _fits(rule: Rule, shapes: Sequence[Sequence[int]]) -> bool:
 
 
 def find_rule(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rule:
-    """Return the sharding rule of an operator that works on all drawn operands. The rule is not registered."""
+    """Return the sharding rule that holds for all drawn operands of an operator. The rule is not registered."""
     call, sample = call_of(operator, args, kwargs)
     _check_operator(call, sample)
     sampler = Sampler(call, sample).in_widest_type()
@@ -250,7 +250,7 @@ def _find_factor(sampler: Sampler, tie: TiedDims, trials: Sequence[Trial]) -> Fo
 def _outcomes(sampler: Sampler, tie: TiedDims, added: frozenset[int], trials: Sequence[Trial]) -> list[set[Outcome]]:
     """Return, for each result, the outcomes that hold in all trials if the dims `tie` are split.
 
-    The operands `added` are cut into addends. All sets are empty unless `tie` was split at two different sizes.
+    The operands `added` are cut into addends. If no two trials split `tie` at different sizes, some set is empty.
     """
     found: list[set[Outcome]] = [
         {*range(x.dim()), "whole", *(_REDUCTIONS if x.dtype != torch.bool and not x.is_complex() else ())}
@@ -353,7 +353,7 @@ def _compatible(factors: Sequence[FoundFactor]) -> list[FoundFactor]:
 
 
 def _assemble(sampler: Sampler, factors: Sequence[FoundFactor], trials: Sequence[Trial]) -> Rule:
-    """Return the rule with the found `factors`, and with all linearity of the results that holds in all trials."""
+    """Return the rule with the found `factors`, and with the linearity that holds in all trials (`_linear_sets`)."""
     names = {factor: _name(position) for position, factor in enumerate(factors)}
     operands = tuple(_operand_dims(index, x, names) for index, x in enumerate(sampler.sample))
     results = tuple(_result_dims(index, names, trials) for index in range(len(trials[0].results)))
@@ -402,7 +402,10 @@ def _result_dim(
 
 
 def _linear_sets(sampler: Sampler, trials: Sequence[Trial]) -> list[tuple[int, ...]]:
-    """Return the sets of operand indices in which all results are jointly linear in all trials."""
+    """Return the sets of operand indices in which all results are jointly linear in all trials.
+
+    With more than `_MOST_OPERANDS_FOR_ALL_SETS` additive operands, only sets of one or two operands are tried.
+    """
     if not all(map(is_additive, trials[0].results)):
         return []
     additive = _additive(sampler.sample)

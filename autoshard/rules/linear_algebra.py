@@ -149,7 +149,10 @@ def cdist(a: torch.Tensor, b: torch.Tensor, p: float, mode: int | None) -> Rule:
 def cdist_backward(
     grad: torch.Tensor, a: torch.Tensor, b: torch.Tensor, p: float, distances: torch.Tensor
 ) -> Rule | None:
-    """Return a rule in which the gradient of the first points is a sum over the second points."""
+    """Return a rule in which the gradient of the points `a` is a sum over the points `b`.
+
+    Return None if the batch dims of `a` and `b` differ.
+    """
     if a.shape[:-2] != b.shape[:-2]:
         return None
     batch = named(a.dim() - 2, "b")
@@ -178,7 +181,10 @@ def fourier(x: torch.Tensor, dim: Sequence[int], *_: Any) -> Rule:
 
 @sharding_rule(aten.searchsorted.Tensor)
 def searchsorted(sequence: torch.Tensor, x: torch.Tensor, *, sorter: torch.Tensor | None = None, **kwargs: Any) -> Rule:
-    """Return a rule that splits rows of `x`, together with their sequences if each row has its own sequence."""
+    """Return a rule that may split any dim of `x`.
+
+    If each row of `x` has its own sequence, the sequences are split together with the rows.
+    """
     dims = named(x.dim())
     of_sequence = (BLOCKED,) if sequence.dim() == 1 else (*dims[:-1], BLOCKED)
     operands = (of_sequence, dims) if sorter is None else (of_sequence, dims, of_sequence)
@@ -193,7 +199,7 @@ def isin(x: torch.Tensor, members: torch.Tensor, **kwargs: Any) -> Rule:
 
 @sharding_rule(aten._weight_norm_interface.default)
 def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> Rule:
-    """Return a rule that may split slices along `dim`, because each slice has its own norm."""
+    """Return a rule that may split only `dim`, because each index of `dim` has its own norm."""
     dims = with_blocked(named(v.dim()), [position for position in range(v.dim()) if position != dim])
     norm_dims = broadcast_dims(g.shape, dims)
     return Rule(((dims, norm_dims), (dims, norm_dims)))

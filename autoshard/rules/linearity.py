@@ -41,7 +41,6 @@ class Range:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether the range excludes zero."""
         return self.low > 0 or self.high < 0
 
 

@@ -73,11 +73,17 @@ class LocalContext(Protocol):
         ...
 
     def all_reduce(self, value: Any, reduction: str, factor: str) -> Any:
-        """Emit an all-reduce of `value` over the ranks that split `factor`. `reduction` is "sum", "max" or "min"."""
+        """Emit an all-reduce of `value` over the ranks that split `factor`, and return the reduced value.
+
+        `reduction` is "sum", "max" or "min".
+        """
         ...
 
     def all_gather(self, value: Any, factor: str) -> Any:
-        """Emit an all-gather of `value` over the ranks that split `factor`, stacked in their order on a new dim 0."""
+        """Emit an all-gather of `value` over the ranks that split `factor`.
+
+        Return the ranks' values stacked on a new dim 0, in the order of their pieces.
+        """
         ...
 
     def group(self, *factors: str) -> str | None:
@@ -85,7 +91,10 @@ class LocalContext(Protocol):
         ...
 
     def fill(self, value: Any, operand: int, factor: str, number: bool | int | float) -> Any:
-        """Emit calls that write `number` into the padding of `factor` in `value`, which has the dims of an operand."""
+        """Emit calls that write `number` into the padding of `factor` in `value`, and return the result.
+
+        `value` has the dims of operand number `operand`.
+        """
         ...
 
     def call(self, operator: Any, *args: Any, **kwargs: Any) -> Any:

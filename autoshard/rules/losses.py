@@ -43,8 +43,8 @@ def _split_cross_entropy(
 ) -> tuple[Any, Any]:
     """Emit loss and log-sum-exp of each row, with classes split over ranks, as in Megatron-LM (2019), section 3.
 
-    1. Reduce the greatest logit of each row over all ranks. An infinite greatest logit becomes 0.
-    2. Reduce the sum of exponentials, and the logit of the target, which one rank has.
+    1. All-reduce the greatest logit of each row. An infinite greatest logit becomes 0.
+    2. All-reduce the sum of exponentials, and the logit of the target, which one rank has.
     3. loss = lse - (1 - smoothing) x_target - smoothing mean(x), and 0 for ignored targets.
     """
     call = context.call

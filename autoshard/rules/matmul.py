@@ -158,7 +158,8 @@ def scaled_mm(
 def _scale_dims(scale: torch.Tensor, rows: int, by_row: Dims) -> Dims | None:
     """Return the dims of an operand's scale: no factors for one number, `by_row` for a number for each row.
 
-    Return None if blocks of the operand have scales of their own. `rows` is the number of rows.
+    `rows` is the number of the operand's rows (of its columns, for `b`). Return None if blocks of the operand have
+    scales of their own.
     """
     if scale.numel() == 1:
         return ((),) * scale.dim()

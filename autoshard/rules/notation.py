@@ -103,14 +103,16 @@ class Rule:
         carries: further ways for partial values to pass, such as a maximum through a monotone operator.
         added: indices of operands that a result adds to a sum over a factor, such as the bias of `addmm`. If an axis
             splits the factor, these operands must be partial sums over the axis. Otherwise each rank would add them.
-        whole: from a factor to indices of results. They lack the factor, and are whole even if the factor is split.
-            Either they do not depend on the factor, or the rewrite reduces over it (`context.all_reduce`).
+        whole: from a factor to indices of results that lack the factor, and are whole even if the factor is split.
+            Either these results do not depend on the factor, or the rewrite reduces over the factor
+            (`context.all_reduce`).
         exchanged: from a factor to the least number of its elements in a rank's piece. The rewrite communicates along
             the factor, although no result lacks it. Examples are a softmax over a split dim, and a halo exchange.
         together: groups of factors that one axis may split at the same time, such as tokens and experts. They share no
             operand dim. The rewrite communicates along the axis (`context.group`), and the results are not partial.
         blocked: factors that cannot be split, except within a group of `together`.
-        sizes: sizes of factors that do not follow from shapes: all but one factor of each product.
+        sizes: from a factor to its size. In a dim that is a product of factors, the size of one factor follows from the
+            shape. All other factors of the dim need an entry here, or a dim of their own elsewhere.
         local: the rewrite that emits the local calls if some factor is split. Without a rewrite, each rank runs the
             operator unchanged on its local operands.
         padding: from a factor that may be split unevenly to the fill value of padding, in all operands that have the

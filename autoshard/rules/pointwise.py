@@ -174,7 +174,7 @@ def _if(condition: bool, carries: list[Carry]) -> list[Carry]:
 
 
 def _of_floats(x: torch.Tensor, carries: list[Carry]) -> list[Carry]:
-    """Return `carries` unless `x` has integers, whose products overflow and whose zero has no sign."""
+    """Return `carries` if `x` has floats or complex numbers, else none: integer products overflow; 0 has no sign."""
     return _if(x.is_floating_point() or x.is_complex(), carries)
 
 
@@ -280,8 +280,9 @@ def rsub(x: torch.Tensor, other: Any, *, alpha: Any = 1) -> Rule:
 def _sum(x: torch.Tensor, other: Any, scale: Any, other_scale: Any) -> Rule:
     """Return the rule of scale x + other_scale other, for two tensors, or for a tensor and a number in either order.
 
-    A partial maximum of a tensor passes if both scales have the same sign, and a partial minimum otherwise. The other
-    kind could give NaN: a tensor may contain -inf (a mask), and a rank without elements has +inf as its minimum.
+    With a number, partial maxima and minima of floats pass. With two tensors, partial maxima of either pass if both
+    scales have the same sign, else partial minima. The other kind could give NaN: a tensor may contain -inf (a mask),
+    and a rank without elements has +inf as its minimum.
     """
     if not isinstance(other, torch.Tensor):
         is_ordered = x.is_floating_point() and _is_finite(other)
@@ -305,8 +306,7 @@ def lerp_by_number(start: torch.Tensor, end: torch.Tensor, weight: Any) -> Rule:
 def power(x: torch.Tensor, exponent: Any) -> Rule:
     """Return the rule of x^exponent. All partial values pass for the exponent 1.
 
-    Partial products pass for whole exponents except 0. Partial maxima and minima of floats pass for odd exponents above
-    0.
+    Partial products pass for whole exponents except 0. Partial maxima and minima of floats pass for odd exponents > 0.
     """
     number = 0.0 if isinstance(exponent, complex) else float(exponent)
     is_whole = number.is_integer() and number != 0
@@ -318,7 +318,7 @@ def power(x: torch.Tensor, exponent: Any) -> Rule:
 
 @sharding_rule(aten.pow.Scalar)
 def exponential(base: Any, exponent: torch.Tensor) -> Rule:
-    """Return the rule of base^x. It is increasing in x for a base of at least 1, and decreasing for a smaller base."""
+    """Return the rule of base^exponent. It increases with `exponent` if `base` is at least 1, and else decreases."""
     is_ordered = exponent.is_floating_point() and _is_finite(base) and base > 0
     return _rule([exponent], (), _if(is_ordered, increasing((0,)) if base >= 1 else decreasing((0,))))
 

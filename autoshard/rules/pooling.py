@@ -47,10 +47,13 @@ Ints = int | Sequence[int]
 
 
 def _rule(x: torch.Tensor, windows: Sequence[HaloWindow], operands: str, results: str, **options: Any) -> Rule:
-    """Return a rule with further fields `options`, whose operands and results are planes of elements or of windows.
+    """Return the rule of a pooling operator, whose tensors have spatial dims of elements or of windows.
 
-    `operands` and `results` have a letter for each tensor: "x" for a plane of elements, "y" for a plane of windows. `x`
-    is the operand of the forward.
+    Args:
+        x: the operand of the forward.
+        windows: the windows along each spatial dim.
+        operands, results: a letter for each tensor: "x" if its spatial dims have elements, "y" if they have windows.
+        options: further fields of the rule.
     """
     batch = named(x.dim() - len(windows))
     dims: dict[str, Dims] = {
@@ -103,7 +106,7 @@ def _adaptive_windows(x: torch.Tensor, sizes: Sequence[int]) -> tuple[HaloWindow
 
 
 def _to_whole(context: LocalContext, indices: Any, windows: Sequence[HaloWindow], split: Sequence[Halo]) -> Any:
-    """Emit the conversion of indices into the rank's piece with halos to indices into the whole plane.
+    """Emit the conversion of flat indices into the rank's piece with halos to flat indices into the whole plane.
 
     If all elements of a window are the smallest number, ATen returns the index of the window's first element that is no
     padding. In the rank's piece the first element may be padding, and the conversion replaces it.
@@ -121,7 +124,7 @@ def _to_whole(context: LocalContext, indices: Any, windows: Sequence[HaloWindow]
 
 
 def _to_piece(context: LocalContext, indices: Any, windows: Sequence[HaloWindow], split: Sequence[Halo]) -> Any:
-    """Emit the conversion of indices into the whole plane to indices into the rank's piece with halos.
+    """Emit the conversion of flat indices into the whole plane to flat indices into the rank's piece with halos.
 
     An index outside the piece, such as 0 in padding of the batch, becomes an arbitrary index inside the piece.
     """
@@ -258,7 +261,7 @@ def _average_windows(
 ) -> tuple[HaloWindow, ...]:  # fmt: skip
     """Return the windows of average pooling along each spatial dim.
 
-    If the divisor does not count padding, windows that reach into padding have another divisor. Then `is_plain` is
+    Windows that reach into padding may be divided by another number than other windows of the dim. Then `is_plain` is
     False, so that the dim is not split.
     """
     windows = _windows(x, space, kernel, stride, padding, 1, ceil_mode)

@@ -69,7 +69,10 @@ def range_of_type(dtype: torch.dtype) -> Range:
 
 
 def range_of_values(values: torch.Tensor) -> Range:
-    """Return the range of a tensor's numbers, or of their absolute values if they are complex. NaN is ignored."""
+    """Return the range of a tensor's numbers, or of their absolute values if they are complex. NaN is ignored.
+
+    A tensor without numbers has the range from 0 to 0.
+    """
     numbers = values.abs().double() if values.is_complex() else values.double()
     numbers = numbers[~numbers.isnan()]
     if not numbers.numel():
@@ -349,7 +352,7 @@ def _summed(node: fx.Node, ranges: Sequence[Range]) -> Range:
 
 
 _OF_INTEGERS = frozenset({aten.sum.default, aten.sum.dim_IntList, aten.clamp.default, aten.clamp_min.default})
-"""Operators whose integer results have ranges from the table. Other integer results have the range of their dtype."""
+"""Operators whose integer results have ranges from `_functions`. Other integer results have their dtype's range."""
 
 
 def _operand_ranges(node: fx.Node, ranges: Sequence[Range]) -> tuple[Range, Range]:

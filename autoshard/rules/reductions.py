@@ -57,10 +57,11 @@ def _reduction(
     Args:
         is_linear: whether the operator is linear. If it is, padding is filled with zeros.
         local: the rewrite that emits the local calls, or None.
-        fill: the fill value of padding that does not change the result, or None.
+        fill: the fill value of padding that does not change the result. If it is None, `padding_of` decides.
         carries: each allows partial operands to make a partial result, as a partial maximum passes `amax`.
         is_move: whether the result equals the operand if all reduced dims have size one.
-        dtype: the dtype to which elements are converted first; by default `_widened`.
+        dtype: the dtype to which elements are converted first. The default is `_widened` for sums and products, else
+            the dtype of `x`.
     """
     dtype = dtype or (_widened(x) if reduction in ("sum", "product") else x.dtype)
     dims, removed = named(x.dim()), _positions(x, dim)
@@ -101,7 +102,8 @@ def _split_inside(
 ) -> Rule:  # fmt: skip
     """Return the rule of a reduction whose rewrite `local` communicates if reduced dims are split.
 
-    `local` takes the factors of the reduced dims as the keyword `factors`.
+    `local` takes the factors of the reduced dims as the keyword `factors`. `fill` fills padding, and the operator has
+    `results` results.
     """
     dims, removed = named(x.dim()), _positions(x, dim)
     factors = names(dims[position] for position in removed)

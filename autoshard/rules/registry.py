@@ -74,7 +74,7 @@ def _is_name(operator: Any) -> bool:
 
 
 def checked_operator(operator: Any) -> OpOverload:
-    """Return the overload that programs have for `operator`.
+    """Return the `OpOverload` of `operator`, which is the target of its calls in programs.
 
     Raise `OperatorError` if `operator` is no operator, or has several overloads.
     """
@@ -90,9 +90,9 @@ def checked_operator(operator: Any) -> OpOverload:
 
 
 def as_overload(operator: Any) -> Any:
-    """Return an operator's only overload, and any other object unchanged.
+    """Return the only overload of a custom operator or of an overload packet. Return any other object unchanged.
 
-    Raise `OperatorError` for an operator with several overloads.
+    Raise `OperatorError` for a packet with several overloads.
     """
     if isinstance(operator, CustomOpDef):
         return operator._opoverload
@@ -143,7 +143,8 @@ def bound_rule(
     Args:
         args, kwargs: the call's arguments, with fake or meta tensors of global shape.
         outputs: the call's results, as fake or meta tensors. None entries of a tuple result are skipped.
-        ranges: possible numbers of each tensor operand. By default, all operands are finite and nonzero.
+        ranges: the range of each tensor operand's numbers. `with_safe_sums` then removes unsafe partial sums from the
+            rule. By default, no partial sum is removed.
     """
     function = find_rule(operator)
     rule = None if function is None else _rule_for_call(operator, function, args, kwargs)

@@ -183,8 +183,8 @@ def first_extreme(context: LocalContext, op: Any, x: Any, dim: int, keepdim: boo
 def scan(context: LocalContext, scanned: Any, dim: int, factor: str, dtype: torch.dtype, *, is_product: bool) -> Any:
     """Emit cumulative sums or products along a split dim, from the sums or products `scanned` of the rank's own piece.
 
-    The total of all earlier pieces is added to the rank's sums, or multiplied with the rank's products. `dtype` is
-    their dtype.
+    The total of all earlier pieces is added to the rank's sums, or multiplied with the rank's products. `dtype` is the
+    dtype of `scanned`.
     """
     call = context.call
     last = call(aten.narrow.default, scanned, dim, context.local_size(factor) - 1, 1)

@@ -35,7 +35,7 @@ def _count(x: torch.Tensor, ndim: int) -> int:
 
 
 def _statistics_dtype(x: torch.Tensor, weights: Sequence[torch.Tensor | None]) -> torch.dtype:
-    """Return the dtype of ATen's mean and deviation.
+    """Return the dtype of the mean and the inverse deviation that ATen returns.
 
     On CPUs it is the operand's dtype, unless a weight has another dtype. In all other cases, it is float32 for 16-bit
     floats and the operand's dtype for wider floats.
@@ -173,9 +173,10 @@ def _operand_gradient(
     context: LocalContext, weighted: Any, normal: Any, rstd: Any, over: tuple[list[int], Sequence[str], int],
     *, is_centred: bool,
 ) -> Any:  # fmt: skip
-    """Emit dx as in the module's formula, where `weighted` is g w, and `normal` is n.
+    """Emit dx = rstd (g w - sum(g w) / m - n sum(g w n) / m), without the second term unless `is_centred`.
 
-    `over` has the dims of a row, their factors, and the number of elements of a row over all ranks.
+    `weighted` is g w, and `normal` is n. `over` has the dims of a row, their factors, and m, the number of elements of
+    a row over all ranks.
     """
     call, (dims, factors, count) = context.call, over
     along = call(aten.sum.dim_IntList, call(aten.mul.Tensor, weighted, normal), dims, True)
@@ -220,7 +221,7 @@ def group_norm(like: torch.Tensor, weights: Sequence[torch.Tensor | None], space
 
 
 def group_norm_backward(like: torch.Tensor, weight: torch.Tensor | None, space: Sequence[str]) -> Rewrite:
-    """Return the rewrite of `native_group_norm_backward`. The arguments are those of `group_norm`."""
+    """Return the rewrite of `native_group_norm_backward`. `like` and `space` are those of `group_norm`."""
     dtype, of_weights = like.dtype, like.dtype if weight is None else weight.dtype
     made = _promoted(like, [weight])
 

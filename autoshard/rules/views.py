@@ -48,7 +48,7 @@ def reshape_alias(x: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -
 
 @sharding_rule(aten.as_strided.default, aten.as_strided_copy.default)
 def as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Rule | None:
-    """Return a rule that may split dims only if the call is a reshape of contiguous memory."""
+    """Return the rule of `as_strided`. Dims may be split only if the call is a reshape of contiguous memory."""
     is_plain = x.is_contiguous() and x.numel() == math.prod(size) and list(stride) == _contiguous_stride(size)
     whole = moves(all_blocked(x.dim()), all_blocked(len(size)))
     return (_reshape(x, size, _local_view) or whole) if is_plain and not offset else whole
@@ -257,7 +257,7 @@ def _local_expand(context: LocalContext, x: Any, *_: Any, **__: Any) -> Any:
 def repeat(x: torch.Tensor, repeats: Sequence[int]) -> Rule | None:
     """Return the rule of `repeat`. A dim of the result is copies (major) times elements (minor).
 
-    So elements of a dim are split only if a rank has a single copy.
+    So ranks may split the elements of a dim only if each rank has one copy.
     """
     if 0 in repeats or x.numel() == 0:
         return None

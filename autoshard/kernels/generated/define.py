@@ -193,7 +193,7 @@ def _device_of(operands: Sequence[Tensor]) -> torch.device:
 
 
 def _fit(operand: Tensor, form: ValueShape, device: torch.device) -> Tensor:
-    """Return `operand`, or a copy of it on `device` with the strides `form`, for which the kernel was written."""
+    """Return `operand`, or a copy of it on `device` with the strides of `form`, for which the kernel was written."""
     if operand.device == device and form.describes(operand):
         return operand
     fitted = form.empty(device)

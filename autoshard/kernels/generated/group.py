@@ -36,7 +36,7 @@ class ValueShape:
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def describes(self, tensor: Tensor) -> bool:
-        """Whether a tensor has this shape and these strides. The stride of a dim of size 1 does not matter."""
+        """Whether a tensor has this shape and these strides. Its dtype, and strides of dims of size 1, may differ."""
         pairs = zip(self.shape, self.stride, tensor.stride(), strict=False)
         return tuple(tensor.shape) == self.shape and all(size == 1 or own == other for size, own, other in pairs)
 
@@ -127,7 +127,7 @@ class Group:
 
     @cached_property
     def text(self) -> str:
-        """A text that is equal for equal groups only, and equal in every process. It tells 0.0 from -0.0."""
+        """A text that is equal for equal groups only, and equal in every process. It differs between 0.0 and -0.0."""
         lines = [f"operand {value} {list(value.stride)}" for value in self.operands]
         lines += [
             f"{step.target}{step.args}{step.kwargs} {step.value} {list(step.value.stride)}" for step in self.steps

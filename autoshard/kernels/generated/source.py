@@ -98,7 +98,8 @@ class Source:
 def lay_out(loops: Loops, sums: tuple[int, ...] = ()) -> ElementLayout:
     """Return the launch configuration of a group's kernel. Raise `NoLoopsError` if rows are too long for registers.
 
-    `sums` has the value numbers of sums that may be split into chunks. The configuration says whether they are.
+    `sums` has the value numbers of sums that may be split into chunks. `ElementLayout.split` has them if they are
+    split.
     """
     if not loops.columns:
         return ElementLayout({"BLOCK": _BLOCK}, math.ceil(loops.row_count / _BLOCK), 4)
