@@ -53,12 +53,10 @@ COLLECTIVES = {
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A measured cluster.
+    """A measured cluster, with the ISO date of the measurement.
 
-    Args:
-        measured_s: name of a measurement ("all_reduce.8.4096", "matmul.f32.128x128x128") to its seconds.
-        residuals: name of a measurement to log(predicted / measured), for all measurements that the fit predicts.
-        date: ISO date.
+    `measured_s` and `residuals` map the name of a measurement ("all_reduce.8.4096") to seconds, or to log(predicted /
+    measured).
     """
 
     cluster: Cluster
@@ -372,10 +370,7 @@ def _with_curves(cluster: Cluster, samples: Sequence[KernelSample], measured: Ma
 
 
 def _kernel_residuals(unit: Device, samples: Sequence[KernelSample], measured: Mapping[str, float]) -> dict[str, float]:
-    """Return log(predicted / measured) by a sample's key. Most are 0, because each curve goes through its samples.
-
-    A residual is not 0 if a larger sample was faster than a smaller sample.
-    """
+    """Return log(predicted / measured) by a sample's key: mostly 0, because each curve goes through its samples."""
     return {
         sample.key: log(work_time(sample.work, unit, sample.name) / measured[sample.key])
         for sample in samples
