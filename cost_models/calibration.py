@@ -3,10 +3,11 @@
 Call `calibrate` on all ranks at once, after `init_process_group`; without a process group, one rank is measured. Each
 number is a mean over sustained, back-to-back runs, averaged over the ranks, which slow each other down as in training.
 
-Launch latency is the time of the smallest add. The rate of matrix products is the median over sizes. On a CPU, kernels
-that move bytes and composite kernels get curves over bytes (`throughput`). The measured collectives are those of
-lowered programs (`_c10d_functional`), on the whole group and on all groups of two at once. A collective runs right
-after a matrix product, with cores busy and ranks late as in a step. Its time is the time that it adds.
+Launch latency is the mean time of an add, mul, sub or div of eight numbers. The rate of matrix products is the median
+over sizes. On a CPU, kernels that move bytes and composite kernels get curves: bytes per second by bytes
+(`throughput`). The measured collectives are those of lowered programs (`_c10d_functional`), on the whole group and on
+all groups of two at once. A collective runs right after matrix products, with cores busy and ranks late as in a step.
+Its time is the time that it adds to the products.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MATMUL_SIZES = ((128, 128, 128), (256, 256, 1024), (512, 512, 512), (1024, 512, 
 BETWEEN = (512, 768, 192)
 """Sizes m, n, k of the matrix products that run before each collective."""
 PRODUCTS = (1, 4, 2, 6, 1, 3, 5, 2)
-"""Products before each collective of a turn (`_turn_time`). They vary, so that ranks and scheduler run out of step."""
+"""Numbers of products before each collective of a turn (`_turn_time`). They vary, so that ranks run out of step."""
 COLLECTIVE_BYTES = (4096, MIB // 4, 2 * MIB, 8 * MIB)
 COPY_BYTES = 32 * MIB
 LAUNCHES = 100
@@ -52,7 +53,11 @@ COLLECTIVES = {
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A measured cluster. `measured_s` maps a measurement to seconds, `residuals` to log(predicted / measured)."""
+    """A measured cluster, with the ISO date of the measurement.
+
+    `measured_s` and `residuals` map the name of a measurement ("all_reduce.8.4096") to seconds, or to log(predicted /
+    measured).
+    """
 
     cluster: Cluster
     measured_s: Mapping[str, float]
@@ -96,7 +101,7 @@ def calibrate(
         name: name of the measured cluster.
         memory_bytes: usable bytes per rank; default: the device's own (GPU), or this machine's split over its ranks.
         budget_s: seconds, a rough limit of all timed runs. Each measurement gets a share, and runs at least twice.
-        kernels: further operator calls to measure on a CPU; one operator may have calls of several sizes.
+        kernels: further operator calls to measure on a CPU, perhaps of several sizes of an operator. Ignored on a GPU.
         collectives: functions that run collectives; default: PyTorch's functional collectives.
         on_progress: called before each measurement, e.g. to draw a progress bar.
 
@@ -117,7 +122,7 @@ def calibrate(
 
 
 def pooled(passes: Sequence[Calibration], *, kernels: Sequence[KernelSample] = ()) -> Calibration:
-    """Return one calibration from the means of several calibrations of a machine, all made with the same `kernels`.
+    """Return one calibration, fitted to the mean measurements of several `passes`, all made with the same `kernels`.
 
     A shared machine changes its speed by the minute. So calibrate several times between the steps of a run.
     """
@@ -199,7 +204,7 @@ def _device_actions() -> dict[str, Callable[[], Callable[[], object]]]:
 
 
 def _matmul_sizes(dtype: str, place: torch.device) -> Sequence[tuple[int, int, int]]:
-    """Return the sizes (m, n, k) to measure: all for f32, the smallest for f16 on a CPU, the third for other dtypes.
+    """Return the sizes (m, n, k) to measure: all `MATMUL_SIZES` for f32, the first for f16 on a CPU, else the third.
 
     A product of f16 of the third size takes 1.6 s on an AMD EPYC, which has no instructions for f16 (2026-11-28).
     """
@@ -211,7 +216,7 @@ def _matmul_sizes(dtype: str, place: torch.device) -> Sequence[tuple[int, int, i
 def _measure_device(
     actions: Mapping[str, Callable[[], Callable[[], object]]], share_s: float, note: _Note
 ) -> dict[str, float]:
-    """Return the mean seconds of one run of each action, by name; for "launch", those of one launch of the run."""
+    """Return the mean seconds of a run of each action, by name; the seconds of "launch" are divided by `LAUNCHES`."""
     measured: dict[str, float] = {}
     for name, action in actions.items():
         note.next(name)
@@ -365,7 +370,7 @@ def _with_curves(cluster: Cluster, samples: Sequence[KernelSample], measured: Ma
 
 
 def _kernel_residuals(unit: Device, samples: Sequence[KernelSample], measured: Mapping[str, float]) -> dict[str, float]:
-    """Return log(predicted / measured) by a sample's key: 0 unless a larger sample was faster than a smaller one."""
+    """Return log(predicted / measured) by a sample's key: mostly 0, because each curve goes through its samples."""
     return {
         sample.key: log(work_time(sample.work, unit, sample.name) / measured[sample.key])
         for sample in samples
@@ -387,8 +392,8 @@ def _fit_link(measured: Mapping[str, float], ranks: int) -> Link:
     """Fit a link. A phase takes start + (n - 1) * latency + (n - 1)/n * bytes / bandwidth; an all-reduce is two phases.
 
     1. The smallest collectives of two group sizes give start and latency. With one group size, the latency is zero.
-    2. The large collectives give bandwidth: bytes over the time without start and latency, at least 1/10 of the time.
-    3. The phases of a reduce-scatter are the median of its measured time over the fitted time of one phase, at least 1.
+    2. The large collectives give the bandwidth: bytes / (time - start - latency). The divisor is at least time / 10.
+    3. The number of phases of a reduce-scatter is the median of measured time / fitted time of a phase, at least 1.
     """
     if ranks == 1:
         return Link(1e12, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0)

@@ -126,7 +126,7 @@ def point_to_point_time(message_bytes: float, link: Link) -> float:
 
 
 def _measured(collective: str, full_bytes: float, group: GroupLinks) -> float:
-    """Seconds as measured on the group's link; 0 without a measurement, and for one rank."""
+    """Seconds by the measured times of the group's link; 0 if it has none for the collective, and for one rank."""
     _check(full_bytes)
     found = group.measured(collective) if group.size > 1 else None
     return 0.0 if found is None else found.seconds(full_bytes, group.size)
@@ -167,7 +167,7 @@ def _with_protocol(group: GroupLinks, name: str) -> GroupLinks:
 
 
 def _ring_phase(full_bytes: float, group: GroupLinks) -> float:
-    """Seconds of a ring's start, latency, and (n - 1)/n * bytes over the slowest of fabric, network and spine share."""
+    """Seconds of a ring's phase: start, latency, and (n - 1)/n * bytes at the slowest of fabric, network and spine."""
     carried = (group.size - 1) / group.size * full_bytes
     inside = _transfer(carried, group.intra)
     return _start(group) + _around(group) + max(inside, _outside(carried, group))
@@ -189,7 +189,7 @@ def _switch(operand_bytes: float, group: GroupLinks) -> float:
 
 
 def _over_nodes(operand_bytes: float, group: GroupLinks, inside: float, steps: int) -> float:
-    """Seconds of an all-reduce by a tree over nodes, given `inside` seconds of transfer and `steps` hops per node."""
+    """Seconds of an all-reduce by a tree over nodes, given `inside` seconds and `steps` hops within each node."""
     if group.nodes == 1:
         return 2 * _start(group) + inside + _steps(steps, 0, group)
     crossings = 1 if group.nodes == 2 else 2
@@ -212,8 +212,7 @@ def _shift(message_bytes: float, group: GroupLinks) -> float:
 def _starts(group: GroupLinks) -> float:
     """Seconds of start and latency of an exchange in which every rank has a message for every other rank.
 
-    A message to another node first goes to the rank that has, in that node, the same place as the sender has in its
-    own.
+    A message to another node first goes to the rank there that has the sender's local rank.
     """
     return _start(group) + _steps(group.per_node - 1, group.nodes - 1, group)
 

@@ -155,7 +155,7 @@ def _attention_time(shape: AttentionShape, dtype: str, device: Device) -> float:
 
 
 def _product_time(shape: MatmulShape, dtype: str, device: Device) -> float:
-    """Seconds with the fastest tile, without launch and memory."""
+    """Seconds of the arithmetic of products, by the fastest tile; without launch and memory traffic."""
     m, n, k, batch = shape
     curve = device.matmul
     rate = device.matmul_rate(dtype)

@@ -8,9 +8,9 @@
     source = "nvidia-smi total 79.65 GiB, ..."
     date = "2026-11-20"
 
-A number without a confirming measurement also carries `interval = [low, high]`, its believed range. Constants common to
-several files are in a file of their own, which these files name (`architecture`, `fabric`, `network`). `overlay` adds
-the constants of such a file.
+A number that no measurement or datasheet confirms also carries `interval = [low, high]`, its believed range. Constants
+common to several files are in a file of their own, which these files name (`architecture`, `fabric`, `network`).
+`overlay` adds the constants of such a file.
 """
 
 from __future__ import annotations
@@ -81,12 +81,18 @@ class HardwareFile:
         return int(value)
 
     def family(self, prefix: str, unit: str) -> dict[str, float]:
-        """Return the constants of the table `prefix` by name: {"bf16": ..., "f32": ...} for "peak_flops"."""
+        """Return the constants of the table `prefix` by name: {"bf16": ..., "f32": ...} for "peak_flops".
+
+        Raises HardwareFileError if a constant's unit is not `unit`. The dict is empty if the file has no such table.
+        """
         keys = [path for path in self.constants if path.startswith(prefix + ".")]
         return {path[len(prefix) + 1 :]: self.number(path, unit) for path in keys}
 
     def overlay(self, other: HardwareFile, prefix: str = "") -> HardwareFile:
-        """Return this file with the constants of `other` added below `prefix` ("intra."); its own constants win."""
+        """Return this file with the texts of `other`, and with its constants below `prefix` ("intra.").
+
+        If both files have a text or constant, this file's own holds.
+        """
         below = {prefix + path: constant for path, constant in other.constants.items()}
         return HardwareFile(dict(other.texts) | dict(self.texts), below | dict(self.constants), self.origin)
 
@@ -101,7 +107,11 @@ def check_file(path: object) -> Path:
 
 
 def read(path: Path) -> HardwareFile:
-    """Parse one TOML file. Raises HardwareFileError for no file, or a constant without value, unit, source or date."""
+    """Parse one TOML file.
+
+    Raises HardwareFileError if the file is missing or malformed, or if a value is out of range or lacks unit, source or
+    date.
+    """
     check_file(path)
     state = path.stat()
     return _read(path, state.st_mtime_ns, state.st_size)
@@ -127,7 +137,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def parse(document: Mapping[str, object], origin: str) -> HardwareFile:
-    """Make a `HardwareFile` from a decoded TOML document; `origin` names it in errors."""
+    """Make a `HardwareFile` from a decoded TOML document. `origin`, such as the file's path, is named in errors."""
     texts = {key: str(value) for key, value in document.items() if not isinstance(value, dict)}
     return HardwareFile(texts, dict(_constants(document, "", origin)), origin)
 
@@ -138,7 +148,7 @@ _LARGEST: Mapping[str, float] = {"s": 1e6}
 _LARGEST_OF_OTHERS = 1e24
 _RATES = ("B/s", "FLOP/s")
 _DIVISORS = ("efficiency", "memory_efficiency", "bandwidth_share", "units", "tile_m", "tile_n", "devices_per_nic")
-"""Names in the paths of constants by which something is divided, so that zero is refused."""
+"""Parts of constants' paths. The models divide by these constants, so zero raises HardwareFileError."""
 
 
 def _constants(table: Mapping[str, object], prefix: str, origin: str) -> Iterator[tuple[str, Constant]]:

@@ -255,9 +255,10 @@ def convolution_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments
 def _attention(
     inputs: Tensors, outputs: Tensors, operands: Tensors, causal: bool, backward: bool, arguments: tuple[object, ...]
 ) -> Work:
-    """Return the work of an attention call on one rank, the slowest rank if each rank has a piece of causal queries.
+    """Return the work of an attention call on one rank.
 
-    That rank has the last piece. With K keys and Q queries, a query there sees K - Q / 2 keys on average.
+    If each rank has a piece of causal queries, this is the slowest rank, which has the last piece. With K keys and Q
+    queries, each of its queries attends to K - Q / 2 keys on average.
     """
     q, k, v = operands
     *batch, queries, depth = q.shape

@@ -64,7 +64,7 @@ def is_complex(tensors: Sequence[TensorInfo]) -> bool:
 def memory_bound(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], _: tuple[object, ...] = ()) -> Work:
     """Return the work of an operator that reads each operand once and writes each result once.
 
-    It has one FLOP for each element of its largest tensor.
+    It has one FLOP for each element of its largest tensor. Without results, the work is `FREE`.
     """
     if not outputs:
         return FREE

@@ -19,8 +19,8 @@ class MatmulCurve:
         tile_m, tile_n: rows and columns of the largest tile of the result.
         tile_overhead_bytes: cost of a tile's fill and drain. The tile takes as long as if each row of its operands, of
             k * itemsize bytes, were longer by this number of bytes.
-        tile_load_share: smaller tiles load more bytes per FLOP. This share of the additional loads prolongs the
-            product; the rest is hidden behind arithmetic.
+        tile_load_share: share of a smaller tile's additional loads that prolongs the product. The rest is hidden behind
+            arithmetic.
         efficiency: dtype name to the fraction of peak reached in the limit of large sizes (power and issue limits).
         misaligned_slowdown: factor on the time of a 16 or 8 bit product if its rows do not start at multiples of 16
             bytes.
@@ -85,9 +85,10 @@ class Device:
     Args:
         name: name in the data files.
         peak_flops: dense FLOP/s by dtype name: "f64", "f32" (true float32), "tf32" (float32 on tensor cores, only if
-            torch.backends.cuda.matmul.allow_tf32), "bf16", "f16", "f8". Pricing an absent dtype raises.
+            torch.backends.cuda.matmul.allow_tf32), "bf16", "f16", "f8". `peak` of an absent dtype raises
+            UnknownHardwareError.
         memory_bytes: bytes that a program can use.
-        memory_bandwidth_bytes_per_s: nominal bandwidth, decimal.
+        memory_bandwidth_bytes_per_s: nominal bandwidth of the device's memory.
         memory_efficiency: fraction of the bandwidth that a copy reaches.
         launch_latency_s: time of the smallest operator, added to each operator.
         matmul: efficiency of matrix products.
@@ -143,7 +144,7 @@ class Device:
     def matmul_rate(self, dtype: str) -> float:
         """Return the FLOP/s of large matrix products: peak * efficiency.
 
-        Raises UnknownHardwareError if the device's file lacks the peak of the dtype.
+        Raises UnknownHardwareError if the device's file lacks the peak or the efficiency of the dtype.
         """
         peak = self.peak(dtype)
         if dtype not in self.matmul.efficiency:
@@ -166,7 +167,10 @@ class Device:
         return replace(self, attention={kernel: self.attention[kernel]} | dict(self.attention))
 
     def slowed(self, factor: float) -> Device:
-        """Return the device with the times of its kernels multiplied by `factor`, and with the same peak."""
+        """Return the device with the times of its kernels multiplied by `factor`.
+
+        Peaks, launch latency and measured curves (`throughput`) stay as they are.
+        """
         if factor == 1:
             return self
         products = {name: share / factor for name, share in self.matmul.efficiency.items()}

@@ -67,7 +67,8 @@ def _turned(shape: MatmulShape) -> MatmulShape:
 def _products(inputs: Tensors, rows: float) -> tuple[MatmulShape, MatmulShape]:
     """Return the forward's two products, with an equal number of rows for each expert, rounded up to `_ALIGNED`.
 
-    A grouped kernel needs no aligned number of rows to be fast, because the elements within each row stay aligned.
+    Without rounding, `compute` would price the products for gradients of matrices as misaligned. But a grouped kernel
+    is fast for any number of rows, because the elements within each row stay aligned.
     """
     hidden, intermediate, gated = _widths(inputs)
     experts = inputs[-1].shape[0]
@@ -166,7 +167,7 @@ def _count(experts: object) -> int:
 def _sent_forward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
     """Return the exchanges of a forward, on the rank that receives most rows.
 
-    Numbers of rows and the rows go to the experts, and results come back.
+    Each expert's number of rows, and then the rows, go to the experts' ranks. Results come back.
     """
     experts = _count(arguments[6])
     rows = _arriving(inputs, experts) * _row_bytes(inputs[0])
@@ -176,7 +177,8 @@ def _sent_forward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
 def _sent_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
     """Return the exchanges of a backward, on the rank that receives most rows.
 
-    Numbers of rows, rows, gradients and router weights go to the experts. Gradients of rows and of weights come back.
+    Each expert's number of rows, then rows, gradients and router weights go to the experts' ranks. Gradients of rows
+    and of weights come back.
 
     The first product overlaps with the arrival of gradients. The gradients of matrices overlap with the gradients of
     rows on their way back.
@@ -246,9 +248,9 @@ def _workspace_backward(inputs: Tensors, rows: float, activation: object) -> flo
 def _workspace_kept_backward(operands: Tensors, rows: float, activation: object, also: int = 0) -> float:
     """Return the bytes of a backward's workspace, for `rows` rows on a rank, if the forward saved values.
 
-    A row needs `also` values, such as those of its copy, and the larger of two peaks. At the gate it needs a gradient
-    and five I values (nine I if the activation is clamped). Behind the gate it needs the operands and results of the
-    last products.
+    A row needs `also` values, such as those of its copy, and the larger of two numbers of values. At the gate it needs
+    a gradient and five I values (nine I if the activation is clamped). Behind the gate it needs the operands and
+    results of the last products.
     """
     hidden, intermediate, gated = _widths(operands)
     at_gate = hidden + (9 if activation == _CLAMPED_SILU else 5) * intermediate

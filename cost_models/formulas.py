@@ -48,7 +48,7 @@ def grid(axes: Sequence[Sequence[Any]]) -> list[Any]:
 def interpolate(symbols: Sequence[sympy.Symbol], axes: Sequence[Sequence[Any]], values: Mapping[Any, Size]) -> Size:
     """Return the exact polynomial through `values` on a grid, in Lagrange's form over the rationals.
 
-    Its degree in a symbol is the number of points along the symbol's axis, less one.
+    Its degree in a symbol is at most the number of points along the symbol's axis, less one.
 
     Args:
         symbols: the symbol of each axis of the grid.

@@ -79,7 +79,7 @@ class NodeType:
         """Return the node on another network, or with another bandwidth or topology of its network.
 
         Args:
-            network: a network of the data files ("infiniband_ndr400", "roce_v2", "efa", "omni_path"), with its
+            network: a network of the data files ("infiniband_ndr400", "roce_v2", "efa_v2", "omni_path"), with its
                 efficiency and latencies; a `Link`; or None to keep the present network.
             bytes_per_s_per_device: a device's share of its node's network cards in each direction; default: the
                 network's own (400 Gbit/s for every two devices are 25e9).
@@ -156,6 +156,7 @@ def assemble_node(
 
     Raises:
         UnknownHardwareError: a part is unknown, or the device's file names no fabric and none is given.
+        TopologyError: the number of devices or the bandwidth is impossible.
 
     Example:
         >>> assemble_node("a100_sxm_40gb", 8, network="roce_v2", network_bytes_per_s_per_device=25e9).name
@@ -329,10 +330,10 @@ def node_type(name: str) -> NodeType:
 def node_of_driver(device_name: str) -> str:
     """Return the name of the node type of a device, given the device's name in its driver.
 
-    The longest matching `driver_name` in the data files wins.
+    The longest `driver_name` of the data files that is a part of `device_name` wins.
 
     Raises:
-        UnknownHardwareError: no known part matches the name. The message lists the known parts.
+        UnknownHardwareError: no `driver_name` is a part of `device_name`. The message lists all `driver_name`s.
 
     Example:
         >>> node_of_driver("NVIDIA H100 80GB HBM3"), node_of_driver("NVIDIA H100 PCIe")

@@ -23,15 +23,15 @@ MOST_COPIES = 256
 ROWS = (32, 512, 4096)
 COLUMNS = 768
 VECTORS = (2**12, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24)
-"""Float32 elements of the added vectors: three of them take from 48 KiB to 192 MiB."""
+"""Numbers of float32 elements of the added vectors. Operands and result together take 48 KiB to 192 MiB."""
 _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.float64: "f64"}
 
 
 def cycled(operator: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[[], object]:
     """Return a function that calls an operator, each time on the next of several copies of its operands.
 
-    Operands and kept results take `TOUCHED_BYTES` of memory in all, so they are not in the first caches. In a step,
-    too, an operator reads values computed long before, and writes to memory that another value used meanwhile.
+    Copies of operands and results take about `TOUCHED_BYTES` of memory in all, so they are not in the first caches. In
+    a step, too, an operator reads values computed long before, and writes to memory that another value used meanwhile.
     """
     leaves = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
     results = [leaf for leaf in pytree.tree_leaves(operator(*arguments, **options)) if isinstance(leaf, Tensor)]
@@ -57,7 +57,7 @@ class KernelSample:
     """One operator call to time, made by `of`.
 
     `name` is that of the throughput curve of which the sample is a point: the operator's kernel, or "memory". `prepare`
-    returns a function that runs the call once (`cycled`), and holds the operands.
+    holds the operands, and returns a function that runs the call once (`cycled`).
     """
 
     name: str
@@ -68,10 +68,13 @@ class KernelSample:
     def of(
         cls, operator: Any, *arguments: Any, name: str | None = None, runs: Any = None, **options: Any
     ) -> KernelSample:
-        """Make a sample of an `OpOverload` on tensors. The operator runs once, for the shapes of its results.
+        """Make a sample of a call of an `OpOverload` on `arguments` and `options`.
 
-        `name` is that of the sample's curve, by default the operator's kernel. `runs` is the function that is timed,
-        because programs call it in place of the operator; by default it is the operator.
+        The call runs once, to learn the shapes of its results.
+
+        Args:
+            name: name of the sample's curve; None: the operator's kernel (`kernel_of`).
+            runs: the function that is timed, because programs call it in place of the operator; None: the operator.
         """
         runs = operator if runs is None else runs
         inputs = [_info(leaf) for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
@@ -94,13 +97,14 @@ class KernelSample:
     def point(self, seconds: float, device: Device) -> tuple[float, float]:
         """Return (bytes, seconds), the sample's point on its curve, for a run of `seconds`.
 
-        Launches and products that are priced separately on `device` are subtracted from the seconds.
+        Launches and products that are priced separately on `device` are subtracted from the seconds. At least a tenth
+        is left.
         """
         return self.bytes_moved, max(seconds - known_time(self.work, device), 0.1 * seconds)
 
 
 def memory_samples() -> Iterator[KernelSample]:
-    """Yield sums of two vectors, from sizes that fit the first cache to sizes that fit no cache."""
+    """Yield samples of sums of two vectors, from sizes that fit the first cache to sizes that fit no cache."""
     for size in VECTORS:
         yield KernelSample.of(torch.ops.aten.add.Tensor, torch.randn(size), torch.randn(size), name=MEMORY)
 
@@ -110,7 +114,7 @@ _BACKWARD = ("tanh", "sigmoid", "silu", "gelu")
 
 
 def aten_samples(rows: Sequence[int] = ROWS) -> Iterator[KernelSample]:
-    """Yield operators that compute much per byte, or read with strides, on float32 [rows, 768] for all `rows`."""
+    """Yield samples of operators that compute much per byte, or read with strides, on float32 [n, 768], n in `rows`."""
     aten = torch.ops.aten
     weight, bias = torch.ones(COLUMNS), torch.zeros(COLUMNS)
     for count in rows:

@@ -40,8 +40,8 @@ def work(
         operator_name: `str(node.target)` of an OpOverload, e.g. "aten.mm.default"; "operator.getitem" is free.
         inputs: local tensors in the order of the call. Lists are flattened, and absent optional tensors are left out.
         outputs: local results, without absent results.
-        arguments: the call's positional arguments in schema order. Tensors in it are ignored. It matters to operators
-            whose work depends on more than shapes, e.g. attention (is_causal) and convolution (groups).
+        arguments: the call's positional arguments in schema order. Tensors among them are ignored. Only operators whose
+            work depends on more than shapes read them, e.g. attention (is_causal) and convolution (groups).
 
     Raises:
         UnknownOperatorError: a contraction, or a collective, has no entry.
@@ -246,7 +246,7 @@ def radix_select(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], ar
 
 @operator_cost("aten.searchsorted.Tensor", "aten.bucketize.Tensor")
 def binary_search(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """Return the work of a binary search: each value reads log2 of the number of boundaries.
+    """Return the work of a binary search: each value reads log2(n) of the n boundaries.
 
     At most 4 of these reads miss the cache.
     """

@@ -51,7 +51,9 @@ def constant_of_link(collective: str, group: GroupLinks) -> str:
 
 
 def refitted(node: NodeType, factors: Mapping[str, float], launch_latency_s: float) -> NodeType:
-    """Return a node type with another launch latency, whose other predicted seconds are multiplied by `factors`.
+    """Return a node type with another launch latency, and with constants corrected by `factors` (name to factor).
+
+    A factor multiplies the seconds that its constant predicts. Constants without a factor stay as they are.
 
     Example:
         >>> from cost_models.hardware import node_type
@@ -85,7 +87,10 @@ def _device(device: Device, factors: Mapping[str, float]) -> Device:
 
 
 def _curves(curves: Mapping[str, Curve], factors: Mapping[str, float]) -> dict[str, Curve]:
-    """Return curves with slower rates. A kernel without a curve of its own gets the curve `MEMORY`, slowed."""
+    """Return the curves with rates divided by `factors` ("throughput.aten.add.Tensor" to a factor).
+
+    If `factors` names a kernel without a curve of its own, the kernel gets the curve `MEMORY` with divided rates.
+    """
     found = dict(curves)
     for constant, factor in factors.items():
         if constant.startswith(_THROUGHPUT):

@@ -1,4 +1,4 @@
-"""Time that a run loses to checkpoints and failures, and the distance of checkpoints that loses least.
+"""Time that a run loses to checkpoints and failures, and the interval between checkpoints that loses least.
 
 Failures come at random at a constant rate (a Poisson process with mean time `mtbf_s`). Training waits during a save. A
 failure costs the restart, and the work since the last complete checkpoint. Source: Daly 2006, A higher order estimate

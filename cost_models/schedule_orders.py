@@ -214,7 +214,7 @@ def _interleaved(shape: _Shape, rank: int) -> Rows:
 
 
 def _interleaved_zero_bubble(shape: _Shape, rank: int) -> Rows:
-    """Return a rank's rows, in which each W follows after `rank` more I than its own; the remaining W come last."""
+    """Return a rank's rows. Each W comes `rank` actions I later than its own I; the W that are left come last."""
     rows = _alternate(
         _rounds(shape, rank, F), _rounds(shape, rank, I), int(_warm_up(shape, shape.virtual_stages, rank, 1))
     )
@@ -258,7 +258,7 @@ class _Counting:
     Args:
         rows: (stage, kind, micro-batch, fused with the previous action) of each action so far.
         forwards, backwards, weights: stage to its number of F, of B and I, and of W so far.
-        put_off: (stage, micro-batch) of each W that has not run since its I, the oldest first.
+        put_off: (stage, micro-batch) of each I whose W `run_put_off` has not appended, the oldest first.
     """
 
     rows: list[tuple[int, ActionKind, int, bool]] = field(default_factory=list)

@@ -37,7 +37,8 @@ class Op(NamedTuple):
 
     Args:
         name: name in the trace.
-        label: the entry of `StreamTimes` to which its time is added: "forward"; for a communication, its mesh axis.
+        label: the key in the dicts of `StreamTimes` at which its time is counted: "forward" or "backward" for a
+            computation, a mesh axis for a communication.
         seconds: its time while nothing else runs.
         stream: COMPUTE, or the class of links of a communication.
         needs: indices of earlier operations of the segment. A communication lists the makers of its operands; a
@@ -57,7 +58,10 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of the step. A barrier (`is_barrier`) waits for all earlier communication, e.g. the update."""
+    """A part of the step, such as a block's forward.
+
+    If `is_barrier`, the segment waits for all earlier communication, as the update does.
+    """
 
     name: str
     ops: tuple[Op, ...]
@@ -66,9 +70,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How a runtime overlaps communication with computation, which then takes 1 + `slowdown` times as long.
+    """How a runtime overlaps communication with computation.
 
-    Parameters are gathered `prefetch` segments before their use.
+    Computation beside communication takes 1 + `slowdown` times as long. Parameters are gathered `prefetch` segments
+    before their use.
     """
 
     prefetch: int = 1
@@ -147,7 +152,7 @@ def simulate_streams(
         segments: the segments in order. A segment that repeats should be the same object each time.
         overlap: how communication overlaps with computation; None for no overlap.
         dispatch_s: seconds of host time to issue one operation; 0 if the device is its own host.
-        record: whether to keep the timeline, with every operation separate.
+        record: whether to return the timeline too; then computations are not merged.
 
     Raises:
         CostArgumentError: a time is negative, or an operation needs an operation that is not earlier.
@@ -193,12 +198,13 @@ class _Chain(NamedTuple):
 
 
 class _Compiled(NamedTuple):
-    """A segment that is ready to run.
+    """A segment prepared for the simulation.
 
     Args:
-        early: early communications with their indices in the segment.
-        ops: all other operations with their indices, in order of issue. A communication comes right after the last of
-            its operands.
+        early: communications that are issued segments ahead (`Op.early`), with their indices in the segment. Without
+            overlap, there are none.
+        ops: all other operations with their indices, in order of issue. With overlap, a communication comes right after
+            the last computation that it needs. Neighbouring computations may be merged into one chain.
         compute_s: label of computation to its seconds in the segment.
     """
 
@@ -209,9 +215,10 @@ class _Compiled(NamedTuple):
 
 
 def _compile(segment: Segment, overlaps: bool, dispatch_s: float, merge: bool) -> _Compiled:
-    """Return `segment` ready to run, with its operations in order of issue.
+    """Prepare `segment` for the simulation.
 
-    Operations keep their indices. If `merge`, computations are merged, and the result has the index of its last part.
+    Operations keep their indices in the segment. If `merge`, neighbouring computations become one chain, which has the
+    index of its last operation.
     """
     early = tuple((index, op) for index, op in enumerate(segment.ops) if op.early and overlaps)
     ops = [(index, op) for index, op in enumerate(segment.ops) if not (op.early and overlaps)]
@@ -353,7 +360,7 @@ class _StreamState:
         return start, end
 
     def _wait(self, until: float, name: str) -> None:
-        """Let the compute stream wait for the stream `name`, and count this time.
+        """Let the compute stream wait for the stream `name` until the time `until`, and count the wait.
 
         Meanwhile, communication on that stream is exposed. While that stream is idle too, communication on other
         streams is exposed. The remaining time is waiting for the host.

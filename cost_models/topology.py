@@ -35,7 +35,7 @@ class Link:
         reduce_scatter_phases: ring phases that a reduce-scatter takes. NCCL takes 1. A library that slices an
             all-reduce takes about 2 (Gloo).
         protocols: protocols for short messages, if the library has any (NCCL's LL and LL128).
-        measured: measured times of collectives on this link; if present, they count (Gloo on a CPU).
+        measured: measured times of collectives. They alone price these collectives within a node (Gloo on a CPU).
     """
 
     bandwidth_bytes_per_s: float
@@ -55,13 +55,16 @@ class Link:
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """All numbers that the price of a collective depends on, without measured times."""
+        """Numbers that tell most links apart, for the hash of `GroupLinks`."""
         short = (number for each in self.protocols for number in (each.start_s, each.latency_s))
         speeds = (self.bandwidth_bytes_per_s, self.efficiency, self.in_network_efficiency, self.ramp_bytes)
         return (*speeds, self.start_s, self.latency_s, *short)
 
     def slowed(self, factor: float) -> Link:
-        """Return the link with the times of collectives multiplied by `factor`."""
+        """Return the link with the modelled times of collectives multiplied by `factor`.
+
+        Measured times (`measured`) stay as they are.
+        """
         short = tuple(
             replace(each, latency_s=each.latency_s * factor, start_s=each.start_s * factor) for each in self.protocols
         )
@@ -358,8 +361,9 @@ def _spine(
 ) -> tuple[int, Link | None]:
     """Return the number of pods that a group spans, and a device's share of the uplink to the spine.
 
-    The share is None if the uplink is as wide as the pod's cards, or if the group lies in one pod. If groups differ in
-    their members in each pod, each of the `touched` nodes of a group counts as a pod.
+    The result is (1, None) for nodes without pods, for a group in one pod, and for an uplink as wide as the pod's
+    cards. If the number of members differs between pods or between groups, each of a group's `touched` nodes counts as
+    a pod.
     """
     if wiring.nodes_per_pod == 0 or wiring.oversubscription <= 1:
         return 1, None

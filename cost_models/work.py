@@ -59,7 +59,7 @@ class AttentionShape(NamedTuple):
     def flops(self) -> float:
         """FLOPs: 2 * heads * queries * keys * (depth + value_depth) (Dao 2023, FlashAttention-2, section 4.1).
 
-        Causal attention has half of it. The backward, which recomputes the scores, has 2.5 times as many.
+        Causal attention has half as many. The backward, which recomputes the scores, has 2.5 times as many.
         """
         pairs = self.queries * self.keys * (0.5 if self.causal else 1.0)
         return (2.5 if self.backward else 1.0) * 2 * self.heads * pairs * (self.depth + self.value_depth)

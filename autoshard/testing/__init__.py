@@ -41,7 +41,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Raise an error for a missing name, which says whether Hypothesis must be installed."""
+    """Raise NotAvailableError if a name needs Hypothesis, which is not installed; else AttributeError."""
     if name in __all__:
         raise NotAvailableError(
             f"autoshard.testing.{name} needs Hypothesis, which is not installed: pip install 'autoshard[testing]'."

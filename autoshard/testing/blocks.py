@@ -365,4 +365,4 @@ BLOCKS: tuple[Callable[[Draw, SourceWriter], None], ...] = (
     tied,
     residual,
 )
-"""The blocks that `programs()` may draw for one micro-batch; with `draws=True`, also `random_numbers`."""
+"""The blocks from which `programs` draws for one micro-batch. With `draws=True`, it draws `random_numbers` too."""

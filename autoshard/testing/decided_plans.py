@@ -91,7 +91,7 @@ def decided_plan(
 
     Args:
         planning: a problem without recomputation.
-        cluster: prices the ranks; values are offloaded only if it has a link to host memory.
+        cluster: the hardware for which the plan is priced. Values are offloaded only if it has a link to host memory.
         pick: takes the index of a variable and the indices of the options that agree with earlier choices. It returns
             one of these indices. With recomputation, the options are the variable's strategies, repeated for each
             activation policy. The strategies that save values come first.

@@ -313,7 +313,7 @@ def delayed_mesh(
         axes: sizes by name, major to minor, for all processes of the run.
         links: the link of each axis; an axis without a link is not delayed.
         box: `(n, link)`: each n consecutive ranks share a box (one machine, say), and a group inside a box uses
-            `link`.
+            `link` in place of its axes' links.
         clock: the clock of the delays: the machine's clock, or a clock that counts this process's work. A counting
             clock measures hidden communication exactly, even on a busy machine.
 

@@ -18,7 +18,7 @@ STRIDE_FREE: Mapping[Any, Any] = {
 
 
 class OneDevice(fx.Interpreter):
-    """Runs a traced program on one device. Views run as reshapes, because they need the strides of the trace.
+    """Runs a traced program on one device. Views run as reshapes, because a view needs the strides of the trace.
 
     A kernel's results may have other strides than in the trace, for example batch norm of a transposed value.
     """

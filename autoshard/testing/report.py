@@ -84,7 +84,7 @@ class CheckReport:
 
     @property
     def differing(self) -> tuple[Comparison, ...]:
-        """The comparisons that differ by more than rounding, of `precisely`, or of `comparisons` if it is empty."""
+        """The comparisons that differ by more than rounding: of `precisely`, or if that is empty, of `comparisons`."""
         if self.precisely:
             return tuple(item for item in self.precisely if not item.is_close(PRECISE_TOLERANCE))
         return tuple(item for item in self.comparisons if not item.is_close(self.tolerance))

@@ -68,7 +68,9 @@ def options_of(whole_step: WholeStep, model: nn.Module) -> dict[str, Any]:
 
 
 def train(network: nn.Module, call: Callable[..., Any], training: Training) -> dict[str, torch.Tensor]:
-    """Train a network; return outputs, gradients, parameters and buffers by name, such as "gradient layers.0.weight".
+    """Train a network; return the last step's outputs and gradients, and the parameters and buffers after it, by name.
+
+    Names are "output:0", "gradient layers.0.weight", "parameter layers.0.weight" and "buffer mean".
 
     Args:
         network: holds the parameters.

@@ -76,7 +76,10 @@ def assemble_program(joint: JointGraph, model: nn.Module, call: TracedCall) -> P
 
 
 def _reached(joint: JointGraph, inputs: Iterable[tuple[fx.Node, InputSlot]]) -> dict[str, frozenset[str]]:
-    """Return the names of the inputs to which autograd's graph surely leads from each output, by its tangent."""
+    """Return a dict from the name of each output's tangent to the names of inputs, for the tangents in `inputs`.
+
+    The inputs are those to which autograd's graph surely leads from the output.
+    """
     tangents = {slot.name for _, slot in inputs if slot.kind is InputKind.TANGENT}
     pairs = zip(joint.result.indices, joint.result.reached, strict=False)
     named = {f"tangent:{index}": frozenset(joint.slots[place][1] for place in places) for index, places in pairs}

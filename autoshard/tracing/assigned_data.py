@@ -17,7 +17,10 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class WriteAssignedData(TorchFunctionMode):
-    """Makes `tensor.data = value` copy `value` into `tensor` while the mode is active. A trace sees the copy."""
+    """Makes `tensor.data = value` copy `value` into `tensor` while the mode is active. A trace sees the copy.
+
+    The assignment raises TraceError if shapes or dtypes differ.
+    """
 
     def __torch_function__(
         self, func: Callable, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -26,7 +26,10 @@ Kept = Mapping[tuple[str, nn.Module, str], Any]
 
 @contextlib.contextmanager
 def keeping_attributes(model: nn.Module) -> Iterator[Callable[[], Kept]]:
-    """At exit, give each attribute of a module in which new tensors were stored its old value; delete a new attribute.
+    """At exit, undo the storing of new tensors in attributes of `model`'s modules.
+
+    Changed attributes get their old value or content, and new attributes are deleted. Attributes without new tensors
+    stay as they are.
 
     Yield a function that returns the attributes in which tensors were stored since entry. A tensor counts if it is the
     attribute's value, or an item of a dict, list, set or tuple in the attribute. Nested containers are not searched.
@@ -79,7 +82,9 @@ def _items(value: Any) -> set[int]:
 def keep_scalars(kept: Kept, accesses: Accesses, result: Result) -> list[Tensor]:
     """Return the scalars that a call left in attributes, and write the attributes' paths into `result.kept`.
 
-    These scalars become results of the program. An attribute counts only if the call did not read it before setting it.
+    These scalars become results of the program, so `result.indices` gets an index for each. An attribute counts only if
+    the call did not read it before setting it.
+
     The paths of all other attributes with new tensors go into `result.lost`, for two reasons. Large tensors would have
     to be gathered. An attribute that the call reads before setting it is a cache, or carries a value over from the
     previous call.

@@ -97,7 +97,7 @@ Padded = dict[int, Any]
 
 
 def bound_sizes(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return the graph with upper bounds in place of symbolic sizes; `UnboundedSizeError` if results might change."""
+    """Return the graph with bounds in place of symbolic sizes. Raises UnboundedSizeError if results might change."""
     if not any(map(_symbolic_sizes, graph_module.graph.nodes)):
         return graph_module
     return _Bounding(graph_module).run()
@@ -105,9 +105,9 @@ def bound_sizes(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 @dataclass(frozen=True, slots=True)
 class _SymbolStandIn:
-    """The replacement of a symbol, which is a number of rows with upper bound `bound`.
+    """The nodes that replace a symbol, which stands for a number of rows of at most `bound`.
 
-    `number` is a node that computes the number, and `is_padding` a node with a mask [bound] of the rows beyond it.
+    `number` computes this number as a scalar, and `is_padding` a bool mask [bound] of the rows behind it.
     """
 
     number: fx.Node
@@ -185,7 +185,10 @@ class _Bounding:
     # Numbers of rows.
 
     def _places_of(self, mask: Any, symbol: Any = None) -> fx.Node:
-        """Return a node with the indices of a mask's ones, `symbol` in number, then padding. Equal masks share one."""
+        """Return the node with the indices of the ones of `mask`, then padding; `symbol` stands for their number.
+
+        The node is emitted at the mask's first use, and found again later. Only then may `symbol` be None.
+        """
         if mask in self.places:
             places, known = self.places[mask]
             if symbol is not None and symbol != known:
@@ -271,7 +274,7 @@ class _Bounding:
         return self._bounded(expression)
 
     def _check_squeezed(self, node: Any) -> None:
-        """Raise `UnboundedSizeError` if a call squeezes a padded dim, which the original call removes at size one."""
+        """Raise UnboundedSizeError if a call squeezes a padded dim: with one row, the original would remove it."""
         padded, rank = self._of(self.copies[node.args[0]]), node.args[0].meta["val"].dim()
         dims = node.args[1] if len(node.args) > 1 else list(range(rank))
         if any(dim % rank in padded for dim in (dims if isinstance(dims, (list, tuple)) else [dims])):
@@ -295,7 +298,7 @@ class _Bounding:
         return self._checked_call(node, _BY_NUMBER[node.target], (operand, self._like(number, operand)), {})
 
     def _like(self, number: Any, operand: Any) -> Any:
-        """Return `number`, to be combined with `operand`. A node's number is cast to the operand's floating dtype."""
+        """Return `number` as an operand beside `operand`: if it is a node, cast to the operand's floating dtype."""
         dtype = operand.meta["val"].dtype
         if not isinstance(number, fx.Node) or not dtype.is_floating_point:
             return number
@@ -331,8 +334,8 @@ class _Bounding:
     def _checked_call(self, node: Any, target: Any, args: Any, kwargs: Any) -> fx.Node:
         """Emit a call, after filling the padding of its operands as the sharding rule demands.
 
-        Dims of its results whose size was symbolic count as padded. `UnboundedSizeError`: padding could change the
-        results.
+        Dims of its results whose size was symbolic count as padded. Raises UnboundedSizeError if padding could change
+        the results.
         """
         expected = [self._padded_dims(value) for value in tensor_values(node)]
         if target in CREATIONS:
@@ -423,7 +426,7 @@ class _Bounding:
 def _factors(target: Any, bound: BoundRule, operands: list[Padded], results: list[Padded]) -> frozenset[str]:
     """Return the factors of a sharding rule that stand for padded dims.
 
-    `UnboundedSizeError`: a factor stands for dims of different sizes, or the operator needs all elements along it.
+    Raises UnboundedSizeError if a factor stands for dims of several sizes, or if the operator needs all elements on it.
     """
     sides = [*zip(bound.inputs, operands, strict=True), *zip(bound.outputs, results, strict=True)]
     found: dict[str, Any] = {}

@@ -193,7 +193,10 @@ def count_targets(model: nn.Module, loss_fn: Callable[..., Any], count: int) -> 
 
 
 def check_fits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: int) -> None:
-    """Raise `TraceError` if `model.forward` does not accept these arguments without the last `targets` of `args`."""
+    """Raise `TraceError` if `model.forward` does not accept these arguments without the last `targets` of `args`.
+
+    Models with their own `__call__` or with forward pre-hooks, which may change the arguments, are not checked.
+    """
     if type(model).__call__ is not nn.Module.__call__ or model._forward_pre_hooks:
         return  # `forward` may get another call
     try:
@@ -233,8 +236,8 @@ class ModelCall:
     Args:
         loss_fn: applied to the model's outputs and the targets; None: the call returns the model's outputs.
         targets: number of targets, the last positional arguments. The model does not get them.
-        cast_inputs: applied to the model's own arguments, a pytree. If it is given, `loss_fn` gets outputs that are
-            narrower than float32 as float32.
+        cast_inputs: applied to the model's own arguments, a pytree. With `cast_inputs`, outputs narrower than float32
+            are cast to float32 before `loss_fn` gets them.
         loss_only: return only the first floating scalar of the result, which is the loss.
     """
 
@@ -275,7 +278,7 @@ def flatten_result(value: Any, result: Result) -> list[Tensor]:
 
 
 def warn_of_dropped(result: Result) -> None:
-    """Warn about objects of the model's result that become None in the program."""
+    """Log a warning for each object of the model's result that becomes None in the program."""
     for kind in result.dropped:
         _LOGGER.warning(
             "the model returns an object of type %s, which a program cannot return: it becomes None "

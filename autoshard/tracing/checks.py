@@ -43,10 +43,10 @@ def keeping_checks() -> Iterator[None]:
 
 
 def tie_checks(graph: fx.Graph, outputs: int) -> None:
-    """Change the graph so that each check of tensor values is an operand of a result, and thereby is not dead code.
+    """Make each check of tensor values an operand of a result, so that it is not dead code. Changes the graph in place.
 
-    AOTAutograd's descriptors do not separate the model's outputs from values that Python code read. The first `outputs`
-    of these results are the model's.
+    The first `outputs` plain results of the graph are the model's outputs. The plain results behind them are tensors
+    whose values Python code read, which AOTAutograd's descriptors do not tell apart from outputs.
     """
     output = graph.output_node()
     results, kinds = list(output.args[0]), output.meta["desc"]  # type: ignore[arg-type]

@@ -147,7 +147,7 @@ def answer_reads(
 ) -> Iterator[ConcreteReads]:
     """Within the context, answer Python's reads of tensor values; yield the record of these reads.
 
-    `known` and `counts` are those of `ConcreteValues`. If both are None, a read is an error.
+    `known` and `counts` are those of `ConcreteValues`. If both are None, a read raises torch's error for fake tensors.
     """
     if known is None and counts is None:
         with _Rewrites():

@@ -1,8 +1,8 @@
 """Operators with one result row for each nonzero element, traced with the example's number of rows.
 
 The shapes of `x[mask]`, `nonzero`, `masked_select`, `unique`, `bincount` and `repeat_interleave` depend on values. The
-program makes a tensor of the example's size. It also computes the number in later calls, and is not used if that
-differs. This way of tracing is for numbers of rows without an upper bound (`bounded`).
+program makes a tensor of the example's size. A later call computes the number of rows again, and needs a new trace if
+the number differs. This way of tracing is for numbers of rows without an upper bound (`bounded`).
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ class GradientCall:
     def of(cls, call: ModelCall, derivatives: Sequence[Derivative]) -> GradientCall:
         """Return the call for nested derivatives, the innermost first.
 
-        The first of `derivatives` is of the model's outputs, and each other one is of the result of the derivative
-        before it.
+        The first derivative is of the model's outputs. Each later derivative is of the result of the derivative before
+        it.
         """
         first, *rest = derivatives
         return cls.of(cls(call, first), rest) if rest else cls(call, first)

@@ -1,7 +1,7 @@
 """Computes the result's shape and strides of `aten::_grouped_mm` on meta and fake tensors.
 
-It accepts float32, float16 and bfloat16, and torch's own meta kernel only bfloat16. Importing this module replaces
-torch's. Rows of the result begin at multiples of 16 bytes, like those of torch's products on the CPU.
+Importing this module replaces torch's meta kernel, which accepts only bfloat16, by a function that also accepts float32
+and float16. Rows of the result begin at multiples of 16 bytes, like rows of torch's products on the CPU.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def _cond(
     false_fn: Callable[..., Any],
     operands: Sequence[Any],
 ) -> Any:
-    """Run the branch that the predicate chooses. If `vmap` gives each row its own predicate, run both and select.
+    """Run the branch that the predicate chooses. If `vmap` gives each row a predicate, run both, and select row by row.
 
     The result requires grad if the result of either branch would, as on one device.
     """

@@ -34,7 +34,7 @@ def record_initialisation(
 
     Args:
         model: any module; its parameters and buffers may be on any device, or on meta.
-        device: device of the model's tensors, now or later.
+        device: the device on which the recorded operators will run. The model's tensors may be elsewhere now.
         init_fn: called with each module, after the modules' own initialisers.
 
     Raises:

@@ -241,6 +241,9 @@ def _keep_assigned(state: Mapping[str, Tensor], given: Mapping[str, Tensor], aft
 def select_tangents(outputs: Sequence[Tensor], options: TraceOptions, returned: int) -> list[Tensor]:
     """Return a contiguous copy of each output, detached if the output gets no tangent (a gradient from outside).
 
+    If the call returns a loss, only losses get tangents, unless `options.all_tangents`. Otherwise all outputs do.
+    Without gradients or a backward (`options`), none does.
+
     No copy aliases another copy. A tangent has its output's layout, so it is contiguous too. The call returns the first
     `returned` outputs, and leaves all other outputs in attributes.
     """

@@ -99,9 +99,10 @@ def inner_runs(kinds: Sequence[int], margin: int, least: int = LEAST_LEFT_OUT) -
 
 
 def _longest_run(kinds: Sequence[int], start: int) -> tuple[int, int]:
-    """Return the period of the longest run that begins at block `start`, and how often its blocks repeat.
+    """Return the period and the number of units of the longest run that begins at block `start`.
 
-    The period is the number of blocks that repeat together. Among equally long runs, the shortest period counts.
+    The period is the number of blocks in a unit. Among equally long runs, the shortest period counts. Without a run,
+    the result is (1, 0).
     """
     best = (1, 0)
     for period in range(1, _MOST_PERIOD + 1):

@@ -56,7 +56,11 @@ class _Masked:
 
 
 def _set_item(x: Tensor, index: Any, value: Any) -> None:
-    """Assign `x[index] = value`, through a mask by one of the module's two forms."""
+    """Assign `x[index] = value`.
+
+    If `index` has a mask, the module's first form runs where it applies. Otherwise the second form runs if `value`
+    requires grad, and torch's own assignment if not.
+    """
     entries = list(index) if isinstance(index, tuple) else [index]
     if not any(map(_is_mask, entries)):
         x[index] = value

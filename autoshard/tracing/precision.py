@@ -204,9 +204,10 @@ def run_in_precision(model: nn.Module, dtype: torch.dtype, *args: Any, **kwargs:
 
 
 def place_casts(graph: fx.Graph) -> None:
-    """Move casts to save memory: an input is cast before its first use, a result right after its operand.
+    """Move casts within the graph to save memory.
 
-    Before the move, casts of parameters are the first nodes, and casts of gradients are the last nodes.
+    The cast of an input moves to right before its first use. A cast that is only returned moves to right behind its
+    operand. Before the move, casts of parameters are the first nodes, and casts of gradients are the last nodes.
     """
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in order:

@@ -120,7 +120,8 @@ def module_of_error(error: BaseException, model: nn.Module) -> tuple[str, nn.Mod
 def attribute_nodes(graph: fx.Graph) -> None:
     """Set `meta["module"]` and `meta["source"]` on every node: a module's path, and the user's line.
 
-    A backward node without an annotation takes those of its forward operator.
+    A backward node takes the path and line of its forward operator. If this operator is unknown, it takes its own
+    annotation, or the path and line of its first operand.
     """
     by_sequence: dict[int, tuple[str, str]] = {}
     for node in graph.nodes:

@@ -107,7 +107,7 @@ class Accesses:
 
 
 class _Noted(dict[int, tuple[nn.Module, set[str]]]):
-    """A dict from the `id` of a module to the module, which is kept alive, and to names of attributes."""
+    """A dict from the `id` of a module to (the module, names of attributes). The module is thereby kept alive."""
 
     def names(self, module: nn.Module) -> set[str]:
         found = self.get(id(module))

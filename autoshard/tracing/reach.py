@@ -95,9 +95,10 @@ def unreached_gradients(
     gradients: Sequence[tuple[fx.Node, OutputKind, str]],
     reached: Mapping[str, frozenset[str]],
 ) -> dict[str, frozenset[str]]:
-    """Return the names of the inputs whose gradient is None in a backward from one output alone, by its tangent.
+    """Return, for each tangent, the inputs whose gradient is None in a backward from the tangent's output alone.
 
-    The result is empty if fewer than two tangents exist, or if every input gets a gradient from every tangent.
+    Tangents and inputs are given by name. The dict is empty if fewer than two tangents exist, or if every input gets a
+    gradient from every tangent.
 
     Args:
         graph: the joint graph.

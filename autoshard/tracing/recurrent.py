@@ -70,7 +70,11 @@ class _Stack:
     def run(
         self, x: Tensor, states: Sequence[_State], weights: Sequence[_LayerWeights], lengths: Tensor | None = None
     ) -> tuple[Tensor, list[_State]]:
-        """Return the last layer's result, and the last state of each layer and direction."""
+        """Return the last layer's result, and the last state of each layer and direction.
+
+        `states` and `weights` have an item for each layer and direction: both directions of layer 0, then layer 1, and
+        so on.
+        """
         last, ways = [], 2 if self.bidirectional else 1
         for layer in range(self.layers):
             if layer > 0 and self.train and self.dropout > 0.0:
@@ -115,7 +119,7 @@ def _rnn_direction(relu: bool) -> _Direction:
 
 
 def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
-    """Return the tensors in `dtype`, that of the inputs' product, which is narrower under autocast."""
+    """Return the tensors cast to `dtype`, the dtype of the inputs' product. Autocast makes this dtype narrower."""
     return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
 
 

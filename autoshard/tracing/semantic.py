@@ -207,7 +207,10 @@ def _wide_cross_entropy(
 def _weighted_rows(
     rows: Tensor, target: Tensor, weight: Tensor, ignore_index: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of each row [N] under class weights [C], and the number by which a mean divides."""
+    """Return the loss of each row [N] under class weights [C], and the sum of the rows' weights, for a weighted mean.
+
+    Ignored rows have loss and weight 0.
+    """
     is_counted = target != ignore_index
     safe = torch.where(is_counted, target, 0)
     log_p = F.log_softmax(rows, dim=-1)

@@ -55,9 +55,9 @@ def shorten(model: nn.Module, kept: int | None = KEPT) -> ShortModel:
 
 
 def block_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList, tuple[int, ...]]]:
-    """Yield path, blocks and kinds of each list of blocks.
+    """Yield (path, blocks, kinds) of each list of blocks.
 
-    Kinds are a number for each block, equal for equal blocks.
+    `kinds` has a number for each block. Equal blocks have equal numbers.
     """
     for path, blocks in _outer_lists(model):
         numbers: dict[object, int] = {}
@@ -88,7 +88,7 @@ def _block_list(path: str, kinds: tuple[int, ...], kept: int) -> BlockList:
 def _signature(block: nn.Module | None, counting: frozenset[tuple[str, str]]) -> object:
     """Return an object that is equal for equal blocks.
 
-    `counting` are attributes that number blocks, and do not count.
+    `counting` has the attributes that number the blocks, as (submodule's path, name). The comparison ignores them.
     """
     if block is None:
         return None

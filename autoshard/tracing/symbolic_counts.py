@@ -90,9 +90,7 @@ class SymbolicCounts:
             known(symbol, number)
 
     def computed(self, expressions: Sequence[Any]) -> list[Tensor]:
-        """Return a traced bool tensor for each expression of symbols.
-
-        A later call computes whether the expression holds.
+        """Return a traced bool tensor for each expression of symbols, by which a later call computes whether it holds.
 
         Raises:
             ValueUnavailableError: the example does not decide whether an expression holds.

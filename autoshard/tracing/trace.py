@@ -91,8 +91,8 @@ def trace(
         compute_dtype: type of computation for wider parameters and inputs, as in `tracing.precision`.
         seed: seed of random operators, for models that read values which depend on random numbers.
         device: assumed device of tensors on meta; default: the device of the first tensor that is not on meta.
-        values: context in which parameters on meta have their values. Entered only if the model reads values of its
-            parameters, or only Dynamo can trace it.
+        values: function that takes the model, and returns a context in which parameters on meta have their values. It
+            is called only if the model reads values of its parameters, or if only Dynamo can trace the model.
         derivatives: derivatives to return instead of the model's outputs, the innermost first. `args` then belong to
             the outermost derivative, as in `autoshard.ir.derivative`.
         loss_only: the program returns only the first floating scalar of the model's outputs, without the nodes that

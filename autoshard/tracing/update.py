@@ -111,12 +111,18 @@ class _Appending:
         return self._call(_aten.add.Tensor, one, two, of=_module(two), name="sum_of_norm")
 
     def _inverse(self, total: fx.Node) -> fx.Node:
-        """Return the input with the inverse of the scale of the loss, in float32, on the device of `total`."""
+        """Add an input for the inverse of the loss's scale, a float32 scalar, and return its node.
+
+        The scalar is on the device of `total`.
+        """
         value: Tensor = total.meta["val"]
         return self._placeholder(InputKind.UNSCALE, "unscale:all", value.new_empty((), dtype=torch.float32))
 
     def _unscaled(self, squares: fx.Node, inverse: fx.Node | None) -> fx.Node:
-        """Return a sum of squares of gradients without the scale. One product after the other does not underflow."""
+        """Return the sum of squares of the gradients without the loss's scale: `squares` times `inverse`, twice.
+
+        Two products do not underflow, but the square of `inverse` might. If `inverse` is None, return `squares`.
+        """
         if inverse is None:
             return squares
         return self._call(_aten.mul.Tensor, self._call(_aten.mul.Tensor, squares, inverse), inverse)
@@ -125,7 +131,8 @@ class _Appending:
         """Return the factor that clips all gradients and removes the scale of the loss, a scalar; None if it is 1.
 
         Args:
-            norm: the norm of all gradients; None in a stage, which computes the norm from the sum over all stages.
+            norm: the norm of all gradients. None in a pipeline stage, which gets an input for the sum of squares over
+                all stages here, and computes the norm from it.
             own: the sum of squares of the gradients of this program.
             inverse: the inverse of the scale of the loss; None without scaling.
         """
@@ -157,7 +164,10 @@ class _Appending:
                 yield OutputSlot(node.name, OutputKind.STATE_UPDATE, state_slot(name, item.name)), node
 
     def _updated(self, gradients: dict[str, fx.Node]) -> Iterator[_Updated]:
-        """Yield the parameters with a gradient and a group, in the model's order, with the inputs of their updates."""
+        """Yield the parameters with a gradient and a group, in the model's order, with the inputs of their updates.
+
+        Placeholders for state and hyper-parameters are added to the program.
+        """
         groups, hypers, nodes = self.update.group_of(), dict[int, fx.Node](), self.program.nodes_by_name()
         for slot in self.program.inputs_of(InputKind.PARAMETER):
             number = groups.get(slot.name)
@@ -248,7 +258,8 @@ class _Appending:
     def _value(self, target: Any, args: tuple[Any, ...]) -> Any:
         """Return the fake result of a call.
 
-        Calls on operands of equal shape, strides, dtype and device share one result.
+        Calls of one operator with equal numbers, on operands of equal shape, strides, dtype and device, share one
+        result.
         """
         values = fx.map_arg(args, lambda node: node.meta["val"])
         if target is operator.getitem:
