@@ -88,7 +88,7 @@ def rename_plan(plan: Plan, alike: Program, stage: Program) -> Plan:
 def rename_slots(phased: PhasedProgram, alike: Program, stage: Program) -> PhasedProgram:
     """Return the lowered program of `stage`: the lowered program of `alike` with the slot names of `stage`.
 
-    Both results share the same graphs, which are not copied.
+    The result shares its graphs with `phased`.
     """
     taken, given = _slot_names(alike, stage)
     lowered = phased.lowered

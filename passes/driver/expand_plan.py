@@ -33,9 +33,9 @@ _Unit = tuple[int, int]
 
 
 def expand_for(plan: Plan, program: Program, request: Request, trace: Callable[[Request], Program]) -> Plan:
-    """Return the plan of a call's whole traced program, from a plan without inner blocks or the gradients' norm.
+    """Return the plan of a call's whole traced program, from a plan that lacks inner blocks or the gradients' norm.
 
-    Any other plan is returned unchanged.
+    A plan that lacks neither is returned unchanged.
 
     Raises:
         PlanMismatchError: the plan is for another program, or its left-out blocks are not like the blocks beside them.

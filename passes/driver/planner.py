@@ -260,7 +260,7 @@ class Planner:
     def begun(self) -> tuple[Planner, Ceiling]:
         """Return a planner whose searches share one time limit, and the limit.
 
-        It starts now if the planner has none.
+        The limit is `self.ceiling`. If this is None, a limit of `time_budget_s` starts now.
         """
         ceiling = self.ceiling or Ceiling.within(self.time_budget_s)
         return replace(self, ceiling=ceiling), ceiling

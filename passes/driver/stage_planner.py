@@ -134,9 +134,10 @@ class StagePlanner:
 
 
 def _whole(program: Program, staged: StagedProgram, own: Sequence[int]) -> PhasedProgram:
-    """Return one program with the inputs and results of all stages in `own`, those of one process.
+    """Return one program with the inputs and results of all stages, and the updated values of the stages in `own`.
 
-    It tells the runtime which values the process takes and returns. Its graphs never run.
+    The stages in `own` are those of this process. The program tells the runtime which values the process takes and
+    returns. Its graphs never run.
     """
     found: dict[tuple[str, str], LocalSlot] = {}
     for stage in staged.stages:

@@ -66,7 +66,7 @@ class StageSearch:
         self.keys.extend(self._key(number) for number in range(len(self.cut.stages)))
 
     def stage(self, number: int, limit: float | None) -> StageProgram:
-        """Return the plan and program of a stage within a memory limit of its rank, in bytes.
+        """Return the plan and program of a stage within `limit` bytes on its rank; None: the limit of the call.
 
         If nothing fits in the limit, the stage is searched within the bytes of the smallest plan that is known. A stage
         like a searched stage shares that stage's graphs, and has slots with its own names.

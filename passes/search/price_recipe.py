@@ -46,7 +46,7 @@ class LayerTimes(NamedTuple):
         backward_s: seconds of the backward, without recomputation.
         recompute_s: seconds of the recomputation in the backward.
         input_gradient_s, weight_gradient_s: seconds of the two parts of a cut backward, together at least `backward_s`.
-        dense, expert: numbers of trained parameters outside of experts, and in experts.
+        dense, expert: numbers of trained parameters on a rank before ZeRO, outside of experts and in experts.
         communication: for each layer class, the seconds of exposed communication in both passes, by axis.
     """
 
@@ -141,7 +141,7 @@ def _passing(busy_s: float, first_s: float, gather_s: float, copy_s: float, reci
 def copies_time(price: LayerPrice, recipe: Execution, cluster: Cluster, *, is_block: bool) -> tuple[float, float]:
     """Return the seconds of copying a layer's kept values to the host, and the seconds of copying them back.
 
-    Both are 0 for the embedding and the head.
+    Both are 0 if the recipe does not offload activations, and for the embedding and the head (`is_block` is False).
     """
     if recipe.offload != "activations" or not is_block:
         return 0.0, 0.0
@@ -291,7 +291,7 @@ def accumulation_bytes(price: LayerPrice, recipe: Execution) -> float:
 
 
 def model_flops(layers: Mapping[str, LayerPrice], blocks: Sequence[str], recipe: Execution) -> float:
-    """Return the FLOPs of products and attention in a step without recomputation, as a mean over pipeline ranks."""
+    """Return a device's FLOPs in products and attention in a step, without recomputation: a mean over pipeline ranks."""
     names = [BEFORE, *blocks, AFTER]
     counts = {name: names.count(name) for name in dict.fromkeys(names)}
     per_micro = math.fsum(

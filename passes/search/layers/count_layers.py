@@ -131,8 +131,8 @@ class Saved:
 
     Args:
         is_core: whether the value belongs to attention's core.
-        is_operand: whether only products that make parameters' gradients read the value. Then it may have the precision
-            of these products.
+        is_operand: whether the backward reads the value only in products that compute gradients of parameters. Such a
+            value may be stored in the precision of these products.
     """
 
     value: Sized

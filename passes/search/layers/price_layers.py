@@ -100,7 +100,7 @@ class LayerPrice:
     Args:
         saved_bytes: bytes of values that the forward keeps for the backward.
         core_bytes: the part of `saved_bytes` in attention's core.
-        entering_bytes: bytes of values from other layer classes.
+        entering_bytes: bytes of values of other layer classes that the forward reads.
         workspace_bytes: the most bytes that one kernel reads and writes, without saved values.
         parameters: elements on each rank, before ZeRO, of the parameters that all replicas hold.
         matrices: the number of these parameters that have two dims or more.
@@ -143,7 +143,7 @@ class LayerPrice:
 
 @dataclass(frozen=True, slots=True)
 class KernelPricer:
-    """The hardware and software that run kernels.
+    """Price single kernels on a device.
 
     Args:
         precision: the precision of products in blocks. Outside of blocks, "f8" counts as 16 bits.
@@ -285,7 +285,7 @@ class LayerPricer:
     def price(self, key: Key, layer: LayerClass, batch: int, sizes: Sizes) -> LayerPrice:
         """Return the price of a layer class for `batch` sequences, on axes of the given sizes.
 
-        Layer classes with equal `key` are equal, and are prepared once.
+        Layer classes with the same `key` must be equal, because results are cached by `key`, `batch` and `sizes`.
         """
         if key not in self._parts:
             self._parts[key] = self._parts_of(layer, is_block=key[1] not in (BEFORE, AFTER))
