@@ -75,9 +75,10 @@ DistributedDataParallel, which always stores all gradients, needs a further 6 %.
 
 
 def limits_on(cluster: Cluster | None) -> tuple[Sequence[InFlight], float]:
-    """Return the limits to try on a cluster, in order, and the growth of the peak memory that overlap may cause.
+    """Return the limits to try on a cluster, in order, and the growth of the peak memory to allow.
 
-    The growth is a share of the peak memory without overlap. None stands for a cluster that overlaps communication.
+    The limits are on collectives under way. The growth is the most that these collectives may add to the peak memory,
+    as a share of the peak without them. If `cluster` is None, communication is taken to overlap with computation.
     """
     overlaps = cluster is None or overlap_of(cluster) is not None
     return (WITH_OVERLAP, SHARE_WITH_OVERLAP) if overlaps else (WITHOUT_OVERLAP, SHARE_WITHOUT_OVERLAP)

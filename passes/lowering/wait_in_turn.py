@@ -28,7 +28,7 @@ from passes.preparation.rewriting import in_order
 
 @dataclass(frozen=True, slots=True)
 class WaitInTurn:
-    """Moves second reductions, and waits for buckets, to earlier places.
+    """Moves reductions of already reduced gradients over another mesh axis, and the waits before them, to earlier places.
 
     With `most_held`, at most this many reduce-scatters are under way at once.
     """

@@ -266,8 +266,8 @@ def _experts(planning: PlanningProblem, axis: str, experts: Experts | None, name
     """Yield sites that use matrices of experts, with a flag for each strategy.
 
     The flag says whether the strategy splits the matrices over `axis` as `experts` says. For WHOLE, it says whether the
-    strategy splits them in any way. For SHARED_OUT, the parameters are yielded too, because experts that are shared out
-    among ranks are shared out at rest.
+    strategy splits the matrices over `axis` at all. For SHARED_OUT, the parameters are yielded too, because experts
+    that are shared out among ranks are shared out at rest.
     """
     for slot in planning.space.program.inputs_of(InputKind.PARAMETER):
         if experts is None or slot.name not in names:
