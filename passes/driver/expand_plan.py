@@ -110,7 +110,7 @@ class _ExpandedRecompute:
     whole: Program
 
     def expand(self, items: Sequence[_Restored]) -> tuple[_Restored, ...]:
-        """Return the whole program's restored values in the program's order, from those of the short program."""
+        """Return the values that the whole program restores, in order, from `items`, which the short program restores."""
         if not items:
             return ()
         known, nodes = {item.name: item for item in items}, self.whole.nodes_by_name()
@@ -134,7 +134,7 @@ class _ExpandedRecompute:
 
 
 def match_nodes(short: Program, whole: Program) -> dict[str, str]:
-    """Return the name of a node in `short` for each name of a node in `whole`.
+    """Return for each node's name in `whole` the name of the matching node in `short`.
 
     Raises:
         NotAlikeError: a unit has other nodes than the unit that stands for it, or reads other values.

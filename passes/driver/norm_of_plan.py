@@ -110,7 +110,10 @@ def _has_other_readers(program: Program, slot: OutputSlot) -> bool:
 
 
 def _check_has_gradients(plan: Plan, nodes: Sequence[fx.Node]) -> None:
-    """Raise `PlanMismatchError` if a call among `nodes` is not in the plan, because it serves the norm alone."""
+    """Raise `PlanMismatchError` if the plan lacks a call of `nodes`.
+
+    Such a call serves the norm alone. An example is the gradient of a parameter that the optimizer does not update.
+    """
     for node in nodes:
         if node.op == "call_function" and node.target is not operator.getitem and node.name not in plan.nodes:
             raise PlanMismatchError(

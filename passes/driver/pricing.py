@@ -147,7 +147,7 @@ def has_frozen_masters(model: nn.Module) -> bool:
 
 
 def _narrowed(model: nn.Module, example_inputs: ExampleInputs, dtype: torch.dtype) -> tuple[nn.Module, ExampleInputs]:
-    """Return a model on meta and its inputs in a 16-bit type. The original parameters stay as master weights."""
+    """Return a copy of a model on the meta device, and its inputs, both in the 16-bit type `dtype`."""
     on_meta: dict[int, Any] = {
         id(item): nn.Parameter(item.detach().to("meta"), requires_grad=item.requires_grad)
         for item in model.parameters()

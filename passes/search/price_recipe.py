@@ -34,7 +34,7 @@ from passes.search.price_phases import PhaseTime, phase_time
 from passes.search.recipe_groups import Groups, in_pieces
 
 HOST = "the host"
-"""The name of the host among the axes, for the time of copies to the host and back."""
+"""Key for the seconds of copies to the host and back, in dicts whose other keys are the names of axes."""
 
 
 class LayerTimes(NamedTuple):
@@ -47,7 +47,7 @@ class LayerTimes(NamedTuple):
         recompute_s: seconds of the recomputation in the backward.
         input_gradient_s, weight_gradient_s: seconds of the two parts of a cut backward, together at least `backward_s`.
         dense, expert: numbers of trained parameters on a rank before ZeRO, outside of experts and in experts.
-        communication: for each layer class, the seconds of exposed communication in both passes, by axis.
+        communication: for each layer class, the seconds of exposed communication in forward and backward, by axis.
     """
 
     forward_s: Floats
@@ -123,7 +123,7 @@ class _PassTimes(NamedTuple):
 
 
 def _passing(busy_s: float, first_s: float, gather_s: float, copy_s: float, recipe: Execution) -> _PassTimes:
-    """Return the times of a forward or backward that runs beside ZeRO's collectives and copies to or from the host.
+    """Return the times of a forward or backward with ZeRO's collectives (`gather_s`) and copies to the host (`copy_s`).
 
     `busy_s` is the time of the pass without transfers. `first_s` is the time of the first part of a cut backward,
     beside which all transfers run. The recipe's runtime says which transfers overlap with computation.
@@ -281,7 +281,8 @@ def accumulation_bytes(price: LayerPrice, recipe: Execution) -> float:
     """Return the bytes of device memory that move when a micro-batch's gradients of one layer are added to sums.
 
     A local sum reads each gradient, and reads and writes the sum. If each micro-batch's gradients are reduced instead
-    (`Execution.reduces_each`), FSDP copies them into a flat buffer, and casts it to the dtype of the reduction.
+    (`Execution.reduces_each`), the bytes are those of FSDP's copy into a flat buffer, and of its cast to the dtype of
+    the reduction. With a single micro-batch that is not reduced so, the result is 0.
     """
     gradient = GRADIENT_BYTES[recipe.runtime.gradient_dtype]
     elements = price.trained + price.trained_experts

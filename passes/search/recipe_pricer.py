@@ -51,7 +51,7 @@ from passes.search.recipe_space import Pipe
 ROUNDING = 1.0 - 1e-9
 
 _MANY = 2**40
-"""A number of micro-batches beside which the first and the last one do not count."""
+"""So many micro-batches that the first and the last one take a negligible share of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +194,9 @@ class RecipePricer:
     def least_time_in_sizes(self, recipe: Execution, size: int) -> float:
         """Return a lower bound, in seconds, of a step in any pipeline and with any micro-batch that divides `size`.
 
-        Kernels and collectives take at most n times as long for n times the sequences. So no
-        size takes less time for a sequence than `size`. A single micro-batch adds no gradients, and only with many
-        micro-batches a runtime may hide the exchanges of experts.
+        Kernels and collectives take at most n times as long for n times the sequences. So a sequence takes the least
+        time in micro-batches of `size`. A single micro-batch adds no gradients, and only with many micro-batches a
+        runtime may hide the exchanges of experts. The lower of both times counts.
         """
         counts, share = self._counts_of(self.layers(recipe)), recipe.batch / (recipe.data * recipe.pipeline * size)
         numbers = (1, _MANY) if recipe.runtime.overlap_expert else (1,)

@@ -235,8 +235,8 @@ _ALIKE = (
 
 
 def alike(recipe: Recipe) -> Only:
-    """Return the restriction to recipes that have the same fields `_ALIKE` as `recipe`.
+    """Return the restriction to recipes that agree with `recipe` in the fields `_ALIKE`.
 
-    Fields that are None stay free.
+    Fields of `recipe` that are None stay free.
     """
     return {name: (getattr(recipe, name),) for name in _ALIKE if getattr(recipe, name) is not None}

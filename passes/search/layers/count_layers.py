@@ -42,7 +42,7 @@ from passes.strategies.workspaces import workspace_bytes
 
 _Key = tuple[str, int]
 FUSED = "fused"
-"""The operator's name of a kernel that runs a chain of several calls."""
+"""`LayerKernel.operator` of a kernel that runs a chain of several calls."""
 aten = torch.ops.aten
 _PRODUCTS = frozenset({aten.mm.default, aten.bmm.default})
 _EXCHANGED: Mapping[Any, Any] = {

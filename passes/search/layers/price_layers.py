@@ -106,7 +106,7 @@ class LayerPrice:
         matrices: the number of these parameters that have two dims or more.
         expert_parameters: elements on each rank of the parameters that the expert axis splits.
         frozen, frozen_experts: the elements of `parameters` and of `expert_parameters` that have no gradient.
-        phase: prices the "forward" or the "backward".
+        phase: function from "forward" or "backward" to the price of this phase.
     """
 
     saved_bytes: int
@@ -343,7 +343,7 @@ class LayerPricer:
 def _traffic(sent: Sent, batch: int, sizes: Sizes, entering: int) -> AxisTraffic:
     """Return a collective for `batch` sequences, on axes of the given sizes.
 
-    `entering` has the bytes of values that enter the layer class, from which `copies` follows.
+    `entering` is the bytes of values of other layer classes that the layer reads. `AxisTraffic.copies` follows from it.
     """
     size = sent.value.local_bytes(batch, {**sizes, EXPERT: 1})
     copies = max(1.0, size / entering) if sent.axis == EXPERT and entering else 1.0

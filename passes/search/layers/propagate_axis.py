@@ -437,7 +437,7 @@ def _split_at(dim: int) -> PartitionSpec:
 
 
 def _gradient_owners(space: SearchSpace, parameters: frozenset[str]) -> dict[_Key, str]:
-    """Return the parameter's name for each gradient of a parameter, and for each addend of a gradient, by its key."""
+    """Return for each gradient of a parameter, and for each addend of such a gradient, the parameter's name."""
     owners = {
         (link.tail, link.result): link.head for link in space.links if link.operand < 0 and link.head in parameters
     }
