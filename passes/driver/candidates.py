@@ -42,8 +42,8 @@ class Candidate:
         proposal: the recipe that the outer search proposed, without the fields that the search over specs decides.
         is_spare: whether the candidate is planned only if no earlier candidate has a plan.
         is_for_memory: whether the candidate is planned only if each earlier plan recomputes or offloads values.
-        exact: the recipe that the outer search proposed, with all its fields. If the time budget cuts the search, and the plan is much slower
-            than `price_s`, the candidate is planned again within this recipe.
+        exact: the recipe that the outer search proposed, with all its fields. If the time budget cuts the search, and
+            the plan is much slower than `price_s`, the candidate is planned again within this recipe.
         price_s: the price of the proposed recipe, in seconds of a step; None if the recipe has no price.
         varies: whether micro-batches may be larger or smaller than the proposal's, see `resized`.
     """

@@ -110,7 +110,7 @@ class _ExpandedRecompute:
     whole: Program
 
     def expand(self, items: Sequence[_Restored]) -> tuple[_Restored, ...]:
-        """Return the values that the whole program restores, in order, from `items`, which the short program restores."""
+        """Return the values that the whole program restores, in its order; `items` are those of the short program."""
         if not items:
             return ()
         known, nodes = {item.name: item for item in items}, self.whole.nodes_by_name()

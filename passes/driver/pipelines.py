@@ -110,7 +110,6 @@ def pipeline_arguments(
 
 
 def _of_order(plan: Plan, order: PipelineOrder) -> dict[str, Any]:
-    """Return the arguments that the order of a plan's stages decides, by name."""
     return {
         "micro_batches": order.micro_batches,
         "schedule": plan.schedule,

@@ -22,8 +22,8 @@ class PlanOptions:
     Args:
         constraints: pattern (glob) of qualified names → the spec that matching values must have.
         memory_budget: bytes on each device; None: no limit.
-        time_budget_s: seconds that all searches together may take, by which axes are tied (`space_in_time`). `control`
-            ends the searches.
+        time_budget_s: seconds that all searches together may take. If a search may need more, mesh axes are tied
+            (`space_in_time`). `control` ends the searches.
         state_bytes_per_parameter_byte: optimizer state as a multiple of the parameters' bytes (2 for Adam in float32).
         strict: whether an operator without a sharding rule is an error.
         with_baselines: whether to price the known recipes too, such as FSDP.

@@ -78,7 +78,7 @@ class StagePlanner:
         return CompiledProgram(whole, plan, sharded, request.update, found, program.python, weights, staged, own)
 
     def _plans_for(self, request: Request) -> StagePlans:
-        """Return the planner for a call. A call without gradients runs as a whole batch, not in micro-batches."""
+        """Return the planner of a call's stages. A call without gradients runs in one batch, not in micro-batches."""
         if request.update is not None:
             return StagePlans(self.planner.begun()[0], self.pipeline)
         gather = request.outputs is Outputs.WHOLE or self.planner.gather_outputs

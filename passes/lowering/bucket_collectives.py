@@ -189,7 +189,7 @@ class _BucketMember:
 class _Bucket:
     """Collectives that one collective replaces.
 
-    `whole_bytes` is the size of one rank's piece of the bucket, in bytes, in the program with the left-out blocks.
+    `whole_bytes` is the bytes of one rank's piece of the bucket in the whole program, left-out blocks included.
     """
 
     members: tuple[_BucketMember, ...]

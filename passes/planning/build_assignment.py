@@ -77,9 +77,9 @@ class PlanningProblem:
         return self.space.sites[name].strategies[choice[self.classes[name]]]
 
     def counts(self) -> Mapping[str, int]:
-        """Return, by a site's name, how many equal sites of the whole model it stands for.
+        """Return for each site's name the number of equal sites of the whole model that the site stands for.
 
-        An absent site stands for itself alone.
+        A site that is absent from the result stands for itself alone.
         """
         return self.repeated.site_counts()
 

@@ -123,7 +123,7 @@ class _PassTimes(NamedTuple):
 
 
 def _passing(busy_s: float, first_s: float, gather_s: float, copy_s: float, recipe: Execution) -> _PassTimes:
-    """Return the times of a forward or backward with ZeRO's collectives (`gather_s`) and copies to the host (`copy_s`).
+    """Return the times of a forward or backward beside ZeRO's collectives (`gather_s`) and host copies (`copy_s`).
 
     `busy_s` is the time of the pass without transfers. `first_s` is the time of the first part of a cut backward,
     beside which all transfers run. The recipe's runtime says which transfers overlap with computation.
@@ -280,9 +280,9 @@ def send_time(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Group
 def accumulation_bytes(price: LayerPrice, recipe: Execution) -> float:
     """Return the bytes of device memory that move when a micro-batch's gradients of one layer are added to sums.
 
-    A local sum reads each gradient, and reads and writes the sum. If each micro-batch's gradients are reduced instead
-    (`Execution.reduces_each`), the bytes are those of FSDP's copy into a flat buffer, and of its cast to the dtype of
-    the reduction. With a single micro-batch that is not reduced so, the result is 0.
+    A local sum reads each gradient, and reads and writes the sum. With `Execution.reduces_each`, gradients are reduced
+    instead of added. The bytes are then those of FSDP's copy into a flat buffer, and of its cast to the dtype of the
+    reduction. Otherwise the result for a single micro-batch is 0.
     """
     gradient = GRADIENT_BYTES[recipe.runtime.gradient_dtype]
     elements = price.trained + price.trained_experts
@@ -292,7 +292,10 @@ def accumulation_bytes(price: LayerPrice, recipe: Execution) -> float:
 
 
 def model_flops(layers: Mapping[str, LayerPrice], blocks: Sequence[str], recipe: Execution) -> float:
-    """Return a device's FLOPs in products and attention in a step, without recomputation: a mean over pipeline ranks."""
+    """Return the FLOPs of one device in products and attention per step, without recomputation.
+
+    They are a mean over pipeline ranks.
+    """
     names = [BEFORE, *blocks, AFTER]
     counts = {name: names.count(name) for name in dict.fromkeys(names)}
     per_micro = math.fsum(

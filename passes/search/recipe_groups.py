@@ -133,7 +133,7 @@ def sorting_time(item: AxisTraffic, recipe: Execution, cluster: Cluster) -> floa
 
 
 _LISTED_S = 2e-5
-"""Seconds of the host for each rank of a collective with a list of tensors: a view and a copy, made from C++.
+"""Seconds of the host for each rank of a collective that takes a list of tensors: C++ makes a view and a copy.
 
 Source: jiahuanglin.xyz, all_lessons/gpu_kernel_serving/18_pytorch_to_kernel, 5 to 25 us.
 """

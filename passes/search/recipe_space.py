@@ -166,8 +166,7 @@ class RecipeSpace:
         least_tokens: the smallest number of tokens of a sequence on a context rank, where inputs are tokens.
         offloads: whether activations may go to the host.
         only: searched field → its allowed values. A group of all replicas is `zero_group=None`.
-        zero_groups: the allowed values of `zero_group`, beside those in `only`. Here a group of all replicas may also be
-            named by its size.
+        zero_groups: a further restriction of `zero_group`. Here a group of all replicas may also be named by its size.
         runs: whether to have only recipes with a program that `compile` can run.
 
     Raises:
@@ -319,7 +318,7 @@ class RecipeSpace:
         return name not in self.only or value in self.only[name]
 
     def recipe(self, layout: Layout, policy: ActivationPolicy, pipe: Pipe, sharding: Sharding) -> Execution:
-        """Return the recipe of one choice of each of the four steps, with the other fields of `base`."""
+        """Return the recipe with a layout, policy, pipeline and sharding, and with all other fields of `base`."""
         made = {
             **_fields_of(self.base),
             "data": self.devices // layout.ranks // pipe.pipeline,

@@ -275,9 +275,9 @@ class _BestFirst:
             self._push(least, self.space.recipe(node.layout, node.policy, pipe, node.sharding))
 
     def _recipe(self, layout: Layout, policy: ActivationPolicy, ranks: int, sharding: Sharding) -> Execution:
-        """Return a recipe of a set, for bounds that do not depend on the schedule.
+        """Return a recipe with these choices, for bounds that do not depend on the schedule.
 
-        With several pipeline ranks, it has 1F1B.
+        The schedule is 1F1B if there are several pipeline ranks.
         """
         pipe = Pipe(ranks, "1F1B") if ranks > 1 else Pipe()
         return self.space.recipe(layout, policy, pipe, sharding)

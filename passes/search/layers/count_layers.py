@@ -329,7 +329,7 @@ class _LayerCounter:
     def _inside(self, layer: fx.Node) -> Sized:
         """Return a tensor as large as the temporary memory of a call of experts.
 
-        Dim 0 has one row for each token and expert.
+        Dim 0 has one row for each token and each of its experts.
         """
         rows = self._rows(layer, 1)
         width = math.ceil(workspace_bytes(layer) / (math.prod(rows.first) * rows.itemsize))

@@ -114,10 +114,10 @@ class Policy:
 
 
 def axis_space(program: Program) -> SearchSpace:
-    """Return the strategies of each call of a canonical program on one axis, without communication inside of calls.
+    """Return the strategies of each call of a canonical program on one axis.
 
-    Ring attention and the exchange inside of experts have no price here. The expert axis gets its exchanges from
-    `route_tokens.shared_layers`.
+    Strategies that communicate inside a call (ring attention, the exchange of experts) are left out, because they have
+    no price here. The expert axis gets its exchanges from `route_tokens.shared_layers`.
     """
     space = EnumerateStrategies(MESH)(program)
     return replace(space, sites={name: _without_exchanges(site) for name, site in space.sites.items()})
