@@ -162,8 +162,8 @@ def state_bytes(trained: Any, frozen: Any, shards: Any, recipe: Execution) -> di
     `trained` and `frozen` are the numbers of parameters with and without gradients, before ZeRO shards them over
     `shards` ranks. They may be numbers, arrays or symbols.
 
-    Beside float32 master weights, a copy of each parameter in `recipe.precision` counts below ZeRO-3, if the runtime
-    has `narrow_copies` or there is no pipeline. Without a pipeline, the search over specs may shard a parameter further
+    Below ZeRO-3, a copy of each float32 master weight in `recipe.precision` counts too, if the runtime has
+    `narrow_copies` or there is no pipeline. Without a pipeline, the search over specs may shard a parameter further
     than the recipe says, and gather this copy. In a pipeline the copy would be gathered for each micro-batch. Frozen
     parameters have master weights only with `frozen_masters`.
     """
