@@ -88,7 +88,7 @@ def rename_plan(plan: Plan, alike: Program, stage: Program) -> Plan:
 def rename_slots(phased: PhasedProgram, alike: Program, stage: Program) -> PhasedProgram:
     """Return the lowered program of `stage`: the lowered program of `alike` with the slot names of `stage`.
 
-    Both results share the same graphs, which are not copied.
+    The result shares its graphs with `phased`.
     """
     taken, given = _slot_names(alike, stage)
     lowered = phased.lowered
@@ -121,10 +121,10 @@ def _same_places(alike: Program, stage: Program) -> dict[str, str]:
 
 
 def _slot_names(alike: Program, stage: Program) -> tuple[dict[tuple[str, str], str], dict[str, str]]:
-    """Return the slots of `stage` at the same positions as the slots of `alike`, as two dicts.
+    """Return the names in `stage` of the slots of `alike`, as two dicts. Slots at the same position correspond.
 
-    The first dict has names of inputs of `stage`. Its keys are kind and name of an input of `alike`. The second dict
-    has keys of results of `stage`, such as "output 0" (`result_key`), by the key of a result of `alike`.
+    The first dict maps (kind, name) of an input of `alike` to the name of the input of `stage`. The second dict maps
+    the key of a result of `alike`, such as "output 0" (`result_key`), to the key of the result of `stage`.
     """
     taken = {(one.kind.value, one.name): other.name for one, other in zip(alike.inputs, stage.inputs, strict=True)}
     given = {_key(one): _key(other) for one, other in zip(alike.outputs, stage.outputs, strict=True)}

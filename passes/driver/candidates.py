@@ -39,11 +39,11 @@ class Candidate:
         meshes: specs are searched on each of these meshes, and the fastest plan is kept. A pipeline has one mesh.
         micro_batches: number of micro-batches in a step.
         recipe: restricts the plan; None: no restriction.
-        proposal: the recipe by which the outer search proposed the mesh.
+        proposal: the recipe that the outer search proposed, without the fields that the search over specs decides.
         is_spare: whether the candidate is planned only if no earlier candidate has a plan.
         is_for_memory: whether the candidate is planned only if each earlier plan recomputes or offloads values.
-        exact: the proposed recipe with all its fields. If the time budget cuts the search, and the plan is much slower
-            than `price_s`, the candidate is planned again within this recipe.
+        exact: the recipe that the outer search proposed, with all its fields. If the time budget cuts the search, and
+            the plan is much slower than `price_s`, the candidate is planned again within this recipe.
         price_s: the price of the proposed recipe, in seconds of a step; None if the recipe has no price.
         varies: whether micro-batches may be larger or smaller than the proposal's, see `resized`.
     """
@@ -194,7 +194,11 @@ def resized(candidate: Candidate, *, larger: bool) -> Candidate | None:
 
 
 def meshes_for(recipe: Recipe, target: DeviceMesh | Mesh | Cluster) -> list[Mesh]:
-    """Return the meshes that fit a recipe: the given mesh, or the meshes of a cluster's devices."""
+    """Return the meshes that fit a recipe: the given mesh, or the meshes of a cluster's devices.
+
+    Raises:
+        RecipeError: the given mesh, or each mesh of the cluster, does not fit the recipe.
+    """
     if isinstance(target, Cluster):
         meshes = meshes_of_recipe(recipe, target.size, target.devices_per_node)
     else:

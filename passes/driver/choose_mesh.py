@@ -16,7 +16,7 @@ from passes.driver.planner import Planner
 
 
 def choose_mesh(call: Call, cluster: Cluster, planner: Planner, update: Update | None) -> tuple[Planner, Mesh]:
-    """Return a planner with the fastest plan of a call on a cluster, and the plan's mesh.
+    """Return `planner` with `made`, the fastest plan of a call on a cluster, and return the plan's mesh.
 
     The first rank plans for all ranks. A given plan (`planner.fixed`) decides the mesh without a search.
 

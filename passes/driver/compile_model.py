@@ -145,15 +145,15 @@ def _predicted(planner: Planner, program: CompiledProgram) -> PredictedSteps:
 
 
 def _has_boundaries(constraints: Mapping[str, Any] | None) -> bool:
-    """Whether a constraint may be on an input or output."""
+    """Whether a name pattern in `constraints` may match an input or output of the model, such as "input:0"."""
     boundaries = ("input:0", "output:0")
     return any(":" in name or any(fnmatchcase(each, name) for each in boundaries) for name in constraints or ())
 
 
 def _check_micro_batch(call: Call) -> None:
-    """Raise `NotAvailableError` if the recipe gives the size of a micro-batch, but their number cannot be computed.
+    """Raise `NotAvailableError` if the recipe has `micro_batch`, and the call does not go with it.
 
-    Examples are a call without an optimizer, and a call whose batch is not known.
+    The call must have an optimizer, and example inputs or a plan. It must not have `micro_batches` too.
     """
     recipe = call.recipe
     if recipe is None or recipe.micro_batch is None:
@@ -170,7 +170,7 @@ def _check_micro_batch(call: Call) -> None:
 
 
 def _micro_batches(call: Call, mesh: Mesh) -> int | None:
-    """Return the number of micro-batches in a step.
+    """Return the number of micro-batches in a step; None if the call leaves it open.
 
     The number is the call's argument. If the recipe has `micro_batch`, the number follows from the size of the batch.
     """

@@ -33,9 +33,9 @@ _Unit = tuple[int, int]
 
 
 def expand_for(plan: Plan, program: Program, request: Request, trace: Callable[[Request], Program]) -> Plan:
-    """Return the plan of a call's whole traced program, from a plan without inner blocks or the gradients' norm.
+    """Return the plan of a call's whole traced program, from a plan that lacks inner blocks or the gradients' norm.
 
-    Any other plan is returned unchanged.
+    A plan that lacks neither is returned unchanged.
 
     Raises:
         PlanMismatchError: the plan is for another program, or its left-out blocks are not like the blocks beside them.
@@ -110,7 +110,7 @@ class _ExpandedRecompute:
     whole: Program
 
     def expand(self, items: Sequence[_Restored]) -> tuple[_Restored, ...]:
-        """Return the whole program's restored values in the program's order, from those of the short program."""
+        """Return the values that the whole program restores, in its order; `items` are those of the short program."""
         if not items:
             return ()
         known, nodes = {item.name: item for item in items}, self.whole.nodes_by_name()
@@ -134,7 +134,7 @@ class _ExpandedRecompute:
 
 
 def match_nodes(short: Program, whole: Program) -> dict[str, str]:
-    """Return the name of a node in `short` for each name of a node in `whole`.
+    """Return for each node's name in `whole` the name of the matching node in `short`.
 
     Raises:
         NotAlikeError: a unit has other nodes than the unit that stands for it, or reads other values.

@@ -58,7 +58,7 @@ class Decision:
         bucketed: the best solution by other prices: collectives of parameters and gradients are in buckets, and the
             time that computation hides does not count.
         before: the plan that the search began with, as it was: with its recomputation and offload. None without such a
-            plan, and if the plan is for another program or mesh, or is not allowed.
+            plan, and if the plan is for another program or mesh, or violates a constraint or the recipe.
     """
 
     searched: tuple[JointSolution, ...]

@@ -17,6 +17,8 @@ from autoshard.runtime.traced_optimizer import update_of
 def micro_batches_of(fixed: Plan | None, micro_batches: int | None, *, trains: bool) -> int:
     """Return the number of micro-batches in a step, from the argument `micro_batches` or the plan `fixed`.
 
+    The plan's number counts only if the call trains.
+
     Raises:
         PlanMismatchError: the argument differs from the plan's number.
     """
@@ -52,7 +54,7 @@ def precision_of(model: nn.Module, precision: str | None, fixed: Plan | None) ->
 
 
 def refuse_unscaled(precision: str | None) -> None:
-    """Raise `NotAvailableError` for gradients in float16 without a training step, which scales the loss."""
+    """Raise `NotAvailableError` if `precision` is "f16". Gradients without a training step have no scaled loss."""
     if precision == "f16":
         raise NotAvailableError(
             "precision='f16' with gradients needs a training step, which scales the loss: without a scale, gradients "
@@ -61,7 +63,7 @@ def refuse_unscaled(precision: str | None) -> None:
 
 
 def check_loss_scaling(loss_scaling: LossScaling | None, precision: str | None) -> None:
-    """Raise `NotAvailableError` for settings of a loss scale, if calls do not compute in float16."""
+    """Raise `NotAvailableError` if `loss_scaling` is given, but `precision` is not "f16"."""
     if loss_scaling is not None and precision != "f16":
         raise NotAvailableError(
             f"options=Options(loss_scaling={loss_scaling}) belongs to precision='f16', and the step computes in "
@@ -107,7 +109,7 @@ def _names_of(program: Program) -> set[str]:
 
 
 def check_same_parameters(plan: Plan, program: Program) -> None:
-    """Raise `PlanMismatchError` with the first parameter that differs between a program and a plan."""
+    """Raise `PlanMismatchError` if a program and a plan differ in the name or shape of a parameter."""
     nodes = program.nodes_by_name()
     shapes = {slot.name: tuple(nodes[slot.node].meta["val"].shape) for slot in program.inputs_of(InputKind.PARAMETER)}
     planned = {name: tuple(item.shape) for name, item in plan.parameters.items()}
@@ -120,9 +122,9 @@ def check_same_parameters(plan: Plan, program: Program) -> None:
 
 
 def check_plan_fits(plan: Plan, program: Program, *, compare_inputs: bool) -> None:
-    """Raise `PlanMismatchError` with the first difference between a program and the program that a plan is for.
+    """Raise `PlanMismatchError` if a program differs from the program that a plan is for.
 
-    Inputs and outputs are compared only with `compare_inputs`. Parameters are always compared.
+    Parameters are compared. With `compare_inputs`, inputs and outputs are compared too.
     """
     check_same_parameters(plan, program)
     nodes = program.nodes_by_name()

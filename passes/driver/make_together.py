@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def make_together(engine: Engine, step: str, make: Callable[[], T], facts: Callable[[T], Mapping[str, str]]) -> T:
-    """Make an object on each rank. All ranks succeed with the same `facts`, or all ranks raise.
+    """Make an object on each rank, and return it. All ranks succeed with the same `facts`, or all ranks raise.
 
     Args:
         step: the name of the step in error messages, such as "tracing".

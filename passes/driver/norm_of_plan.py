@@ -36,13 +36,13 @@ _SQUARES = torch.ops.autoshard.sum_of_squares.default
 
 
 def lacks_norm(plan: Plan, program: Program) -> bool:
-    """Whether a program returns a norm that its plan does not have, and does not clip gradients by the norm."""
+    """Whether `program` returns a gradient norm that `plan` lacks. False if the program also clips by this norm."""
     slot = _slot_of(program)
     return slot is not None and result_key(slot) not in plan.outputs and not _has_other_readers(program, slot)
 
 
 def without_norm(program: Program) -> Program:
-    """Return a copy of a program that does not compute the norm; the program must not clip gradients."""
+    """Return a copy of a program without its gradient norm. The program must not clip gradients."""
     slot, program = _slot_of(program), copy_program(program)
     assert slot is not None, "the program has a norm"
     removed, output = _nodes_of(program, slot), program.graph.output_node()
@@ -57,7 +57,7 @@ def without_norm(program: Program) -> Program:
 
 
 def with_norm(plan: Plan, program: Program) -> Plan:
-    """Return the plan of a program with a norm, from the plan of the program without it.
+    """Return the plan of `program`, which has a gradient norm, from the plan of the same program without this norm.
 
     Raises:
         PlanMismatchError: the plan belongs to another program, or to an optimizer that does not update all parameters.
@@ -87,13 +87,13 @@ def _running(plan: Plan, program: Program) -> Program:
 
 
 def _slot_of(program: Program) -> OutputSlot | None:
-    """Return the slot of the norm, or of a stage's sum of squares; None if the program has neither."""
+    """Return the slot of the gradient norm, or of a stage's sum of squares; None if the program has neither."""
     found = (*program.outputs_of(OutputKind.NORM), *program.outputs_of(OutputKind.SQUARES))
     return found[0] if found else None
 
 
 def _nodes_of(program: Program, slot: OutputSlot) -> dict[fx.Node, None]:
-    """Return the calls of the update that compute the norm, in program order, as keys."""
+    """Return the calls of the update that compute the gradient norm `slot`, as the keys of a dict in program order."""
     nodes = program.nodes_by_name()
     found, waiting = set[fx.Node](), [nodes[slot.node]]
     while waiting:
@@ -110,7 +110,10 @@ def _has_other_readers(program: Program, slot: OutputSlot) -> bool:
 
 
 def _check_has_gradients(plan: Plan, nodes: Sequence[fx.Node]) -> None:
-    """Raise `PlanMismatchError` if a call among `nodes` is not in the plan, because it serves the norm alone."""
+    """Raise `PlanMismatchError` if the plan lacks a call of `nodes`.
+
+    Such a call serves the norm alone. An example is the gradient of a parameter that the optimizer does not update.
+    """
     for node in nodes:
         if node.op == "call_function" and node.target is not operator.getitem and node.name not in plan.nodes:
             raise PlanMismatchError(

@@ -54,10 +54,11 @@ class Pipeline:
 def pipeline_of(mesh: Any, schedule: str | None, virtual_stages: int, micro_batches: int) -> Pipeline | None:
     """Return the pipeline of a mesh; None for a mesh without the axis "pipeline".
 
-    Without a schedule, the usual schedule for `virtual_stages` is taken.
+    Without a schedule, the usual schedule for `virtual_stages` is taken. If the schedule needs more virtual stages than
+    `virtual_stages`, it gets as many as it needs.
 
     Raises:
-        MeshError: the axis has one rank.
+        MeshError: the pipeline would have a single stage.
         NotAvailableError: the schedule does not run with this number of micro-batches.
     """
     if PIPELINE_AXIS not in _axis_names(mesh):
@@ -109,7 +110,6 @@ def pipeline_arguments(
 
 
 def _of_order(plan: Plan, order: PipelineOrder) -> dict[str, Any]:
-    """Return the arguments that the order of a plan's stages decides, by name."""
     return {
         "micro_batches": order.micro_batches,
         "schedule": plan.schedule,

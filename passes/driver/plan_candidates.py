@@ -112,7 +112,7 @@ class _Attempts:
         requests: the call of one micro-batch, by the number of micro-batches.
         found, failures: the plans, and the errors of candidates without a plan.
         tried: the proposals of all candidates so far.
-        useless: whether micro-batches were larger, for each direction that made one candidate no faster.
+        useless: changes of size that made one candidate no faster: True for larger micro-batches, False for smaller.
     """
 
     planner: Planner
@@ -126,7 +126,7 @@ class _Attempts:
     useless: set[bool] = field(default_factory=set)
 
     def plan(self, candidate: Candidate) -> Planned | None:
-        """Plan a candidate; None if it has no plan."""
+        """Plan a candidate, and add the plan to `found`. Without a plan, add the error to `failures`; return None."""
         each = replace(self.planner, recipe=candidate.recipe, micro_batches=candidate.micro_batches)
         if candidate.proposal is not None:
             self.tried.add(candidate.proposal)
@@ -211,8 +211,8 @@ def _helps_memory(candidate: Candidate, found: Sequence[Planned]) -> bool:
     """Whether a candidate that saves memory may be faster than the plans in `found`.
 
     The candidate cannot be faster if a plan in `found` keeps all values. A candidate without a proposed recipe only has
-    more micro-batches than the candidate before it. It is skipped if the last plan is `_SLOWER` times slower than the
-    fastest plan.
+    more micro-batches than the candidate before it. It is skipped if the last plan takes over `_SLOWER` times as long
+    as the fastest plan.
     """
     if any(each.is_plain for each in found):
         return False

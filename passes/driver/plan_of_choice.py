@@ -170,7 +170,7 @@ def _plan_of_operators(
     cluster: Cluster,
     options: PlanOptions,
 ) -> Plan:
-    """Return the plan of a choice without Triton kernels, predicted time and predicted memory.
+    """Return the plan of a choice, as yet without Triton kernels and without a prediction.
 
     The arguments are those of `lowered_plan`.
     """

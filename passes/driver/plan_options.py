@@ -22,7 +22,8 @@ class PlanOptions:
     Args:
         constraints: pattern (glob) of qualified names → the spec that matching values must have.
         memory_budget: bytes on each device; None: no limit.
-        time_budget_s: seconds of all searches together; `control` ends them.
+        time_budget_s: seconds that all searches together may take. If a search may need more, mesh axes are tied
+            (`space_in_time`). `control` ends the searches.
         state_bytes_per_parameter_byte: optimizer state as a multiple of the parameters' bytes (2 for Adam in float32).
         strict: whether an operator without a sharding rule is an error.
         with_baselines: whether to price the known recipes too, such as FSDP.
@@ -38,7 +39,7 @@ class PlanOptions:
         with_kernels: whether to price Triton kernels instead of the calls that they replace.
         recipe: restricts the search; None: no restriction.
         specs: name of a node of the program → the spec that its value must have.
-        roles: mesh axis → the role that it must have, such as "fsdp".
+        roles: mesh axis → the role that it must have, such as `ROLES["fsdp"]`.
         elsewhere: plans on other meshes. Choices that are much slower are not lowered. `solve_baselines` skips known
             recipes that are much slower.
         control: shows the progress, and may stop the search; the plan is then the best so far.

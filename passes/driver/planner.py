@@ -226,7 +226,7 @@ class Planner:
         return replace(program, repeats=short.repeats)
 
     def plan_call(self, request: Request, meshes: Sequence[Mesh]) -> tuple[Program, Plan]:
-        """Return the program of a call, and its fastest plan on any of some meshes.
+        """Return the program of a call, and its fastest plan on any of `meshes`.
 
         A deep model is planned without its inner blocks if the inner blocks are like the blocks beside them. If that
         plan is slower than `before`, the model is planned with all blocks.
@@ -260,7 +260,7 @@ class Planner:
     def begun(self) -> tuple[Planner, Ceiling]:
         """Return a planner whose searches share one time limit, and the limit.
 
-        It starts now if the planner has none.
+        The limit is `self.ceiling`. If this is None, a limit of `time_budget_s` starts now.
         """
         ceiling = self.ceiling or Ceiling.within(self.time_budget_s)
         return replace(self, ceiling=ceiling), ceiling
@@ -354,10 +354,10 @@ class Planner:
         return None if budget is None or math.isinf(self.change.memory) else budget * self.change.memory
 
     def search_meshes(self, program: Program, meshes: Sequence[Mesh]) -> Plan:
-        """Return the fastest plan on any of some meshes; if no mesh has a plan, raise the last error.
+        """Return the fastest plan on any of `meshes`; if no mesh has a plan, raise the last error.
 
-        Meshes that differ only by names are searched once, unless an argument names axes. The mesh with the lowest
-        bound of step times is first. A mesh whose bound exceeds the best plan so far is skipped.
+        Meshes that differ only by names are searched once, unless an argument names axes. The meshes are searched in
+        the order of their lower bounds of the step time. A mesh whose bound exceeds the best plan so far is skipped.
         """
         start = time.monotonic()
         plans, dear = list[Plan](), list[Mapping[str, float | None]]()

@@ -29,8 +29,8 @@ def planner_for(
         progress: see `search_bar`.
 
     Raises:
-        NotAvailableError: the optimizer is not traced, and needs parameters whole that an argument splits; or it fails
-            on a small parameter.
+        NotAvailableError: an optimizer that is not traced needs whole parameters, but an argument splits one. Or its
+            step fails when it is tried on a small parameter.
     """
     optimizer, constraints = call.optimizer, dict(call.constraints or {})
     if update is None and isinstance(optimizer, torch.optim.Optimizer):

@@ -133,8 +133,8 @@ _NARROW = {"bf16": torch.bfloat16, "f16": torch.float16, "f8": torch.bfloat16}
 def narrow_dtype(model: nn.Module, precision: str | None) -> torch.dtype | None:
     """Return the 16-bit dtype in which a model with float32 parameters runs its matrix products under `precision`.
 
-    Parameters that already have this dtype may be among them, such as frozen weights beside adapters in float32. None
-    means that matrix products run in the model's own dtype.
+    Some parameters may already have this dtype, such as frozen weights beside adapters in float32. None means that
+    matrix products run in the model's own dtype.
     """
     dtypes = {item.dtype for item in model.parameters() if item.is_floating_point()}
     narrow = _NARROW.get(precision or "")
@@ -147,7 +147,7 @@ def has_frozen_masters(model: nn.Module) -> bool:
 
 
 def _narrowed(model: nn.Module, example_inputs: ExampleInputs, dtype: torch.dtype) -> tuple[nn.Module, ExampleInputs]:
-    """Return a model on meta and its inputs in a 16-bit type. The original parameters stay as master weights."""
+    """Return a copy of a model on the meta device, and its inputs, both in the 16-bit type `dtype`."""
     on_meta: dict[int, Any] = {
         id(item): nn.Parameter(item.detach().to("meta"), requires_grad=item.requires_grad)
         for item in model.parameters()

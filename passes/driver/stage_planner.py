@@ -78,7 +78,7 @@ class StagePlanner:
         return CompiledProgram(whole, plan, sharded, request.update, found, program.python, weights, staged, own)
 
     def _plans_for(self, request: Request) -> StagePlans:
-        """Return the planner for a call. A call without gradients runs as a whole batch, not in micro-batches."""
+        """Return the planner of a call's stages. A call without gradients runs in one batch, not in micro-batches."""
         if request.update is not None:
             return StagePlans(self.planner.begun()[0], self.pipeline)
         gather = request.outputs is Outputs.WHOLE or self.planner.gather_outputs
@@ -134,9 +134,10 @@ class StagePlanner:
 
 
 def _whole(program: Program, staged: StagedProgram, own: Sequence[int]) -> PhasedProgram:
-    """Return one program with the inputs and results of all stages in `own`, those of one process.
+    """Return one program with the inputs and results of all stages, and the updated values of the stages in `own`.
 
-    It tells the runtime which values the process takes and returns. Its graphs never run.
+    The stages in `own` are those of this process. The program tells the runtime which values the process takes and
+    returns. Its graphs never run.
     """
     found: dict[tuple[str, str], LocalSlot] = {}
     for stage in staged.stages:

@@ -48,7 +48,7 @@ FORWARD = "forward"
 """The name of the schedule of a call without gradients."""
 
 NO_PROGRAMS: Mapping[int, PhasedProgram] = MappingProxyType({})
-"""The lowered programs by number of stage, before any stage is lowered."""
+"""The empty dict from the number of a stage to its lowered program: no stage is lowered yet."""
 
 _TRIES = 8
 """The number of searches of a stage, each within a lower limit, before an error says that the pipeline does not fit."""

@@ -46,7 +46,7 @@ class StageSearch:
         problems: a cache of planning problems for one program and its cuts. A key is the key or the number of a stage,
             or (key of a stage, "short") for a program without inner blocks.
         found: results by key and memory limit: the number of the searched stage, and its plan and program.
-        least: for keys without a plan within a limit, the bytes of the smallest plan.
+        least: for the key of each stage without a plan within its limit, the bytes of the smallest plan.
         keys: for each stage, a key that alike stages share, see `stage_key`.
     """
 
@@ -66,7 +66,7 @@ class StageSearch:
         self.keys.extend(self._key(number) for number in range(len(self.cut.stages)))
 
     def stage(self, number: int, limit: float | None) -> StageProgram:
-        """Return the plan and program of a stage within a memory limit of its rank, in bytes.
+        """Return the plan and program of a stage within `limit` bytes on its rank; None: the limit of the call.
 
         If nothing fits in the limit, the stage is searched within the bytes of the smallest plan that is known. A stage
         like a searched stage shares that stage's graphs, and has slots with its own names.
@@ -136,8 +136,8 @@ class StageSearch:
     def load(self, number: int) -> StageLoad:
         """Return the load under which a stage is planned.
 
-        Alike stages share a plan. So the most stages, and the most micro-batches in flight, of any rank with an alike
-        stage count.
+        Alike stages share a plan. So the load has the most stages, and the most micro-batches in flight, of all ranks
+        with an alike stage.
         """
         ranks = {self.order.stage_ranks[other] for other in self.alike(number)}
         stages = max(self.order.stage_ranks.count(rank) for rank in ranks)

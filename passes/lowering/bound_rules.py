@@ -67,7 +67,7 @@ class BoundRules:
         return rule
 
     def strategy(self, node: fx.Node, mesh: Mesh, node_plan: NodePlan) -> Strategy:
-        """Return the strategy of a call that has the specs of `node_plan` (`match_strategy`).
+        """Return the strategy under which a call has the specs of `node_plan` (`match_strategy`).
 
         Raises:
             PlanMismatchError: the call's rule admits no such strategy.

@@ -78,7 +78,10 @@ class BucketCollectives:
             yield from self._fill(members, self.largest_bytes(total_bytes))
 
     def largest_bytes(self, total_bytes: int) -> int:
-        """Return the bytes of the largest bucket, given the total bytes of collectives that may share buckets."""
+        """Return the size of the largest bucket, given the total size of the collectives that may share buckets.
+
+        Both sizes are bytes of one rank's piece.
+        """
         return min(self.most_bytes, max(self.least_bytes, total_bytes // 8))
 
     def _fill(self, members: Sequence[_BucketMember], most_bytes: int) -> Iterator[_Bucket]:
@@ -186,7 +189,7 @@ class _BucketMember:
 class _Bucket:
     """Collectives that one collective replaces.
 
-    `whole_bytes` is the size of one rank's piece of the bucket, in bytes, in the program with the left-out blocks.
+    `whole_bytes` is the bytes of one rank's piece of the bucket in the whole program, left-out blocks included.
     """
 
     members: tuple[_BucketMember, ...]

@@ -46,7 +46,7 @@ class Hoist:
 
     Args:
         micro_batches: number of micro-batches in a step. With one, nothing is hoisted.
-        seconds: function from a node to its time in seconds. The times decide the values to hoist first.
+        seconds: function from a node to its time (`NodeTime`). The times decide the values to hoist first.
         memory_bytes: limit of each rank's peak memory. None: hoisting may not raise the peak.
         load: stages and micro-batches that the rank holds in memory at once.
     """

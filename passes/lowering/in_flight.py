@@ -46,7 +46,7 @@ WITH_OVERLAP: Sequence[InFlight] = (
     InFlight(starts_soon=False, buckets=None, most_held=2),
     InFlight(starts_soon=False, buckets=None, ahead=0, most_held=1),
 )
-"""Limits for clusters on which communication overlaps with computation."""
+"""Limits on collectives under way if communication overlaps with computation, the loosest limits first."""
 
 WITHOUT_OVERLAP: Sequence[InFlight] = (
     *(
@@ -55,19 +55,19 @@ WITHOUT_OVERLAP: Sequence[InFlight] = (
     ),
     *WITH_OVERLAP,
 )
-"""Limits for clusters on which communication does not overlap with computation, the fewest buckets first.
+"""Limits on collectives under way if communication does not overlap with computation, the fewest buckets first.
 
-They run without `StartSoon`, so that calls find their operands in the cache.
+The first limits leave `StartSoon` out, so that calls find their operands in the cache. `WITH_OVERLAP` follows.
 """
 
 SHARE_WITH_OVERLAP = 0.05
-"""Greatest growth of the peak memory by collectives under way if they overlap with computation, as a share of the peak.
+"""Largest share of the peak memory that collectives under way may add to the peak, if they overlap with computation.
 
 The memory budget limits the growth too.
 """
 
 SHARE_WITHOUT_OVERLAP = 0.15
-"""Greatest growth of the peak memory if collectives do not overlap with computation, as a share of the peak.
+"""Largest share of the peak memory that collectives under way may add to the peak, if they do not overlap.
 
 One bucket in place of four saves 1.5 % of the step of a small BERT on CPUs, and adds 12 % to its peak.
 DistributedDataParallel, which always stores all gradients, needs a further 6 %.
@@ -75,9 +75,10 @@ DistributedDataParallel, which always stores all gradients, needs a further 6 %.
 
 
 def limits_on(cluster: Cluster | None) -> tuple[Sequence[InFlight], float]:
-    """Return the limits to try on a cluster, in order, and the growth of the peak memory that overlap may cause.
+    """Return the limits to try on a cluster, in order, and the growth of the peak memory to allow.
 
-    The growth is a share of the peak memory without overlap. None stands for a cluster that overlaps communication.
+    The limits are on collectives under way. The growth is the most that these collectives may add to the peak memory,
+    as a share of the peak without them. If `cluster` is None, communication is taken to overlap with computation.
     """
     overlaps = cluster is None or overlap_of(cluster) is not None
     return (WITH_OVERLAP, SHARE_WITH_OVERLAP) if overlaps else (WITHOUT_OVERLAP, SHARE_WITHOUT_OVERLAP)

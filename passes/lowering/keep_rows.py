@@ -45,7 +45,7 @@ from passes.preparation.rewriting import insert_call
 
 @dataclass(frozen=True, slots=True)
 class KeepRows:
-    """Saves the received rows of expert layers for the backward.
+    """Saves for the backward the rows (tokens) that expert layers receive from other ranks.
 
     Args:
         micro_batches: number of micro-batches in a step.

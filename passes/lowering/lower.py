@@ -39,7 +39,7 @@ class Lower:
     """Lowers a program by a plan.
 
     Args:
-        step_cost: price of a reshard step. The steps of each reshard are the cheapest. None: the price is the bytes
+        step_cost: price of a reshard step, by which each reshard gets its cheapest steps. None: the price is the bytes
             sent.
         steps: a cache of the steps of each reshard, by reader, maker and specs. Lowering uses its entries, and adds
             missing entries. With one cache, a plan that is lowered at several sizes takes the same steps at each size.

@@ -74,7 +74,7 @@ class LoweringOptions:
     def keeps_rows(self) -> bool:
         """Whether expert layers may save received rows for the backward.
 
-        This is False for programs that a compiler such as Inductor fuses.
+        This is False without `with_overlap`, and for programs that a compiler such as Inductor fuses.
         """
         return self.with_overlap and not self.saves_least
 

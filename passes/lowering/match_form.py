@@ -91,8 +91,8 @@ def find_matches(
 ) -> Iterator[Match]:
     """Yield the matches of a pattern in which the value with the number `anchor` is the pattern's first result.
 
-    `candidates` serves further results that the first result is not computed from. It returns the value numbers of
-    calls of an operator, in the order in which they are tried.
+    `candidates` takes an operator, and returns the value numbers of the operator's calls, in the order to try them. It
+    is called for each result of the pattern that the first result is not computed from.
     """
     for bindings in _unify(pattern, numbering, (OPERAND, pattern.root), (OPERAND, anchor), {}):
         for complete in _find_results(pattern, numbering, pattern.results[1:], bindings, candidates):

@@ -33,7 +33,7 @@ _REDUCTIONS = (_c10d.all_reduce.default, _c10d.reduce_scatter_tensor.default)
 
 @dataclass(frozen=True, slots=True)
 class NameCommunicators:
-    """Adds a purpose to the communicator's name of each collective of parameters or gradients."""
+    """Renames the communicators of parameters' and gradients' collectives, for example "data" to "data/gradients"."""
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
         inputs = phased.lowered.inputs

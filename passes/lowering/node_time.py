@@ -22,7 +22,7 @@ from passes.strategies.tensor_infos import bytes_in
 
 @dataclass(frozen=True, slots=True)
 class NodeTime:
-    """The seconds of a node on one rank; without a cluster, the bytes of its operands and results."""
+    """A function from a node to its seconds on one rank, or without a cluster to the bytes that it reads and writes."""
 
     mesh: Mesh
     cluster: Cluster | None

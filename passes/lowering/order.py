@@ -39,7 +39,7 @@ MakePass = Callable[[LoweringOptions], Pass | None]
 class Moment(Enum):
     """The steps of planning and lowering at which passes run.
 
-    The text of a moment describes the program that its passes take.
+    The value of a moment describes the program that its passes take.
     """
 
     TRACED = "the traced program, before it has a plan"

@@ -33,7 +33,8 @@ UPDATE_INPUTS = (InputKind.STATE, InputKind.HYPER, InputKind.SQUARES, InputKind.
 class SplitPhases:
     """Cuts a lowered program into phases.
 
-    With `saves_least`, the backward recomputes forward values in place of saving them (`passes.lowering.save_least`).
+    With `saves_least`, the forward saves fewer bytes, and the backward recomputes the other values that it reads
+    (`passes.lowering.save_least`).
     """
 
     saves_least: bool = False
@@ -114,7 +115,7 @@ def _read_by(members: Collection[fx.Node], results: Sequence[fx.Node]) -> set[fx
 
 
 def _saved(nodes: Sequence[fx.Node], forward: set[fx.Node], read: set[fx.Node]) -> list[fx.Node]:
-    """Return the forward's tensors that the nodes `read` include, in program order.
+    """Return the tensors to save: the nodes that are in `forward` and in `read`, in the order of `nodes`.
 
     Integers, such as a rank's index, are not saved, because the backward computes them again.
     """

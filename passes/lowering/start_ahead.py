@@ -29,7 +29,7 @@ from passes.preparation.rewriting import in_order, needed
 
 @dataclass(frozen=True, slots=True)
 class StartAhead:
-    """Starts gathers of parameters before the calls that precede their readers.
+    """Moves gathers of parameters to earlier places, so that they overlap with the calls before their readers.
 
     `by` is the number of later gathers of the same process group that have started when the device waits for a gather.
     None: all gathers start at the beginning of the phase.

@@ -28,7 +28,7 @@ from passes.preparation.rewriting import in_order
 
 @dataclass(frozen=True, slots=True)
 class WaitInTurn:
-    """Moves second reductions, and waits for buckets, to earlier places.
+    """Starts the second reduction of gradients earlier, if they are reduced over one mesh axis and then over another.
 
     With `most_held`, at most this many reduce-scatters are under way at once.
     """

@@ -27,7 +27,7 @@ from passes.preparation.rewriting import in_order
 
 @dataclass(frozen=True, slots=True)
 class WaitLate:
-    """Moves waits to the first readers of their results."""
+    """Moves each wait for a collective to just before the first reader of its result."""
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
         return rewrite_phases(phased, _rewritten)

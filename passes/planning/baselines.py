@@ -36,7 +36,7 @@ def solve_baselines(
     before: Plan | None = None,
     elsewhere: Sequence[Plan] = (),
 ) -> dict[str, Solution | None]:
-    """Return the best solution of each recipe by name; None if no plan of the recipe fits.
+    """Return the best solution of each known recipe (`known_recipes`) by name; None if no plan of the recipe fits.
 
     A recipe is absent if the user's constraints leave it no plan, or if the search is stopped before its turn.
 
@@ -113,7 +113,7 @@ class BaselineSteps(Mapping[str, float | None]):
 
 
 def may_fit(baselines: Mapping[str, float | None], name: str) -> bool:
-    """Whether `baselines` has recipe `name`, and does not say that it needs too much memory. Nothing is predicted."""
+    """Whether `baselines` has recipe `name`, and does not know that the recipe does not fit. Nothing is predicted."""
     known = baselines.known if isinstance(baselines, BaselineSteps) else baselines
     return name in baselines and known.get(name, 0.0) is not None
 

@@ -34,10 +34,10 @@ _Specs = tuple[PartitionSpec, ...]
 
 @dataclass(frozen=True, slots=True)
 class BucketPrice:
-    """The seconds of a reshard step whose collective is a part of a bucket.
+    """A function from a reshard step to its seconds if the step's collective is a part of a bucket.
 
     Args:
-        alone: the seconds of a step whose collective runs alone.
+        alone: function from a reshard step to its seconds if the step's collective runs alone.
         piece_bytes: bytes of one rank's piece of the bucket.
     """
 
@@ -68,7 +68,7 @@ def solve_in_buckets(
     allowed: Mapping[int, np.ndarray],
     start: Sequence[Solution] = (),
 ) -> Solution | None:
-    """Return the best choice at bucket prices, with its cost in seconds at single prices.
+    """Return the best choice at bucket prices (`priced`), with its cost in seconds at single prices (`planning`).
 
     None means that no choice fits, or that the search was stopped. Progress is not shown, because costs at bucket
     prices cannot be compared with those of the first search.

@@ -77,9 +77,9 @@ class PlanningProblem:
         return self.space.sites[name].strategies[choice[self.classes[name]]]
 
     def counts(self) -> Mapping[str, int]:
-        """Return, by a site's name, how many equal sites of the whole model it stands for.
+        """Return for each site's name the number of equal sites of the whole model that the site stands for.
 
-        An absent site stands for itself alone.
+        A site that is absent from the result stands for itself alone.
         """
         return self.repeated.site_counts()
 
@@ -108,9 +108,9 @@ class PlanningProblem:
         return self._usage[0]
 
     def _items(self) -> Iterator[tuple[str, UsedBytes]]:
-        """Yield each item in memory with the name of the site whose value it is.
+        """Yield the bytes of each value that is in memory, with the name of the site that makes the value.
 
-        The name is "" for a copy on a link, and for the workspace of a call.
+        The bytes of copies on links, and of workspaces of calls, are yielded with the name "".
         """
         for name, result, interval, number in self.liveness.held_values():
             table = self.memory.of_value(name, result, self._copies(name))
@@ -124,9 +124,9 @@ class PlanningProblem:
                 yield "", UsedBytes(Interval(now, now), workspace, (self.classes[name],))
 
     def _copies(self, name: str) -> float:
-        """Return the factor from a value's bytes to its bytes in memory, with optimizer state.
+        """Return the bytes that each byte of a value of site `name` takes in memory: 1.0, or more for a parameter.
 
-        It is 1 but for parameters.
+        A parameter's optimizer state counts with the parameter.
         """
         return 1 + self.liveness.state_bytes_per_parameter_byte if name in self.liveness.parameters else 1.0
 

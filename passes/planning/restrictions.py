@@ -113,7 +113,7 @@ MEGATRON = Role(matrices=True, uses=True, inputs=False, results=None)
 
 
 def roles_of(recipe: Recipe, mesh: Mesh) -> Roles:
-    """Return the role of each mesh axis larger than one for which the recipe gives a field (`recipe_meshes.FIELDS`).
+    """Return the role of each mesh axis with several ranks whose use the recipe decides (`recipe_meshes.FIELDS`).
 
     Raises:
         RecipeError: the mesh does not fit the recipe.
@@ -266,8 +266,8 @@ def _experts(planning: PlanningProblem, axis: str, experts: Experts | None, name
     """Yield sites that use matrices of experts, with a flag for each strategy.
 
     The flag says whether the strategy splits the matrices over `axis` as `experts` says. For WHOLE, it says whether the
-    strategy splits them in any way. For SHARED_OUT, the parameters are yielded too, because experts that are shared out
-    among ranks are shared out at rest.
+    strategy splits the matrices over `axis` at all. For SHARED_OUT, the parameters are yielded too, because experts
+    that are shared out among ranks are shared out at rest.
     """
     for slot in planning.space.program.inputs_of(InputKind.PARAMETER):
         if experts is None or slot.name not in names:
@@ -284,7 +284,7 @@ def _experts(planning: PlanningProblem, axis: str, experts: Experts | None, name
 
 
 def matrices_of_experts(planning: PlanningProblem) -> frozenset[str]:
-    """Return the names of the parameters that a call of `autoshard.kernels` for experts reads as matrices."""
+    """Return the names of the parameters that a call of `autoshard.kernels.experts` reads as matrices of experts."""
     return frozenset(
         slot.name
         for slot in planning.space.program.inputs_of(InputKind.PARAMETER)
@@ -355,8 +355,8 @@ def users(planning: PlanningProblem) -> list[str]:
 def _keep(planning: PlanningProblem, masks: Masks, site: str, options: Sequence[bool], split: bool) -> bool:
     """Restrict a site to the strategies whose flag in `options` equals `split`, and return True.
 
-    A flag says that the strategy splits the value. If no allowed strategy is left, `masks` stays unchanged, and False
-    is returned.
+    A flag says whether the strategy splits the value. If no allowed strategy is left, `masks` stays unchanged, and
+    False is returned.
     """
     mask = np.array(options) == split
     variable = planning.classes[site]

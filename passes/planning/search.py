@@ -73,8 +73,8 @@ class Search:
         tolerance: relative gap between cost and proven bound at which the search of a large problem ends.
         max_rounds: greatest number of rounds of message passing (`DualSearch`).
         is_thorough: continue the search of a large problem after a choice fits (`DualSearch.raises_multipliers`).
-        fineness: a thorough search continues while the relative gap exceeds this fraction of `tolerance`, at most 1. If
-            memory is scarce, the search then also combines the choices that it has seen.
+        fineness: a number up to 1. A thorough search continues while the relative gap exceeds `fineness` x `tolerance`.
+            If memory is scarce, the search then also combines the choices that it has seen.
         says_smallest: name a sufficient memory limit in the error, even if it is proven that no choice fits.
         control: receives the progress, and may stop the search.
     """

@@ -107,9 +107,10 @@ def layer_counts(names: Sequence[str], stage: Stage) -> Floats:
 
 
 def in_flight(recipe: Execution) -> tuple[float, ...]:
-    """Return the largest number of micro-batches in flight on each pipeline rank, as a mean over its stages.
+    """Return for each pipeline rank the most micro-batches in flight at once, divided by the number of its stages.
 
-    A micro-batch is in flight on a stage while the stage keeps its activations. The schedule's order alone decides.
+    A micro-batch counts once for each stage of the rank that keeps its activations. The result depends on the order of
+    the schedule, and not on times.
     """
     if recipe.pipeline == 1:
         return (1.0,)

@@ -19,7 +19,7 @@ class RankLoad(NamedTuple):
     """The load of a pipeline rank.
 
     Args:
-        dense, expert: numbers of trained parameters outside of experts, and in experts.
+        dense, expert: numbers of its trained parameters before ZeRO shards them, outside of experts and in experts.
         forward_s, backward_s: seconds of the rank's layers for one micro-batch.
     """
 

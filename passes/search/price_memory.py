@@ -162,10 +162,10 @@ def state_bytes(trained: Any, frozen: Any, shards: Any, recipe: Execution) -> di
     `trained` and `frozen` are the numbers of parameters with and without gradients, before ZeRO shards them over
     `shards` ranks. They may be numbers, arrays or symbols.
 
-    With float32 master weights and a stage below ZeRO-3, a narrow copy of each parameter counts too, in two cases. The
-    runtime has `narrow_copies`, or there is no pipeline. In the second case, the search over specs may shard a
-    parameter further than the recipe says, and gather a narrow copy. In a pipeline it would be gathered for each
-    micro-batch. Frozen parameters have master weights only with `frozen_masters`.
+    Below ZeRO-3, a copy of each float32 master weight in `recipe.precision` counts too, if the runtime has
+    `narrow_copies` or there is no pipeline. Without a pipeline, the search over specs may shard a parameter further
+    than the recipe says, and gather this copy. In a pipeline the copy would be gathered for each micro-batch. Frozen
+    parameters have master weights only with `frozen_masters`.
     """
     weight, gradient = WEIGHT_BYTES[recipe.precision], GRADIENT_BYTES[recipe.runtime.gradient_dtype]
     has_masters = recipe.runtime.master_weights

@@ -34,7 +34,7 @@ from passes.search.price_phases import PhaseTime, phase_time
 from passes.search.recipe_groups import Groups, in_pieces
 
 HOST = "the host"
-"""The name of the host among the axes, for the time of copies to the host and back."""
+"""Key for the seconds of copies to the host and back, in dicts whose other keys are the names of axes."""
 
 
 class LayerTimes(NamedTuple):
@@ -46,8 +46,8 @@ class LayerTimes(NamedTuple):
         backward_s: seconds of the backward, without recomputation.
         recompute_s: seconds of the recomputation in the backward.
         input_gradient_s, weight_gradient_s: seconds of the two parts of a cut backward, together at least `backward_s`.
-        dense, expert: numbers of trained parameters outside of experts, and in experts.
-        communication: for each layer class, the seconds of exposed communication in both passes, by axis.
+        dense, expert: numbers of trained parameters on a rank before ZeRO, outside of experts and in experts.
+        communication: for each layer class, the seconds of exposed communication in forward and backward, by axis.
     """
 
     forward_s: Floats
@@ -123,7 +123,7 @@ class _PassTimes(NamedTuple):
 
 
 def _passing(busy_s: float, first_s: float, gather_s: float, copy_s: float, recipe: Execution) -> _PassTimes:
-    """Return the times of a forward or backward that runs beside ZeRO's collectives and copies to or from the host.
+    """Return the times of a forward or backward beside ZeRO's collectives (`gather_s`) and host copies (`copy_s`).
 
     `busy_s` is the time of the pass without transfers. `first_s` is the time of the first part of a cut backward,
     beside which all transfers run. The recipe's runtime says which transfers overlap with computation.
@@ -141,7 +141,7 @@ def _passing(busy_s: float, first_s: float, gather_s: float, copy_s: float, reci
 def copies_time(price: LayerPrice, recipe: Execution, cluster: Cluster, *, is_block: bool) -> tuple[float, float]:
     """Return the seconds of copying a layer's kept values to the host, and the seconds of copying them back.
 
-    Both are 0 for the embedding and the head.
+    Both are 0 if the recipe does not offload activations, and for the embedding and the head (`is_block` is False).
     """
     if recipe.offload != "activations" or not is_block:
         return 0.0, 0.0
@@ -280,8 +280,9 @@ def send_time(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Group
 def accumulation_bytes(price: LayerPrice, recipe: Execution) -> float:
     """Return the bytes of device memory that move when a micro-batch's gradients of one layer are added to sums.
 
-    A local sum reads each gradient, and reads and writes the sum. If each micro-batch's gradients are reduced instead
-    (`Execution.reduces_each`), FSDP copies them into a flat buffer, and casts it to the dtype of the reduction.
+    A local sum reads each gradient, and reads and writes the sum. With `Execution.reduces_each`, gradients are reduced
+    instead of added. The bytes are then those of FSDP's copy into a flat buffer, and of its cast to the dtype of the
+    reduction. Otherwise the result for a single micro-batch is 0.
     """
     gradient = GRADIENT_BYTES[recipe.runtime.gradient_dtype]
     elements = price.trained + price.trained_experts
@@ -291,7 +292,10 @@ def accumulation_bytes(price: LayerPrice, recipe: Execution) -> float:
 
 
 def model_flops(layers: Mapping[str, LayerPrice], blocks: Sequence[str], recipe: Execution) -> float:
-    """Return the FLOPs of products and attention in a step without recomputation, as a mean over pipeline ranks."""
+    """Return the FLOPs of one device in products and attention per step, without recomputation.
+
+    They are a mean over pipeline ranks.
+    """
     names = [BEFORE, *blocks, AFTER]
     counts = {name: names.count(name) for name in dict.fromkeys(names)}
     per_micro = math.fsum(

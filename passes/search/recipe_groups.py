@@ -94,7 +94,7 @@ def recipe_groups(recipe: Execution, cluster: Cluster) -> Groups:
 def traffic_time(item: AxisTraffic, recipe: Execution, groups: Groups) -> float:
     """Return the seconds of one collective of a layer for one micro-batch.
 
-    No other collective is taken to run at the same time.
+    The collective is assumed to run alone.
     """
     group = groups.of(item.axis)
     if recipe.runtime.merged_dispatch and (item.axis, item.kind) == (EXPERT, MoveKind.EXCHANGE):
@@ -133,7 +133,7 @@ def sorting_time(item: AxisTraffic, recipe: Execution, cluster: Cluster) -> floa
 
 
 _LISTED_S = 2e-5
-"""Seconds of the host for each rank of a collective with a list of tensors: a view and a copy, made from C++.
+"""Seconds of the host for each rank of a collective that takes a list of tensors: C++ makes a view and a copy.
 
 Source: jiahuanglin.xyz, all_lessons/gpu_kernel_serving/18_pytorch_to_kernel, 5 to 25 us.
 """
@@ -142,7 +142,7 @@ Source: jiahuanglin.xyz, all_lessons/gpu_kernel_serving/18_pytorch_to_kernel, 5 
 def in_pieces(
     exchange: Exchange, total_bytes: float, group: GroupLinks, recipe: Execution, *, count: int | None = None
 ) -> float:
-    """Return the seconds of exchanging `total_bytes` in `count` equal pieces; None: pieces as large as the buckets.
+    """Return the seconds of exchanging `total_bytes` in `count` equal pieces; None: pieces of `Runtime.bucket_bytes`.
 
     With `Runtime.listed_collectives`, each piece also takes host time for each rank of the group.
     """

@@ -95,7 +95,7 @@ def _host_bytes(priced: CountedModel, recipe: Execution, cluster: Cluster) -> in
     """Return the bytes of offloaded activations in the host's memory for each device.
 
     Raises:
-        RecipeError: they do not fit.
+        RecipeError: a device's share of the host's memory is smaller.
     """
     if recipe.offload != "activations":
         return 0
@@ -127,7 +127,9 @@ def recipe_mesh(recipe: Execution) -> Mesh:
 
 
 def combined(specs: Mapping[str, PartitionSpec]) -> PartitionSpec:
-    """Return one spec from the specs of single axes, by axis, in which each axis is called `AXIS`.
+    """Merge the specs of one tensor on single mesh axes into one spec on all these axes.
+
+    `specs` is keyed by the name of the mesh axis. Each spec in it calls its axis `AXIS`.
 
     Example:
         >>> combined({"context": PartitionSpec(None, AXIS), "tensor": PartitionSpec(None, AXIS)})

@@ -51,7 +51,7 @@ from passes.search.recipe_space import Pipe
 ROUNDING = 1.0 - 1e-9
 
 _MANY = 2**40
-"""A number of micro-batches beside which the first and the last one do not count."""
+"""So many micro-batches that the first and the last one take a negligible share of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class RecipePricer:
     _layers: dict[tuple[object, ...], Mapping[str, LayerPrice]] = field(default_factory=dict)
 
     def groups(self, recipe: Execution) -> Groups:
-        """Return the process groups of a recipe on the cluster, shared by recipes with equal axes."""
+        """Return the process groups of a recipe on the cluster. Recipes with equal axes share one cached result."""
         shape = (recipe.pipeline, recipe.data, recipe.context, recipe.tensor)
         key = (*shape, recipe.expert, recipe.expert_tensor, recipe.zero_group)
         if key not in self._groups:
@@ -166,7 +166,7 @@ class RecipePricer:
         return host_bytes(self.layers(recipe), self.stages(recipe), recipe, in_flight(recipe)) <= share
 
     def workspace_bytes(self, recipe: Execution) -> int:
-        """Return the bytes of the largest workspace of a kernel under a recipe's layout, beside other memory."""
+        """Return the bytes of the largest workspace of any kernel on a rank, under a recipe's layout."""
         return max(size.workspace_bytes for size in self.layers(recipe).values())
 
     def least_memory(self, last: Execution) -> float:
@@ -192,11 +192,11 @@ class RecipePricer:
         return ROUNDING * max(float(counts @ part) for part in each)
 
     def least_time_in_sizes(self, recipe: Execution, size: int) -> float:
-        """Return a lower bound, in seconds, of a step in any pipeline and in micro-batches of any size.
+        """Return a lower bound, in seconds, of a step in any pipeline and with any micro-batch that divides `size`.
 
-        All sizes divide `size`. Kernels and collectives take at most n times as long for n times the sequences. So no
-        size takes less time for a sequence than `size`. A single micro-batch adds no gradients, and only with many
-        micro-batches a runtime may hide the exchanges of experts.
+        Kernels and collectives take at most n times as long for n times the sequences. So a sequence takes the least
+        time in micro-batches of `size`. A single micro-batch adds no gradients, and only with many micro-batches a
+        runtime may hide the exchanges of experts. The lower of both times counts.
         """
         counts, share = self._counts_of(self.layers(recipe)), recipe.batch / (recipe.data * recipe.pipeline * size)
         numbers = (1, _MANY) if recipe.runtime.overlap_expert else (1,)

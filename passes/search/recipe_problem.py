@@ -47,7 +47,7 @@ class RecipeProblem:
 
     @cached_property
     def kinds(self) -> dict[str, Only]:
-        """The known kinds that have any recipe in this problem, by name, each with the restriction that defines it."""
+        """The kinds of `known_kinds` that have any recipe in this problem: name → the restriction that defines it."""
         known = known_kinds(self.cluster, has_experts=self.counted.has_experts)
         return {name: only for name, only in known.items() if any(True for _ in self.space(only).recipes())}
 
@@ -79,22 +79,22 @@ class RecipeProblem:
         )
 
     def smallest(self, *, only: Only | None = None, ceiling: Ceiling | None = None) -> FoundRecipe:
-        """Return the recipe with the least peak memory. The `objective` of the result is in bytes.
+        """Return the recipe with the least peak memory, whatever `memory_limit` is.
 
-        The arguments are those of `best`.
+        The `objective` of the result is in bytes. The arguments are those of `best`.
         """
         return search_recipes(self.space(only), self.pricer, math.inf, smallest=True, ceiling=ceiling)
 
     def proposals(self, only: Only, ceiling: Ceiling) -> list[FoundRecipe]:
-        """Return the fastest recipe within a restriction, and the fastest recipe of each known kind within it.
+        """Return the fastest recipe that `only` allows, then the fastest recipe of each known kind that `only` allows.
 
-        `only` has the allowed values of searched fields.
+        `only` has the allowed values of searched fields. A known kind that contradicts these values is left out.
         """
         kinds = [both for kind in self.kinds.values() if all((both := _both(kind, only)).values())]
         return [self.best(only=each, ceiling=ceiling) for each in (only, *kinds)]
 
     def baselines(self, ceiling: Ceiling | None = None) -> dict[str, FoundRecipe]:
-        """Return the fastest recipe of each known kind that fits, by the kind's name.
+        """Return the fastest recipe that fits of each known kind (`kinds`), by the kind's name.
 
         Ctrl-C ends the search of a kind, and no later kind is searched.
 
@@ -134,7 +134,7 @@ class RecipeProblem:
         return "the device's data have no host link" if no_host else ""
 
     def admits(self, recipe: Execution) -> bool:
-        """Whether a recipe fits in memory and keeps the constraints.
+        """Whether a recipe fits in memory, has the values that `pinned` allows, and can be run if `runs` is set.
 
         Raises:
             RecipeError: the recipe needs another number of devices than the cluster has.
@@ -235,8 +235,8 @@ _ALIKE = (
 
 
 def alike(recipe: Recipe) -> Only:
-    """Return the restriction to recipes that have the same fields `_ALIKE` as `recipe`.
+    """Return the restriction to recipes that agree with `recipe` in the fields `_ALIKE`.
 
-    Fields that are None stay free.
+    Fields of `recipe` that are None stay free.
     """
     return {name: (getattr(recipe, name),) for name in _ALIKE if getattr(recipe, name) is not None}

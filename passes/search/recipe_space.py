@@ -23,8 +23,8 @@ in the set:
 * The schedule allows the number of micro-batches (`cost_models.schedule_orders.admits`).
 * Every stage but the first and the last has a block.
 
-A recipe with two names is in the set once. Sharding over all replicas is `zero_group=None`. Without an attention core,
-selective recomputation is the same as none. ZeRO needs two replicas or more.
+A recipe that can be written in two ways is in the set once. Sharding over all replicas is `zero_group=None`. Without an
+attention core, selective recomputation is the same as none. ZeRO needs two replicas or more.
 """
 
 from __future__ import annotations
@@ -166,8 +166,7 @@ class RecipeSpace:
         least_tokens: the smallest number of tokens of a sequence on a context rank, where inputs are tokens.
         offloads: whether activations may go to the host.
         only: searched field → its allowed values. A group of all replicas is `zero_group=None`.
-        zero_groups: a further restriction of `zero_group`. Here the number of all replicas may stand for a group of all
-            replicas.
+        zero_groups: a further restriction of `zero_group`. Here a group of all replicas may also be named by its size.
         runs: whether to have only recipes with a program that `compile` can run.
 
     Raises:
@@ -252,8 +251,8 @@ class RecipeSpace:
     def _expert_ranks(self, layout: Layout, data: int) -> int:
         """Return the number of ranks of a pipeline stage with `data` replicas over which experts may be shared out.
 
-        With `Runtime.folded_experts` these are all ranks of the stage, divided by `expert_tensor`. Otherwise they are
-        `data`.
+        With `Runtime.folded_experts` the number is that of all ranks of the stage, divided by `expert_tensor`.
+        Otherwise it is `data`.
         """
         return data * layout.ranks // layout.expert_tensor if self.base.runtime.folded_experts else data
 
@@ -294,8 +293,8 @@ class RecipeSpace:
     def shardings(self, layout: Layout, ranks: int) -> tuple[Sharding, ...]:
         """Return the possible ZeRO shardings for a layout with `ranks` pipeline ranks.
 
-        ZeRO shards over all replicas, or over groups of as many replicas as a number in `_GROUPS` says. If `zero_group`
-        is restricted, the size of a group may be any divisor of the replicas.
+        ZeRO shards over all replicas, or within groups of replicas. A group has one of the sizes `_GROUPS`. If
+        `zero_group` is restricted, the size may be any divisor of the number of replicas.
         """
         replicas = self.devices // layout.tensor // ranks
         key = (replicas, ranks > 1)
@@ -319,7 +318,7 @@ class RecipeSpace:
         return name not in self.only or value in self.only[name]
 
     def recipe(self, layout: Layout, policy: ActivationPolicy, pipe: Pipe, sharding: Sharding) -> Execution:
-        """Return the recipe of one choice of each of the four steps, with the other fields of `base`."""
+        """Return the recipe with a layout, policy, pipeline and sharding, and with all other fields of `base`."""
         made = {
             **_fields_of(self.base),
             "data": self.devices // layout.ranks // pipe.pipeline,

@@ -6,8 +6,8 @@ of entries, and each is split into entries of the next kind:
 1. All recipes whose layouts differ only in the micro-batch.
 2. All recipes with one layout and one activation policy. If a layout's fastest policy may fit in memory, only its entry
    is made at first. The slower policies, which recompute more, get their entries when this entry is split.
-3. Also the number of pipeline ranks and the sharding are chosen.
-4. Also the pipeline is chosen, so the entry is one recipe. It is priced (`passes.search.price_recipe`) if it fits.
+3. All recipes that also have the same number of pipeline ranks and the same sharding.
+4. A single recipe. It is priced (`passes.search.price_recipe`) if it fits in memory.
 
 The search ends when no entry can be faster than the best recipe. The best recipe is then the fastest of all recipes.
 Among equally fast recipes, the best recipe needs the least memory. The time limit (`Ceiling`) or Ctrl-C may stop the
@@ -39,10 +39,10 @@ class FoundRecipe:
         recipe: the best recipe that was priced, or None. In a complete search None means that no recipe fits.
         objective: seconds of a step under the recipe, or bytes of its peak memory if memory is minimised; infinite
             without a recipe.
-        lower_bound: a lower bound of the objectives of all recipes of the set.
+        lower_bound: a lower bound of the objectives of all recipes of the searched set.
         is_complete: whether the search came to its end, so that no recipe is better.
         was_interrupted: whether Ctrl-C ended the search.
-        priced, nodes: the number of priced recipes, and the number of entries that were made.
+        priced, nodes: the number of priced recipes, and the number of sets of recipes that the search made.
         search_time_s: seconds of wall time.
     """
 
@@ -67,10 +67,10 @@ NOTHING = FoundRecipe(
 """The result of a search that has not begun."""
 
 Watch = Callable[[FoundRecipe], None]
-"""Called with the result so far, after each new best recipe and every `_ENTRIES_BETWEEN_WATCHES` entries."""
+"""A function that a search calls with its result so far: after each new best recipe, and now and then in between."""
 
 _FIRST_SPLITS = 4
-"""Entries that are split after each entry of the first kind, to find a first recipe early."""
+"""Number of entries to split or price after each new entry of the first kind, to find a first recipe early."""
 
 _ENTRIES_BETWEEN_WATCHES = 256
 
@@ -89,11 +89,11 @@ def search_recipes(
     """Return the fastest recipe of a set that fits in the memory limit.
 
     Args:
-        memory_limit: bytes of a device.
-        smallest: whether to minimise the peak memory in bytes instead of the step in seconds.
+        memory_limit: bytes of a device that a recipe may take.
+        smallest: whether to minimise the peak memory in bytes instead of the step's time in seconds.
         ceiling: the time at which the search ends at the latest; None: no limit.
-        known: a recipe to begin with. Recipes that cannot be better are skipped.
-        watch: is called with the progress.
+        known: a recipe that fits, priced before all others. Recipes that cannot be better are skipped.
+        watch: is called with the result so far.
 
     Raises:
         KeyboardInterrupt: Ctrl-C before any recipe was priced. Later, Ctrl-C only ends the search.
@@ -143,7 +143,7 @@ class _BestFirst:
     Args:
         open: a heap of entries (lower bound, number of the entry, set of recipes).
         best: the best recipe so far, with its `objective` and peak `memory` in bytes.
-        bound: the lowest bound of the heap.
+        bound: a lower bound of all recipes: 0 at first, later the lowest bound of the heap.
     """
 
     space: RecipeSpace
@@ -247,7 +247,7 @@ class _BestFirst:
         return True
 
     def _split_layout(self, bound: float, node: _LayoutSet) -> None:
-        """Split a set of recipes, and put its parts on the heap.
+        """Split the set `node`, whose lower bound is `bound`, and put its parts on the heap.
 
         There is one part for each policy in `node.others`. The policy of the set itself has one part for each number of
         pipeline ranks and each sharding.
@@ -275,9 +275,9 @@ class _BestFirst:
             self._push(least, self.space.recipe(node.layout, node.policy, pipe, node.sharding))
 
     def _recipe(self, layout: Layout, policy: ActivationPolicy, ranks: int, sharding: Sharding) -> Execution:
-        """Return a recipe of a set, for bounds that do not depend on the schedule.
+        """Return a recipe with these choices, for bounds that do not depend on the schedule.
 
-        With several pipeline ranks, it has 1F1B.
+        The schedule is 1F1B if there are several pipeline ranks.
         """
         pipe = Pipe(ranks, "1F1B") if ranks > 1 else Pipe()
         return self.space.recipe(layout, policy, pipe, sharding)

@@ -42,7 +42,7 @@ from passes.strategies.workspaces import workspace_bytes
 
 _Key = tuple[str, int]
 FUSED = "fused"
-"""The operator's name of a kernel that runs a chain of several calls."""
+"""`LayerKernel.operator` of a kernel that runs a chain of several calls."""
 aten = torch.ops.aten
 _PRODUCTS = frozenset({aten.mm.default, aten.bmm.default})
 _EXCHANGED: Mapping[Any, Any] = {
@@ -131,8 +131,8 @@ class Saved:
 
     Args:
         is_core: whether the value belongs to attention's core.
-        is_operand: whether only products that make parameters' gradients read the value. Then it may have the precision
-            of these products.
+        is_operand: whether the backward reads the value only in products that compute gradients of parameters. Such a
+            value may be stored in the precision of these products.
     """
 
     value: Sized
@@ -329,7 +329,7 @@ class _LayerCounter:
     def _inside(self, layer: fx.Node) -> Sized:
         """Return a tensor as large as the temporary memory of a call of experts.
 
-        Dim 0 has one row for each token and expert.
+        Dim 0 has one row for each token and each of its experts.
         """
         rows = self._rows(layer, 1)
         width = math.ceil(workspace_bytes(layer) / (math.prod(rows.first) * rows.itemsize))

@@ -100,13 +100,13 @@ class LayerPrice:
     Args:
         saved_bytes: bytes of values that the forward keeps for the backward.
         core_bytes: the part of `saved_bytes` in attention's core.
-        entering_bytes: bytes of values from other layer classes.
+        entering_bytes: bytes of values of other layer classes that the forward reads.
         workspace_bytes: the most bytes that one kernel reads and writes, without saved values.
         parameters: elements on each rank, before ZeRO, of the parameters that all replicas hold.
         matrices: the number of these parameters that have two dims or more.
         expert_parameters: elements on each rank of the parameters that the expert axis splits.
         frozen, frozen_experts: the elements of `parameters` and of `expert_parameters` that have no gradient.
-        phase: prices the "forward" or the "backward".
+        phase: function from "forward" or "backward" to the price of this phase.
     """
 
     saved_bytes: int
@@ -143,7 +143,7 @@ class LayerPrice:
 
 @dataclass(frozen=True, slots=True)
 class KernelPricer:
-    """The hardware and software that run kernels.
+    """Price single kernels on a device.
 
     Args:
         precision: the precision of products in blocks. Outside of blocks, "f8" counts as 16 bits.
@@ -285,7 +285,7 @@ class LayerPricer:
     def price(self, key: Key, layer: LayerClass, batch: int, sizes: Sizes) -> LayerPrice:
         """Return the price of a layer class for `batch` sequences, on axes of the given sizes.
 
-        Layer classes with equal `key` are equal, and are prepared once.
+        Layer classes with the same `key` must be equal, because results are cached by `key`, `batch` and `sizes`.
         """
         if key not in self._parts:
             self._parts[key] = self._parts_of(layer, is_block=key[1] not in (BEFORE, AFTER))
@@ -343,7 +343,7 @@ class LayerPricer:
 def _traffic(sent: Sent, batch: int, sizes: Sizes, entering: int) -> AxisTraffic:
     """Return a collective for `batch` sequences, on axes of the given sizes.
 
-    `entering` has the bytes of values that enter the layer class, from which `copies` follows.
+    `entering` is the bytes of values of other layer classes that the layer reads. `AxisTraffic.copies` follows from it.
     """
     size = sent.value.local_bytes(batch, {**sizes, EXPERT: 1})
     copies = max(1.0, size / entering) if sent.axis == EXPERT and entering else 1.0

@@ -115,7 +115,7 @@ class PricedModel:
 
     @cached_property
     def counted(self) -> CountedModel:
-        """The part of the model's data from which recipes are priced. It does not refer to the traced program."""
+        """The part of the model's data from which recipes are priced."""
         return CountedModel(self.folded.blocks, self.tokens, self.layers, bool(self._experts))
 
     @cached_property

@@ -114,10 +114,10 @@ class Policy:
 
 
 def axis_space(program: Program) -> SearchSpace:
-    """Return the strategies of each call of a canonical program on one axis, without communication inside of calls.
+    """Return the strategies of each call of a canonical program on one axis.
 
-    Ring attention and the exchange inside of experts have no price here. The expert axis gets its exchanges from
-    `route_tokens.shared_layers`.
+    Strategies that communicate inside a call (ring attention, the exchange of experts) are left out, because they have
+    no price here. The expert axis gets its exchanges from `route_tokens.shared_layers`.
     """
     space = EnumerateStrategies(MESH)(program)
     return replace(space, sites={name: _without_exchanges(site) for name, site in space.sites.items()})
@@ -165,7 +165,7 @@ class _Propagation:
         operands, results, moves: the fields of `AxisLayout` for the calls visited so far.
         state: for each value, the spec with which it was made; None for a value whose spec is open.
         origins: for each split value, the parameters whose split was the cause.
-        viewed: from a view of a value whose spec is open to that value.
+        viewed: for each view of a value whose spec is open, that value.
         base: for each value, the value that owns its memory.
         reduced: for each partial value that was reduced, the spec after the reduction.
         gathered: pairs of a value and the phase in which a whole copy of it exists; on the expert axis (value, "").
@@ -263,7 +263,7 @@ class _Propagation:
         return next((item.inputs[0] for item in site.strategies if item.outputs[0] == spec), None)
 
     def _is_new(self, key: _Key) -> bool:
-        """Whether a call of `_NEW` made a value, such as `zeros`."""
+        """Whether a value was made by a call of `_NEW`, such as `zeros`."""
         node = self.space.sites[key[0]].node
         return node is not None and node.target in _NEW
 
@@ -279,7 +279,10 @@ class _Propagation:
         return before is not None and self._can_settle(parent, before)
 
     def _have(self, key: _Key) -> PartitionSpec | None:
-        """Return the present spec of a value, after its reduction if it was partial; None if its spec is open."""
+        """Return the present spec of a value; None if the spec is open.
+
+        A partial value that was reduced for an earlier call has the spec after this reduction.
+        """
         have, now = self.state[key], self.reduced.get(self.base[key])
         if have is None or now is None or not have.is_partial:
             return have
@@ -434,7 +437,7 @@ def _split_at(dim: int) -> PartitionSpec:
 
 
 def _gradient_owners(space: SearchSpace, parameters: frozenset[str]) -> dict[_Key, str]:
-    """Return the parameter's name for each gradient of a parameter, and for each addend of a gradient, by its key."""
+    """Return for each gradient of a parameter, and for each addend of such a gradient, the parameter's name."""
     owners = {
         (link.tail, link.result): link.head for link in space.links if link.operand < 0 and link.head in parameters
     }

@@ -82,7 +82,7 @@ def _shared(node: fx.Node, axis: str) -> Strategy:
 
 
 def _in_experts_order(folded: FoldedProgram) -> list[fx.Node]:
-    """Return the calls that compute an order, or that read or make tokens sorted by expert."""
+    """Return the calls that compute an order of tokens by expert, or that read or make tokens in this order."""
     forth: set[fx.Node] = set()
     back: set[fx.Node] = set()
     found = []
