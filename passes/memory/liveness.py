@@ -87,7 +87,7 @@ class Liveness:
 
     Args:
         points: number of program points.
-        values: (name of a site, index of its result) to the lifetime, for values with memory of their own.
+        values: (name of a site, index of its result) to the lifetime, for values with memory of their own (no views).
         calls: name of a call to the point at which it runs.
         reshards: index of a link to the point of a reshard on the link.
         forward_end: the point after the forward, when outputs are returned in the plan's spec.
@@ -160,7 +160,7 @@ def find_lifetimes(
     Args:
         space: the sites and links of a call, or of a training step on one micro-batch.
         state_bytes_per_parameter_byte: bytes of optimizer state for each byte of a parameter.
-        micro_batches: micro-batches of a step; several need memory for sums of gradients.
+        micro_batches: number of micro-batches of a step. If there are several, their sums of gradients take memory too.
         load: the stages and micro-batches that the rank has in memory at once.
     """
     times = _Times.of(space)
@@ -186,7 +186,10 @@ def find_lifetimes(
 
 
 def with_state(program: Program) -> tuple[InputSlot, ...]:
-    """Return the parameters for which an optimizer keeps state: those with gradients, or all without a backward."""
+    """Return the parameters for which an optimizer keeps state.
+
+    These are the parameters that get a gradient. A program without gradients is counted as if all its parameters did.
+    """
     trained = {slot.name for slot in program.outputs if slot.kind is OutputKind.GRADIENT}
     parameters = program.inputs_of(InputKind.PARAMETER)
     return tuple(slot for slot in parameters if not trained or slot.name in trained)
@@ -279,7 +282,7 @@ class _Lifetimes:
     def _place(self, name: str, result: int, owned: dict[str, int]) -> None:
         """Record the memory of one result of a site, and of the copies that its readers' reshards make.
 
-        Call the last point at which the value lives under every plan `sure`. The site's own memory is counted up to
+        Let `sure` be the last point at which the value lives under every plan. The site's own memory is counted up to
         `sure`. After `sure` the value lives only if its last reader does not reshard it, so this memory is counted on
         the link to that reader. If the reader is a view, the view's own spec decides the bytes after `sure`, and
         `owned` receives `sure` + 1.
@@ -369,7 +372,7 @@ class _Lifetimes:
     def _use(self, index: int) -> int:
         """Return the last point at which the reader of link `index` uses the value, directly or through views.
 
-        The link is taken to have no reshard, which would end the use earlier.
+        A reshard on the link would end the use earlier; here the link is taken to have none.
         """
         link = self.space.links[index]
         head = self.space.sites[link.head]

@@ -87,9 +87,10 @@ _MOST_PEAKS = 4
 
 
 def _highest_over(used: np.ndarray, limit: float) -> list[int]:
-    """Return the program point with the most bytes of each run of consecutive points that exceed `limit`.
+    """Return, for each run of consecutive program points that exceed `limit`, its point with the most bytes.
 
-    `used` has the bytes at each point, [points]. Only the `_MOST_PEAKS` runs with the most bytes count.
+    `used` has the bytes at each point, [points]. The points are sorted by their bytes, most first. Only the first
+    `_MOST_PEAKS` are returned.
     """
     over = np.flatnonzero(used > limit)
     if not len(over):
