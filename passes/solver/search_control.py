@@ -138,7 +138,6 @@ class SearchControl:
             self.show = show
 
     def note(self, best: float, lower_bound: float) -> None:
-        """Call `show`, if given, with the best cost and the proven lower bound of the current problem, both in seconds.
-        """
+        """Call `show`, if given, with the best cost and the proven lower bound of the problem, both in seconds."""
         if self.show is not None:
             self.show(SearchProgress(self.problem, best, max(0.0, lower_bound)))

@@ -50,7 +50,10 @@ _OPENINGS = {
     ReshardKind.REDUCE_SCATTER: {_aten.contiguous.default, _aten.constant_pad_nd.default},
     ReshardKind.SLICE: {_aten.narrow.default, _aten.constant_pad_nd.default},
 }
-"""Operators with which a reshard step of each kind may begin; only then is it looked up."""
+"""Operators of the first call of a reshard step, by the step's kind.
+
+A step is looked up only if one of these operators reads the local value.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +180,10 @@ class CallForms:
     _by_held: dict[Held, Sequence[StrategyForm]] = field(default_factory=dict)
 
     def of_held(self, held: Held) -> Sequence[StrategyForm]:
-        """Return the strategies, with their local forms, that need operands only in specs in which they are held.
+        """Return each strategy that needs all operands in specs under which they are held, with the strategy's local
+        form.
 
-        `held` has these specs for each operand.
+        `held` has the specs under which each operand is held. The results are cached by `held`.
         """
         if held not in self._by_held:
             self._by_held[held] = list(self._find(held))
