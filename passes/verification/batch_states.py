@@ -19,8 +19,7 @@ class Same:
 
 @dataclass(frozen=True, slots=True)
 class SlicedDim:
-    """Each of the m parts has the values of its own samples, along dim `dim`: the batch's values times m ** exponent.
-    """
+    """Each of m parts has the values of its own samples, along dim `dim`: the batch's values times m ** exponent."""
 
     dim: int
     exponent: int = 0

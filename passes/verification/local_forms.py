@@ -180,8 +180,7 @@ class CallForms:
     _by_held: dict[Held, Sequence[StrategyForm]] = field(default_factory=dict)
 
     def of_held(self, held: Held) -> Sequence[StrategyForm]:
-        """Return each strategy that needs all operands in specs under which they are held, with the strategy's local
-        form.
+        """Return the strategies that need all operands in specs under which they are held, with their local forms.
 
         `held` has the specs under which each operand is held. The results are cached by `held`.
         """
