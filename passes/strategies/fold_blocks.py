@@ -47,9 +47,7 @@ def fold_blocks(space: SearchSpace) -> dict[str, str]:
 
 
 def numbered_blocks(sites: Iterable[Site]) -> frozenset[str]:
-    """Return the paths ("layers.3") of modules that end in a number and have at least two matrix products in the
-    forward.
-    """
+    """Return the paths ("layers.3") of modules that end in a number and run at least two matrix products forward."""
     products: dict[str, int] = defaultdict(int)
     for site in sites:
         if site.node is not None and site.phase == "forward" and _is_matrix_product(site.node.target):
