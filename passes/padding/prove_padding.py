@@ -208,7 +208,8 @@ def _size_differences(value: PaddedValue, name: str, length: int, exact: int) ->
 class _PaddedWalk:
     """A walk of the padded and the exact program, node by node.
 
-    `differentiable` has the names of nodes through which gradients flow: first the placeholders that need gradients.
+    `differentiable` has the names of nodes through which gradients flow: at first the placeholders that need gradients.
+    `run` adds the calls that read them.
     """
 
     padded: fx.GraphModule

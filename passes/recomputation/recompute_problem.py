@@ -68,8 +68,7 @@ class RecomputeProblem:
         return row_at(self.usage, point, self.planning.edge_between)
 
     def widen(self, allowed: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """Return boolean masks of this problem's options, by variable, from such masks of options without
-        recomputation.
+        """Return boolean masks of this problem's options, by variable, from masks of options without recomputation.
 
         All policies of an allowed option are allowed.
         """
