@@ -117,7 +117,7 @@ class _StageCut:
             waiting += node.all_input_nodes
 
     def _results(self) -> list[OutputSlot]:
-        """Return the output slots of the whole program that this stage has: outputs, and gradients of its parameters.
+        """Return the output slots of the whole program that are this stage's: outputs, and its parameters' gradients.
         """
         names = self.program.nodes_by_name()
         parameters = {slot.name: names[slot.node] for slot in self.program.inputs_of(InputKind.PARAMETER)}

@@ -205,9 +205,11 @@ class _RecipeCounts:
     axes: Mapping[str, Any]
 
     def of(self, name: str, layer: str, tally: Tally) -> Any:
-        """Return the part of the quantity `name` that comes from one block of a layer class, or from a layer at an end.
+        """Return the part of the quantity `name` that comes from one block, or from the layers before or after all
+        blocks.
 
-        If the quantity is for a rank, the result is the mean over pipeline ranks.
+        `layer` names the layer class, and `tally` has its numbers. If the quantity is for a rank, the result is the
+        mean over pipeline ranks.
         """
         recipe, pipeline = self.recipe, self.axes["pipeline"]
         whole, tally = self._at(tally, dict.fromkeys(_SPLIT_BY, 1)), self._at(tally, self.axes)
