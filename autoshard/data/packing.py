@@ -152,7 +152,7 @@ class _PackedRow:
         self._tokens, self._labels = list[torch.Tensor](), list[torch.Tensor]()
 
     def add(self, tokens: torch.Tensor, labels: torch.Tensor) -> None:
-        """Append a document."""
+        """Append a document. Its first label becomes `IGNORED`."""
         self._tokens.append(tokens)
         self._labels.append(labels.clone())
         self._labels[-1][0] = IGNORED

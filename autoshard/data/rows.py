@@ -173,7 +173,7 @@ def module_of(sharded: Any, asker: str) -> ShardedModule:
 
 
 def micro_batches_of(sharded: ShardedModule | TrainStep) -> int:
-    """Return the number of micro-batches of a batch."""
+    """Return the number of micro-batches into which a step cuts a batch; 1 for a module."""
     return sharded.micro_batches if isinstance(sharded, TrainStep) else 1
 
 

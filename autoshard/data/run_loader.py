@@ -72,7 +72,7 @@ class Loader:
         return self._reading.rows.batch
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch. Within this epoch already, the place stays."""
+        """Go to the beginning of an epoch. If the loader is in this epoch already, its place stays."""
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise NotAvailableError(f"set_epoch({epoch!r}): pass the number of an epoch, from 0.")
         if epoch != self.epoch:
@@ -260,7 +260,7 @@ def _rows(
 
 
 def _program_for(module: ShardedModule, rows: int) -> CompiledProgram | None:
-    """Return a program whose inputs have this number of rows: the last that ran, if it does."""
+    """Return a program for inputs of `rows` rows, if possible the program that ran last; None if there is none."""
     last = () if module.program is None else (module.program,)
     return next((program for program in (*last, *module.programs) if batch_of(program) == rows), None)
 

@@ -117,7 +117,9 @@ class _StageCut:
             waiting += node.all_input_nodes
 
     def _results(self) -> list[OutputSlot]:
-        """Return the output slots of the whole program that are this stage's: outputs, and its parameters' gradients.
+        """Return the output slots of the whole program that belong to this stage.
+
+        They are outputs, and gradients of the stage's parameters.
         """
         names = self.program.nodes_by_name()
         parameters = {slot.name: names[slot.node] for slot in self.program.inputs_of(InputKind.PARAMETER)}

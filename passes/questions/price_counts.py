@@ -205,11 +205,10 @@ class _RecipeCounts:
     axes: Mapping[str, Any]
 
     def of(self, name: str, layer: str, tally: Tally) -> Any:
-        """Return the part of the quantity `name` that comes from one block, or from the layers before or after all
-        blocks.
+        """Return the part of the quantity `name` that comes from one layer of the layer class `layer`.
 
-        `layer` names the layer class, and `tally` has its numbers. If the quantity is for a rank, the result is the
-        mean over pipeline ranks.
+        The layer is a block, or the whole part of the model before or after the blocks. `tally` has the numbers of the
+        layer class. If the quantity is for a rank, the result is the mean over pipeline ranks.
         """
         recipe, pipeline = self.recipe, self.axes["pipeline"]
         whole, tally = self._at(tally, dict.fromkeys(_SPLIT_BY, 1)), self._at(tally, self.axes)

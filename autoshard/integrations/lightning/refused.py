@@ -65,7 +65,7 @@ def precision_of(plugin: Precision) -> str | None:
     """Return the `precision` of `compile` for Lightning's plugin; None: the types of the module.
 
     Raises:
-        NotAvailableError: the plugin is none of Lightning's for mixed precision.
+        NotAvailableError: the plugin is neither Lightning's default nor its mixed precision.
     """
     if type(plugin) is Precision:
         return None

@@ -53,10 +53,10 @@ class _LogCalls:
 
 @dataclass(frozen=True, slots=True)
 class _Replaced:
-    """The modules of which a trace replaces methods. A trace does not look for them, because metrics hash their state.
+    """The modules whose methods a trace replaces. They are found before traces, because metrics hash their state.
 
     Args:
-        modules: the LightningModule and those within it.
+        modules: the LightningModule, and the LightningModules within it.
         metrics: metrics of torchmetrics by qualified name.
     """
 
@@ -118,7 +118,10 @@ class StepModule(nn.Module):
 
     @contextmanager
     def _recording(self) -> Iterator[list[tuple[LogCall, torch.Tensor]]]:
-        """Within the context, list the calls of `log`, refuse metrics, and let `self.trainer` be a `_TracedTrainer`."""
+        """Within the context, record calls of the LightningModules' `log` in the yielded list, with the logged tensors.
+
+        Their trainer is a `_TracedTrainer`. `update` of a torchmetrics metric raises NotAvailableError.
+        """
         calls: list[tuple[LogCall, torch.Tensor]] = []
         trainers = [item._trainer for item in self._replaced.modules]
         updates = [item.update for item in self._replaced.metrics.values()]
@@ -138,7 +141,10 @@ class StepModule(nn.Module):
 
 
 class _TracedTrainer:
-    """The `trainer` of a traced `training_step`: the numbers of a `StepModule`. Its other attributes are refused."""
+    """The `trainer` of a traced `training_step`: the numbers of a `StepModule`.
+
+    Reading any other attribute raises NotAvailableError.
+    """
 
     training = True
 
