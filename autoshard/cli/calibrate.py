@@ -94,5 +94,5 @@ def calibration_table(found: Calibration, path: Path) -> Table:
 
 
 def calibration_json(found: Calibration) -> dict[str, Any]:
-    """Return the times in seconds and the ratios predicted / measured, as JSON data."""
+    """Return JSON data: "date", "measured_s" (seconds by measurement) and "predicted_over_measured" (ratios)."""
     return {"date": found.date, "measured_s": dict(found.measured_s), "predicted_over_measured": found.ratios}

@@ -37,7 +37,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class HostCommand:
-    """The command of one host: its folder, its `torchrun` words, and the variables of its environment."""
+    """The command of one host: its working folder, its `torchrun` words, and the variables of its environment."""
 
     host: Host
     folder: str

@@ -20,7 +20,7 @@ from autoshard.data.rows import RankRows, order_of
 
 T = TypeVar("T")
 Collate = Callable[[list[Any]], Any]
-"""Takes samples; returns a pytree of tensors, whose first dim is the samples."""
+"""Function that takes samples, and returns a pytree of tensors, whose first dim is the samples."""
 
 
 @dataclass(frozen=True, slots=True)

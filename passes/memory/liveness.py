@@ -121,10 +121,10 @@ class Liveness:
         return find_lifetimes(space, self.state_bytes_per_parameter_byte, self.micro_batches, self.load)
 
     def standing(self, interval: Interval, name: str = "") -> int:
-        """Return the number of further equal values in memory, for other stages and micro-batches of the rank.
+        """Return how many more values like a given one are in memory, for other stages and micro-batches of the rank.
 
-        They are counted at all program points, beside the value with the lifetime `interval`. `name` is the site of the
-        value, or "" for memory of a link.
+        They are counted at all program points. `interval` is the lifetime of the given value. `name` is its site, or ""
+        for memory of a link.
         """
         if name in self.of_micro_batch:
             return self.load.in_flight - 1 if self.of_micro_batch[name] else 0

@@ -344,7 +344,8 @@ class _RankWalk:
 def crossing_bytes(staged: StagedProgram, name: str, maker: int, *, is_forward: bool) -> int:
     """Return the bytes on each rank of the value `name` that stage `maker` sends to another stage.
 
-    The value has the spec with which `maker` makes it.
+    The value has the spec with which `maker` makes it. `is_forward` says whether its forward or its backward sends the
+    value.
     """
     slot = staged.sent_slot(name, maker, is_forward=is_forward)
     return local_bytes(slot, staged.stages[maker].phased.lowered.mesh)

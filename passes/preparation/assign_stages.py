@@ -332,7 +332,7 @@ def _crossing_bytes(forward: Sequence[fx.Node]) -> list[int]:
 
 
 _NOT_SENT = 1 << 60
-"""Bytes of a result that is a tuple, which cannot be sent to another stage."""
+"""Bytes that a tuple counts as, so that no cut crosses a tuple. Stages cannot send tuples."""
 
 
 def _bytes(node: fx.Node) -> int:

@@ -117,7 +117,7 @@ class _StageCut:
             waiting += node.all_input_nodes
 
     def _results(self) -> list[OutputSlot]:
-        """Return the output slots of the whole program that belong to this stage.
+        """Return the output slots of the whole program that this stage returns.
 
         They are outputs, and gradients of the stage's parameters.
         """

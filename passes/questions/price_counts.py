@@ -275,8 +275,8 @@ class _RecipeCounts:
         """Return the bytes that a rank sends in a step to reduce gradients and to gather parameters.
 
         `dense` and `expert` are the rank's numbers of parameters outside of experts and in experts. `frozen` and
-        `frozen_experts` are those without gradients. The times of these collectives are in `price_ends.exchange_times`
-        and `price_recipe.sharded_time`.
+        `frozen_experts` count the parameters among them that get no gradients. The times of these collectives are in
+        `price_ends.exchange_times` and `price_recipe.sharded_time`.
         """
         recipe = self.recipe
         gradient, weight = GRADIENT_BYTES[recipe.runtime.gradient_dtype], WEIGHT_BYTES[recipe.precision]

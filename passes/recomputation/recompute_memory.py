@@ -219,7 +219,7 @@ class RecomputeMemory:
         return self.liveness.calls[link.head]
 
     def _end(self, name: str, result: int) -> int:
-        """Return the last program point at which the second life of result number `result` of site `name` counts."""
+        """Return the last program point of the second life of result number `result` of site `name`."""
         late = self.split.late[name], result
         return self.deaths[late] if name in self.viewed else self.liveness.values[late].death
 
@@ -285,9 +285,9 @@ class RecomputeMemory:
         return found
 
     def _end_of_viewed(self, link: Link) -> int:
-        """Return the last point at which the memory of the value on a link counts, if the value is held or recomputed.
+        """Return the last program point at which the memory of a link's value is counted for the value itself (`ends`).
 
-        The result is -1 if the value has no second life.
+        The value is taken to be held or recomputed. The result is -1 if it has no second life.
         """
         if self.planning.space.sites[link.tail].is_input:
             return self.liveness.points

@@ -34,9 +34,9 @@ from passes.recomputation.recompute_segments import segments
 from passes.strategies.enumerate_strategies import Link, Site
 
 LEAST_SHARE = 1e-3
-"""Least share of a variable's values in the bytes that the backward reads, for the variable to get policies.
+"""A variable gets policies if its values are at least this share of the bytes that the backward reads.
 
-Values that a recomputation needs get policies however small they are.
+Values that a recomputation needs get policies at any size.
 """
 
 
@@ -97,8 +97,8 @@ def find_options(
 
     Args:
         planning: the problem without recomputation.
-        least_share: least share of a variable's values in the bytes that the backward reads, for the variable to get
-            policies. Values that a recomputation needs get policies however small they are.
+        least_share: a variable gets policies if its values are at least this share of the bytes that the backward
+            reads. Values that a recomputation needs get policies at any size.
         offload: whether values may go to the host.
     """
     return _OptionSearch(planning.space, planning.classes, planning.counts(), least_share, offload).run()

@@ -28,7 +28,7 @@ _REACH = 0.03
 """Initial value of `DualState.reach`."""
 
 _PASSES = 4
-"""Message passes (each forward and back) between two updates of the multipliers."""
+"""Number of message passes (each forward and back) between two updates of the multipliers."""
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class DualState:
             self._move_multipliers()
 
     def _set_reach(self, is_better: bool) -> None:
-        """Multiply the reach after a better bound, and divide it after a worse bound.
+        """Multiply the reach by `_FURTHER` after a better bound, and divide it by `_FURTHER` after a worse bound.
 
         The reach stays the same if no multiplier rose by the full reach in the last update.
         """

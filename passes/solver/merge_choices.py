@@ -74,7 +74,7 @@ def merge(state: DualState, tolerance: float) -> None:
 
 
 def _seen(state: DualState) -> list[np.ndarray]:
-    """Return for each variable a mask of the options that occur in any seen choice, [options]."""
+    """Return for each variable a boolean array [options]: True for each option that occurs in a seen choice."""
     masks = [np.zeros(len(cost), dtype=bool) for cost in state.problem.costs]
     for choice in (choice for _, _, choice in state.cuts):
         for mask, option in zip(masks, choice, strict=True):

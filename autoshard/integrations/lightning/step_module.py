@@ -38,13 +38,16 @@ class LogCall:
 
 @dataclass(slots=True)
 class _LogCalls:
-    """The calls of `log` that traces have found, by the attribute that gets the value."""
+    """The calls of `log` that traces have found, by the attribute of the `StepModule` that gets the logged value."""
 
     module: LightningModule
     found: dict[str, LogCall] = field(default_factory=dict)
 
     def attribute_of(self, call: LogCall) -> str:
-        """Return the name of the attribute that gets the value of a call."""
+        """Record a call, and return the name of the attribute that gets its value.
+
+        Calls with equal names share an attribute.
+        """
         known = (name for name, item in self.found.items() if item.name == call.name)
         name = next(known, f"logged_{len(self.found)}")
         self.found[name] = call

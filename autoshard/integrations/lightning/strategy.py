@@ -125,12 +125,16 @@ class MeshStrategy(Strategy):
             self._traced = self._sharded = self._step = None
 
     def setup_environment(self) -> None:
-        """Let all processes of the run meet."""
+        """Let all processes of the run meet. A process group is made if there is none."""
         super().setup_environment()
         share_among_processes(lambda: None)
 
     def setup(self, trainer: Trainer) -> None:
-        """Make the optimizer, and check that the compiled step can do what the Trainer asks for."""
+        """Make the optimizer. Before training, forget the step of an earlier fit too.
+
+        Raises:
+            NotAvailableError: a compiled step cannot train the module as the Trainer asks for (`check_run`).
+        """
         super().setup(trainer)
         if trainer.training:
             module = self.lightning_module

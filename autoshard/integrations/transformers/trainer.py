@@ -200,7 +200,7 @@ class Trainer(transformers.Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
-        """Evaluate the compiled model on a batch; return loss, logits and labels as whole tensors."""
+        """Evaluate the compiled model on a batch; return loss, logits and labels as whole tensors, or None."""
         sharded, batch = self.step.sharded, self._prepare_inputs(inputs)
         counted = self._counted(self._get_num_items_in_batch([batch], self.args.device))
         has_labels = bool(self.label_names) and all(batch.get(name) is not None for name in self.label_names)
