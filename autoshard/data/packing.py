@@ -158,7 +158,6 @@ class _PackedRow:
         self._labels[-1][0] = IGNORED
 
     def tensor(self, key: str) -> torch.Tensor:
-        """Return the tensor of one of `KEYS`."""
         sizes = [len(tokens) for tokens in self._tokens]
         rest = self._length - sum(sizes)
         if key == "input_ids":

@@ -60,7 +60,7 @@ class Held(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OnLink:
-    """Memory that the link `SearchSpace.links[link]` uses over an interval of program points."""
+    """Memory of the kind `held` that the link `SearchSpace.links[link]` uses over an interval of program points."""
 
     link: int
     held: Held
@@ -342,10 +342,10 @@ class _Lifetimes:
             self._keep(index, Held.COPY, point, point)
 
     def _result(self, index: int, death: int) -> None:
-        """Record the memory of a result that leaves the program, on the link `index`; `death` is its last other use.
+        """Record the memory of a result that leaves the program, on the link `index`.
 
-        The result lives to the last point. Outputs of a training step, and new values of buffers, live only to the end
-        of the forward.
+        `death` is the last point of any other use. The result lives to the last point. Outputs of a training step, and
+        new values of buffers, live only to the end of the forward.
         """
         head, point = self.space.sites[self.space.links[index].head], self.times.reshards[index]
         goes = self.is_step if head.node is None else head.name in self._buffers()

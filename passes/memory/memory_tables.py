@@ -31,8 +31,7 @@ class MemoryTables:
     _tables: dict[Any, Floats] = field(default_factory=dict, repr=False)
 
     def of_value(self, name: str, result: int, copies: float = 1.0) -> Floats:
-        """Return the bytes on each rank of result number `result` of site `name`, times `copies`, [the site's options].
-        """
+        """Return the bytes on each rank of result number `result` of site `name`, times `copies`, [options]."""
         site = self.space.sites[name]
         if is_on_host(site):
             return self._nothing(len(site.strategies))

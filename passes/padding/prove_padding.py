@@ -118,7 +118,7 @@ class _Pair:
             length, exact: the size of the inputs with padding, and without.
 
         Returns:
-            Number of an output to its padded dims. A dim maps to its size without padding minus `exact`.
+            Number of an output → index of each padded dim → the size of this dim without padding, minus `exact`.
 
         Raises:
             ReachedError: padding may reach a result.

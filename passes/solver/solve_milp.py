@@ -191,7 +191,7 @@ class _Model:
         return flow
 
     def _add_group_rows(self, flows: np.ndarray, first: int, groups: np.ndarray) -> None:
-        """Add a constraint for each group of a variable's options: the group's pairs sum to the group's options.
+        """Add a constraint for each group of a variable's options: its pairs have the same sum as its options.
 
         Args:
             flows: columns of the pairs, [groups, groups of the other variable].
@@ -291,7 +291,7 @@ class _Model:
 
 @dataclass(frozen=True, slots=True)
 class _Flow:
-    """The columns of one edge's pairs of groups.
+    """The columns of the mixed-integer program for the pairs of one edge's groups of options.
 
     Args:
         columns: [groups of tail, groups of head].

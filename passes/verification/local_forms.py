@@ -58,7 +58,7 @@ A step is looked up only if one of these operators reads the local value.
 
 @dataclass(frozen=True, slots=True)
 class FormCall:
-    """One call of a local form.
+    """One call of a local form. A place is the index of an operand or call of the form, operands first.
 
     Args:
         key: the call's operator and arguments (`call_key`), with places as operands.
@@ -85,8 +85,8 @@ class FormCall:
 class LocalForm:
     """The calls of a reshard step or strategy on a rank.
 
-    An entry of `results` is the place of the result. If a call returns a tuple, the entry is the call that selects the
-    result from the tuple.
+    An entry of `results` is the place of the result, its index among the operands and then the calls of the form. If a
+    call returns a tuple, the entry is the call that selects the result from the tuple.
     """
 
     calls: Sequence[FormCall]

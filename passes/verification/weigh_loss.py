@@ -289,7 +289,10 @@ class _LossWalk:
         return Mixed(node, "is computed over the whole batch")
 
     def _exponent(self, node: fx.Node, rule: BoundRule, given: Sequence[State]) -> int | None:
-        """Return the exponent of a call's results; None if the call is not linear in operands with an exponent."""
+        """Return the exponent (as in `SlicedDim`) of the results of a call whose operands are `Same` or `SlicedDim`.
+
+        The result is None if the call is not linear in operands whose exponent is not 0.
+        """
         exponents = [state.exponent for state in given if isinstance(state, Same | SlicedDim)]
         places = frozenset(index for index, exponent in enumerate(exponents) if exponent)
         if not places:

@@ -193,7 +193,6 @@ def _refuser(name: str) -> Any:
 
 
 def _loss_of(output: Any) -> torch.Tensor:
-    """Return the loss in the result of `training_step`."""
     if isinstance(output, Mapping):
         others = [name for name in output if name != "loss"]
         if others:
