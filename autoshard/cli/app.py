@@ -43,7 +43,7 @@ app = typer.Typer(
 console = Console(highlight=False)
 
 _PRODUCTS = {"f32": torch.float32, "f16": torch.float16}
-"""Value of `--precision` → dtype of a model that is priced in another framework; default: bfloat16."""
+"""Value of `--precision` → dtype of a model that is priced in another framework. All other values mean bfloat16."""
 
 _WRONG_USAGE = 2
 """Exit status for a command line that cannot be understood. Unix's own commands use it too."""

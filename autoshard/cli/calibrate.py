@@ -54,10 +54,11 @@ KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLO
 
 
 def keep_freed_memory() -> None:
-    """Make processes started from here on keep freed memory, if the C library is glibc.
+    """Make processes started from here on keep freed host memory, if the C library is glibc.
 
-    Otherwise each step returns its activations to the system, which maps and zeroes the pages anew. On a CPU this takes
-    as long as reading the pages. PyTorch's tuning guide advises a caching allocator for the same reason.
+    Sets environment variables of glibc that are not set yet. Without them, each step returns its activations to the
+    system, which maps and zeroes the pages anew. On a CPU this takes as long as reading the pages. PyTorch's tuning
+    guide advises a caching allocator for the same reason.
     """
     for name, value in KEEPING.items():
         os.environ.setdefault(name, value)
@@ -93,5 +94,5 @@ def calibration_table(found: Calibration, path: Path) -> Table:
 
 
 def calibration_json(found: Calibration) -> dict[str, Any]:
-    """Return the times in seconds and the ratios predicted / measured, as JSON data."""
+    """Return JSON data: "date", "measured_s" (seconds by measurement) and "predicted_over_measured" (ratios)."""
     return {"date": found.date, "measured_s": dict(found.measured_s), "predicted_over_measured": found.ratios}

@@ -33,9 +33,10 @@ class Row:
 
 
 def coverage_rows(plan: Plan) -> tuple[Row, ...]:
-    """Return a row for each operator without a sharding rule, replicated by choice, or with an inferred rule.
+    """Return a row for each operator without a sharding rule, with an inferred rule, or replicated by the plan.
 
-    Operators replicated by choice have a row only from `_LEAST_SHARE` of the step's time.
+    A replicated operator has a rule, but runs whole on every rank. It has a row only if it takes at least
+    `_LEAST_SHARE` of the step's time.
     """
     return tuple(row for row in _rows(plan) if row.kind != "replicated" or row.share >= _LEAST_SHARE)
 

@@ -40,7 +40,10 @@ class NamedModel:
     inputs: tuple[Any, ...] | Mapping[str, Any]
 
     def to(self, dtype: torch.dtype) -> NamedModel:
-        """Return a model and inputs whose floating-point parameters and tensors have type `dtype`."""
+        """Return the model and inputs with floating-point parameters and tensors of type `dtype`.
+
+        The model is changed in place.
+        """
         return NamedModel(self.model.to(dtype), cast_floats(self.inputs, dtype))
 
 

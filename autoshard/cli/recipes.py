@@ -64,7 +64,7 @@ def parse_constraints(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def named_twice(names: Iterable[str]) -> str | None:
-    """Return the first name that occurs a second time, or None."""
+    """Return the first name that occurs more than once, or None."""
     return next((name for name, count in Counter(names).items() if count > 1), None)
 
 

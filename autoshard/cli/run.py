@@ -22,7 +22,7 @@ from autoshard.cli.hosts import Host, read_hosts
 from autoshard.errors import AutoshardError
 
 _FORWARDED = ("NCCL_", "GLOO_", "TORCH_", "PYTHONPATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-"""First letters of the environment variables that hosts get from the machine that starts them."""
+"""Prefixes of the environment variables that hosts get from the machine that starts them."""
 
 _OWN_STORE = ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 """Variable for a new store in each attempt. The shared store keeps the addresses of the processes that died."""
@@ -37,7 +37,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class HostCommand:
-    """The command of one host: its folder, its `torchrun` words, and the variables of its environment."""
+    """The command of one host: its working folder, its `torchrun` words, and the variables of its environment."""
 
     host: Host
     folder: str
@@ -122,9 +122,10 @@ def commands(
 def start(hosts: Sequence[HostCommand], *, needed: int) -> int:
     """Start all commands, wait for their ends, and return the exit status of the run.
 
-    If fewer than `needed` hosts can succeed, the other commands are ended too. SIGINT of this process goes on to all
-    commands. SIGTERM goes on to the commands of this machine, if there are any. Their ranks tell all ranks to save
-    (`autoshard.run`); ssh would end at once, and its ranks with it. The other commands are ended after the first.
+    If fewer than `needed` hosts can succeed, the other commands are ended too. A SIGINT of this process goes on to all
+    commands. A SIGTERM goes on to the commands of this machine, or to all commands if none is of this machine. The
+    ranks of this machine then tell all ranks to save (`autoshard.run`), whereas ssh would end at once, and its ranks
+    with it. After either signal, all other commands are ended as soon as one ends with an error status.
 
     Returns:
         0 if at least `needed` commands ended with 0, and otherwise the first other exit status.

@@ -152,13 +152,12 @@ class _PackedRow:
         self._tokens, self._labels = list[torch.Tensor](), list[torch.Tensor]()
 
     def add(self, tokens: torch.Tensor, labels: torch.Tensor) -> None:
-        """Append a document."""
+        """Append a document. Its first label becomes `IGNORED`."""
         self._tokens.append(tokens)
         self._labels.append(labels.clone())
         self._labels[-1][0] = IGNORED
 
     def tensor(self, key: str) -> torch.Tensor:
-        """Return the tensor of one of `KEYS`."""
         sizes = [len(tokens) for tokens in self._tokens]
         rest = self._length - sum(sizes)
         if key == "input_ids":

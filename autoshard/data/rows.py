@@ -70,8 +70,8 @@ class RankRows:
         place: number of this rank's piece along each of these axes.
         layout: placement of this rank's rows; None if this process has all rows.
         device: the device of the program's inputs.
-        repeats: whether a batch of fewer rows runs the program of `batch` rows, in micro-batches with copies; for a
-            step. Otherwise it runs a program of its own size.
+        repeats: whether a batch of fewer rows runs the program of `batch` rows, in micro-batches in which rows are
+            repeated. Only a step can do this. Otherwise such a batch runs a program of its own size.
     """
 
     batch: int
@@ -83,7 +83,7 @@ class RankRows:
     repeats: bool = True
 
     def runs(self, count: int) -> list[RowRun]:
-        """Return the rows of each micro-batch that counts, for a batch of `count` rows.
+        """Return the rows of each micro-batch, for a batch of `count` rows. Micro-batches of weight zero are left out.
 
         Example:
             >>> RankRows(8, micro_batches=2).runs(7)
@@ -106,7 +106,10 @@ class RankRows:
         return [run.start + place // run.copies for run in self.runs(count) for place in self.places(run)] or [0]
 
     def places(self, run: RowRun) -> range:
-        """Return this rank's places in the micro-batch of a run, in which each row has one place for each copy."""
+        """Return the part of a run's micro-batch that this rank computes with, as a range of indices.
+
+        The micro-batch has each row of the run `run.copies` times, one copy behind the other.
+        """
         rows = range((run.stop - run.start) * run.copies)
         for size, place in zip(self.sizes, self.place, strict=True):
             piece = -(-len(rows) // size)  # as torch cuts a DTensor
@@ -173,7 +176,7 @@ def module_of(sharded: Any, asker: str) -> ShardedModule:
 
 
 def micro_batches_of(sharded: ShardedModule | TrainStep) -> int:
-    """Return the number of micro-batches of a batch."""
+    """Return the number of micro-batches into which a step cuts a batch; 1 for a module."""
     return sharded.micro_batches if isinstance(sharded, TrainStep) else 1
 
 
@@ -215,7 +218,7 @@ def rows_of(
 
 
 def batch_of(program: CompiledProgram) -> int | None:
-    """Return the common size of dim 0 of a program's inputs; None if they have none."""
+    """Return the common size of dim 0 of a program's inputs; None if there is no common size."""
     sizes = {item.shape[0] if item.shape else None for item in _inputs_of(program)}
     return next(iter(sizes)) if len(sizes) == 1 else None
 

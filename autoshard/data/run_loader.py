@@ -63,7 +63,7 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch, from 0. It rises when an iteration has yielded the last batch and is asked again."""
+        """The number of the epoch, from 0. It rises when an iteration is asked for a batch behind the last."""
         return self._place.epoch
 
     @property
@@ -72,7 +72,7 @@ class Loader:
         return self._reading.rows.batch
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch. Within this epoch already, the place stays."""
+        """Go to the beginning of an epoch. If the loader is in this epoch already, its place stays."""
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise NotAvailableError(f"set_epoch({epoch!r}): pass the number of an epoch, from 0.")
         if epoch != self.epoch:
@@ -217,7 +217,7 @@ def _indexed(dataset: Indexed, batch_size: int, drop_last: bool) -> IndexedSourc
 
 
 def _stream_of(dataset: Any, shuffle: bool | None, options: dict[str, Any]) -> StreamSource:
-    """Return the source of an iterable dataset; take options that it has no use for out of `options`."""
+    """Return the source of an iterable dataset. Options that such a source cannot use are removed from `options`."""
     if not isinstance(dataset, Iterable) or isinstance(dataset, Iterator):
         kind = "an iterator, which ends after one epoch" if isinstance(dataset, Iterator) else "no dataset"
         raise NotAvailableError(
@@ -241,9 +241,9 @@ def _stream_of(dataset: Any, shuffle: bool | None, options: dict[str, Any]) -> S
 def _rows(
     step: ShardedModule | TrainStep, module: ShardedModule, parts: int, batch_size: int, dataset: Any, collate: Collate
 ) -> RankRows:
-    """Return this rank's rows of each batch, by the plan for `batch_size`, which is made if there is none yet.
+    """Return this rank's rows of each batch, by the plan of the program for batches of `batch_size` samples.
 
-    `dataset` is one with indices, or None.
+    If there is no such program yet, it is compiled for the first samples of `dataset`. `dataset` is None for a stream.
     """
     program = _program_for(module, batch_size // parts)
     if program is None and dataset is None:
@@ -260,7 +260,7 @@ def _rows(
 
 
 def _program_for(module: ShardedModule, rows: int) -> CompiledProgram | None:
-    """Return a program whose inputs have this number of rows: the last that ran, if it does."""
+    """Return a program for inputs of `rows` rows, if possible the program that ran last; None if there is none."""
     last = () if module.program is None else (module.program,)
     return next((program for program in (*last, *module.programs) if batch_of(program) == rows), None)
 
@@ -279,7 +279,7 @@ def _refuse_mixed(step: Any, module: ShardedModule, rows: RankRows, dataset: Any
 
 
 def _call(function: Callable[..., T], module: ShardedModule, batch: Any) -> T:
-    """Call a function with a batch, as a user calls a step."""
+    """Call `function` with a batch on the device, as `function(**batch)`, `function(*batch)` or `function(batch)`."""
     batch = dict(batch) if isinstance(batch, Mapping) else batch
     moved = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(module.engine.device), batch)
     if isinstance(moved, dict):

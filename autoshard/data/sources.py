@@ -20,7 +20,7 @@ from autoshard.data.rows import RankRows, order_of
 
 T = TypeVar("T")
 Collate = Callable[[list[Any]], Any]
-"""Takes samples; returns a pytree of tensors, whose first dim is the samples."""
+"""Function that takes samples, and returns a pytree of tensors, whose first dim is the samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Reading:
     options: Mapping[str, Any]
 
     def takes(self, count: int) -> bool:
-        """Whether a batch of `count` samples is read."""
+        """Whether a batch of `count` samples is yielded: a whole batch, or without `drop_last` a smaller batch."""
         return count == self.rows.batch or (count > 0 and not self.drop_last)
 
     def worker_seed(self, place: Place) -> int:
@@ -84,7 +84,10 @@ class BatchSource(Protocol):
         ...
 
     def read(self, reading: Reading, place: Place, position: Any) -> Iterator[Loaded]:
-        """Yield the batches from `place` to the end of its epoch; `position` is that of the batch before."""
+        """Yield the batches from `place` to the end of its epoch.
+
+        `position` is `Loaded.position` of the batch before `place`; None if there is none.
+        """
         ...
 
 

@@ -13,7 +13,10 @@ from autoshard.runtime.train_step import TrainStep
 
 
 def cut_short_batch(batch: Any, step: TrainStep, whole: int, device: torch.device) -> Any:
-    """Return a batch as a step takes it; a shorter batch is cut into micro-batches of the usual size.
+    """Return a batch in the form in which a step takes it.
+
+    A batch of `whole` rows is returned itself. A shorter batch is cut into micro-batches of the usual size, in which
+    rows are repeated, unless the step plans batches of any size.
 
     Args:
         batch: a pytree of tensors whose first dim is the rows, and other values.
@@ -33,7 +36,7 @@ def cut_short_batch(batch: Any, step: TrainStep, whole: int, device: torch.devic
 
 
 def rows_in(batch: Any) -> int | None:
-    """Return the size of the first dim of a batch's tensors; None without tensors."""
+    """Return the size of dim 0 of the first tensor in a batch; None without tensors."""
     leaves = pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
     return next((len(item) for item in leaves if _has_rows(item)), None)
 

@@ -60,7 +60,7 @@ class Held(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OnLink:
-    """Memory that the link `SearchSpace.links[link]` uses over an interval of program points."""
+    """Memory of the kind `held` that the link `SearchSpace.links[link]` uses over an interval of program points."""
 
     link: int
     held: Held
@@ -87,7 +87,7 @@ class Liveness:
 
     Args:
         points: number of program points.
-        values: (name of a site, index of its result) to the lifetime, for values with memory of their own.
+        values: (name of a site, index of its result) to the lifetime, for values with memory of their own (no views).
         calls: name of a call to the point at which it runs.
         reshards: index of a link to the point of a reshard on the link.
         forward_end: the point after the forward, when outputs are returned in the plan's spec.
@@ -121,10 +121,10 @@ class Liveness:
         return find_lifetimes(space, self.state_bytes_per_parameter_byte, self.micro_batches, self.load)
 
     def standing(self, interval: Interval, name: str = "") -> int:
-        """Return the number of further equal values in memory, for other stages and micro-batches of the rank.
+        """Return how many more values like a given one are in memory, for other stages and micro-batches of the rank.
 
-        They are counted at all program points, beside the value with the lifetime `interval`. `name` is the site of the
-        value, or "" for memory of a link.
+        They are counted at all program points. `interval` is the lifetime of the given value. `name` is its site, or ""
+        for memory of a link.
         """
         if name in self.of_micro_batch:
             return self.load.in_flight - 1 if self.of_micro_batch[name] else 0
@@ -160,7 +160,7 @@ def find_lifetimes(
     Args:
         space: the sites and links of a call, or of a training step on one micro-batch.
         state_bytes_per_parameter_byte: bytes of optimizer state for each byte of a parameter.
-        micro_batches: micro-batches of a step; several need memory for sums of gradients.
+        micro_batches: number of micro-batches of a step. If there are several, their sums of gradients take memory too.
         load: the stages and micro-batches that the rank has in memory at once.
     """
     times = _Times.of(space)
@@ -186,7 +186,10 @@ def find_lifetimes(
 
 
 def with_state(program: Program) -> tuple[InputSlot, ...]:
-    """Return the parameters for which an optimizer keeps state: those with gradients, or all without a backward."""
+    """Return the parameters for which an optimizer keeps state.
+
+    These are the parameters that get a gradient. A program without gradients is counted as if all its parameters did.
+    """
     trained = {slot.name for slot in program.outputs if slot.kind is OutputKind.GRADIENT}
     parameters = program.inputs_of(InputKind.PARAMETER)
     return tuple(slot for slot in parameters if not trained or slot.name in trained)
@@ -279,7 +282,7 @@ class _Lifetimes:
     def _place(self, name: str, result: int, owned: dict[str, int]) -> None:
         """Record the memory of one result of a site, and of the copies that its readers' reshards make.
 
-        Call the last point at which the value lives under every plan `sure`. The site's own memory is counted up to
+        Let `sure` be the last point at which the value lives under every plan. The site's own memory is counted up to
         `sure`. After `sure` the value lives only if its last reader does not reshard it, so this memory is counted on
         the link to that reader. If the reader is a view, the view's own spec decides the bytes after `sure`, and
         `owned` receives `sure` + 1.
@@ -339,10 +342,10 @@ class _Lifetimes:
             self._keep(index, Held.COPY, point, point)
 
     def _result(self, index: int, death: int) -> None:
-        """Record the memory of a result that leaves the program, on the link `index`; `death` is its last other use.
+        """Record the memory of a result that leaves the program, on the link `index`.
 
-        The result lives to the last point. Outputs of a training step, and new values of buffers, live only to the end
-        of the forward.
+        `death` is the last point of any other use. The result lives to the last point. Outputs of a training step, and
+        new values of buffers, live only to the end of the forward.
         """
         head, point = self.space.sites[self.space.links[index].head], self.times.reshards[index]
         goes = self.is_step if head.node is None else head.name in self._buffers()
@@ -369,7 +372,7 @@ class _Lifetimes:
     def _use(self, index: int) -> int:
         """Return the last point at which the reader of link `index` uses the value, directly or through views.
 
-        The link is taken to have no reshard, which would end the use earlier.
+        A reshard on the link would end the use earlier; here the link is taken to have none.
         """
         link = self.space.links[index]
         head = self.space.sites[link.head]

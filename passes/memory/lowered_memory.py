@@ -53,7 +53,7 @@ def step_memory(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad =
 
     Args:
         phased: the program of one micro-batch.
-        micro_batches: micro-batches of a step; several need memory for sums of gradients.
+        micro_batches: number of micro-batches of a step. If there are several, their sums of gradients take memory too.
         load: the stages and micro-batches that the rank has in memory at once.
     """
     memory = Storages(LocalUnits.of(phased.lowered))

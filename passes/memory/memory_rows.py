@@ -10,14 +10,17 @@ from passes.memory.memory_usage import MemoryUsage, UsedBytes
 from passes.solver.assignment import Floats, MemoryRow
 
 _MOST_KEPT = 32
-"""Cached rows of one problem; searches of known recipes and of all plans use the same few rows."""
+"""Most rows in the cache of one `MemoryUsage`. The cache is emptied when full.
+
+Searches of known recipes and of all plans use the same few rows.
+"""
 
 
 def row_at(usage: MemoryUsage, point: int, edge_between: Mapping[tuple[int, ...], int]) -> MemoryRow:
-    """Return the bytes in use at a program point as a function of the choice, cached in `usage`.
+    """Return the memory row of a program point: the bytes in use there as a function of the choice.
 
-    `edge_between` gives the index of the edge between two variables. The edge holds the items whose size both variables
-    decide.
+    The row is cached in `usage`. `edge_between` gives the index of the edge between two variables. The edge holds the
+    items whose size both variables decide.
     """
     if point not in usage.known_rows:
         if len(usage.known_rows) >= _MOST_KEPT:

@@ -31,7 +31,7 @@ class MemoryTables:
     _tables: dict[Any, Floats] = field(default_factory=dict, repr=False)
 
     def of_value(self, name: str, result: int, copies: float = 1.0) -> Floats:
-        """Return the bytes of result number `result` under each option of a site, times `copies`, [options]."""
+        """Return the bytes on each rank of result number `result` of site `name`, times `copies`, [options]."""
         site = self.space.sites[name]
         if is_on_host(site):
             return self._nothing(len(site.strategies))
@@ -42,7 +42,7 @@ class MemoryTables:
         return self._tables[key]
 
     def of_call(self, name: str) -> Floats | None:
-        """Return the bytes of a call's workspace under each of its options, [options]; None without a workspace."""
+        """Return the bytes on each rank of the workspace of call `name`, [its options]; None without a workspace."""
         site = self.space.sites[name]
         if site.node is None or not has_workspace(site.node):
             return None
@@ -54,7 +54,7 @@ class MemoryTables:
     def on_link(self, kept: OnLink) -> Floats:
         """Return the bytes on each rank that a link uses, for each pair of options, [tail's options, head's options].
 
-        For `EITHER` the result may have the head's options alone, [head's options].
+        If `kept.held` is `EITHER`, the result may depend on the head's options alone, [head's options].
         """
         link = self.space.links[kept.link]
         tail, head = self.space.sites[link.tail], self.space.sites[link.head]
@@ -99,7 +99,7 @@ def _workspace_bytes(site: Site, strategy: Strategy, mesh: Mesh) -> float:
 
 
 def _is_packed(sources: Sequence[PartitionSpec], targets: Sequence[PartitionSpec], mesh: Mesh) -> np.ndarray:
-    """Whether the reshard from each source to each target copies its pieces into order, [sources, targets].
+    """Return a boolean array [sources, targets]: True if the reshard copies its pieces into order.
 
     A gather of a dim other than the first needs this copy, and so does the move of a mesh axis to another dim.
     """
@@ -118,7 +118,7 @@ def _dim_of(spec: PartitionSpec, axis: str) -> int:
 
 
 def differs(sources: Sequence[PartitionSpec], targets: Sequence[PartitionSpec], mesh: Mesh) -> np.ndarray:
-    """Whether each source spec differs from each target spec on mesh axes larger than one, [sources, targets]."""
+    """Return a boolean array [sources, targets]: True if source and target differ on mesh axes larger than one."""
     numbers: dict[PartitionSpec, int] = {}
     alone = {axis for axis, size in mesh.axes if size == 1}
     number = {

@@ -41,11 +41,19 @@ class UsedBytes:
 
     @property
     def sizes(self) -> Floats:
-        """Bytes of one item on each rank, [options] if `is_of_one`, else [options, options]."""
+        """Bytes on each rank of one such item, for each option of the variables (`number` is not multiplied in).
+
+        The shape is [options] if `is_of_one`. Otherwise the rows are the options of the first of `variables`, and the
+        columns are the options of the second.
+        """
         return np.diagonal(self.table) if self.is_of_one and self.table.ndim == 2 else self.table
 
     def least(self, masks: Mapping[int, _Mask]) -> float:
-        """Return the least bytes of one item over the allowed options. Without a mask, all options are allowed."""
+        """Return the least bytes of one item over the allowed options.
+
+        `masks` maps a variable to a boolean array [options] of its allowed options. Without a mask, all options are
+        allowed.
+        """
         sizes = self.sizes
         for axis, variable in enumerate(self.variables[: sizes.ndim]):
             sizes = sizes.compress(masks[variable], axis) if variable in masks else sizes
@@ -132,7 +140,7 @@ class MemoryUsage:
     def least_peak(self, allowed: Mapping[int, _Mask]) -> float:
         """Return a lower bound of the peak of every allowed choice, in bytes.
 
-        The bound is the peak if each item had its least size.
+        `allowed` is as `masks` in `UsedBytes.least`. The bound is the peak if each item had its least size.
         """
         known: dict[tuple[int, ...], float] = {}
         sizes = np.zeros(len(self.items))

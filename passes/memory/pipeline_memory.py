@@ -56,10 +56,12 @@ class _Needs:
         forward: the peak of a forward, including received values.
         saved: values that a forward saves for its backward.
         backward: the peak of a backward, including saved and received values.
-        backward_with_sums: the same peak for a backward that adds its gradients to sums, without the sums.
+        backward_with_sums: the same peak for a backward that adds its gradients to sums; the bytes of the sums are not
+            counted.
         carried: the gradients that a backward makes for the update.
         first_half, second_half: the peaks of the halves of a cut backward.
-        second_half_with_sums: the peak of a second half that adds its gradients to sums, without the sums.
+        second_half_with_sums: the peak of a second half that adds its gradients to sums; the bytes of the sums are not
+            counted.
         kept: values that the first half keeps for the second half.
         update: the peak of the update, including gradients, without parameters and optimizer state.
         sent: values that a forward makes for other stages and does not save, by name.
@@ -310,8 +312,8 @@ class _RankWalk:
     def _read(self, number: int, micro_batch: int, *, is_forward: bool) -> None:
         """Release the memory of a task's received inputs, because the task's own peak includes them.
 
-        A message shows how far its sender has come in its order. So messages that were sent to this sender, and that it
-        has read by then, are released too.
+        A message shows how far its sender has come in its schedule. So messages that were sent to this sender, and that
+        it has read by then, are released too.
         """
         self.live[ACTIVATIONS] -= self.waiting.pop((number, is_forward, micro_batch), 0)
         for item in self.staged.crossings:
@@ -342,7 +344,8 @@ class _RankWalk:
 def crossing_bytes(staged: StagedProgram, name: str, maker: int, *, is_forward: bool) -> int:
     """Return the bytes on each rank of the value `name` that stage `maker` sends to another stage.
 
-    The value has the spec with which `maker` makes it.
+    The value has the spec with which `maker` makes it. `is_forward` says whether its forward or its backward sends the
+    value.
     """
     slot = staged.sent_slot(name, maker, is_forward=is_forward)
     return local_bytes(slot, staged.stages[maker].phased.lowered.mesh)

@@ -18,11 +18,11 @@ from passes.strategies.enumerate_strategies import SearchSpace, leaves_program
 from passes.strategies.repeated import AFTER_GAP, RepeatedUnits
 
 Key = tuple[str | int, Hashable]
-"""Names memory: a site and the index of its result, or a link's index and (kind, number) as in `numbered`."""
+"""Key of some memory: (name of a site, index of its result), or (index of a link, (kind, number)) as in `numbered`."""
 
 
 def with_repeated(liveness: Liveness, repeated: RepeatedUnits, space: SearchSpace) -> Liveness:
-    """Return the lifetimes with the field `repeated`: lifetimes of the values in the units that `space` leaves out."""
+    """Return `liveness` with its field `repeated`: the lifetimes of the values in the units that `space` leaves out."""
     kept = numbered(liveness.on_links)
     intervals: dict[Key, Interval] = {**liveness.values, **{key: each.interval for key, each in kept.items()}}
     found = repeated_intervals(liveness, repeated, space, intervals)

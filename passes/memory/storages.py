@@ -179,7 +179,8 @@ class _Lives:
     def spans(self) -> Iterator[tuple[Storage, float, int, int]]:
         """Yield (storage, bytes, first point, last point) for each storage and for its copies in left-out units.
 
-        Copies that left-out units make begin at the gap. Copies that left-out units read last end at the gap.
+        Copies that left-out units make begin at the point at which these units run (`_gaps`). Copies that left-out
+        units read last end there.
         """
         gaps = self._gaps()
         for storage, birth in self.births.items():

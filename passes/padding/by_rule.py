@@ -54,7 +54,8 @@ def by_rule(call: PaddedCall) -> Results:
     """Return the `PaddedValue` of each of a call's results, derived from the operator's sharding rule.
 
     Raises:
-        ReachedError: padding may reach the clean part of a result, or the operator has no rule.
+        ReachedError: padding may reach the clean part of a result (its elements outside padding), or the operator has
+            no rule.
     """
     if not call.is_padded:
         return _clean(call)
@@ -91,7 +92,8 @@ def _made(call: PaddedCall, result: int, operands: Sequence[PaddedContent], regi
 class _Ruled:
     """A call and its operator's sharding rule, with the sizes of the padded program.
 
-    `parts` maps a factor to its parts, major to minor, each with a padded and an exact size.
+    `parts` maps a factor to its parts, major to minor, each with its size in the padded program and its size without
+    padding.
     """
 
     call: PaddedCall

@@ -410,9 +410,10 @@ def is_softmax(node: fx.Node) -> bool:
 
 
 def stays_finite(node: fx.Node, operands: Sequence[PaddedContent]) -> bool:
-    """Whether a call makes no infinity or NaN in a region of results or gradients that the clean part has not.
+    """Whether a call makes no infinity or NaN of finite operands, in a region of its results or of their gradients.
 
-    `operands` has the contents of the operands in the region. Numbers that also occur in the clean part are no risk.
+    `operands` has the contents of the operands in the region. Operands whose numbers all occur in the clean part too
+    are no risk.
     """
     holds = _RISKS.get(_packet(node))
     return holds is None or all(item.is_clean for item in operands) or holds(node, operands)

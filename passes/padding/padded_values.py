@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from passes.padding.contents import PaddedContent, either
 
 Part = tuple[int, int]
-"""The size of a part of a dim in the padded program, and its size in the exact program."""
+"""The size of a part of a dim in the padded program, and its size in the exact program, which has no padding."""
 
 Dim = tuple[Part, ...]
 

@@ -118,7 +118,7 @@ class _Pair:
             length, exact: the size of the inputs with padding, and without.
 
         Returns:
-            Number of an output to its padded dims. A dim maps to its size without padding minus `exact`.
+            Number of an output → index of each padded dim → the size of this dim without padding, minus `exact`.
 
         Raises:
             ReachedError: padding may reach a result.
@@ -208,7 +208,8 @@ def _size_differences(value: PaddedValue, name: str, length: int, exact: int) ->
 class _PaddedWalk:
     """A walk of the padded and the exact program, node by node.
 
-    `differentiable` has the names of nodes through which gradients flow: first the placeholders that need gradients.
+    `differentiable` has the names of nodes through which gradients flow: at first the placeholders that need gradients.
+    `run` adds the calls that read them.
     """
 
     padded: fx.GraphModule

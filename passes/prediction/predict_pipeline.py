@@ -41,7 +41,7 @@ WORKS = {
     _INPUTS: Work.BACKWARD_INPUT,
     _WEIGHTS: Work.BACKWARD_WEIGHT,
 }
-"""From the name of a phase of a stage to the task that runs it."""
+"""Name of a stage's phase → kind of the task that runs the phase."""
 
 
 @dataclass(frozen=True, slots=True)

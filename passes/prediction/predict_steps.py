@@ -41,7 +41,7 @@ from passes.strategies.tensor_infos import tensor_infos
 _BACKWARD = "backward"
 _TASK = re.compile(r"(?P<stage>\d+)(?P<work>[A-Z])\d+")
 _PHASES = {work.value: phase for phase, work in WORKS.items()}
-"""From the letter of a task in a simulated order to the phase that it runs."""
+"""Letter of a task in a simulated order → the phase that the task runs."""
 
 
 def predict_steps(compiled: CompiledProgram, cluster: Cluster) -> PredictedSteps:

@@ -72,7 +72,7 @@ Outside of b's own region, the number of the copy is 0.
 
 @dataclass(slots=True)
 class _Unfolding(Generic[_Event]):
-    """Repeats the events of unit b of one repeat. Unit b stands for `copies` units, itself included.
+    """Repeats the events of unit b of one repeat. Unit b (`AFTER_GAP`) stands for `copies` units, itself included.
 
     Regions are numbered in order. `units` has the unit of each region. `anchors` has, for each region, the indices of
     its anchors in `events`.

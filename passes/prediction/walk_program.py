@@ -64,7 +64,7 @@ def walk_program(phased: PhasedProgram, prices: NodePrices, micro_batches: int =
 
     Args:
         phased: the program of one micro-batch. Units that it leaves out run like the unit that stands for them.
-        micro_batches: micro-batches of a step.
+        micro_batches: number of micro-batches in a step.
     """
     units = LocalUnits.of(phased.lowered)
     written = {name: _PhaseWalk(name, prices, units).segment(phase.graph) for name, phase in phased.phases.items()}

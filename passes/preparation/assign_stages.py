@@ -28,7 +28,7 @@ from autoshard.errors import NotAvailableError, PlanMismatchError, RecipeError
 from autoshard.ir.program import InputKind, OutputKind, Program
 
 NodeSeconds = Callable[[fx.Node], float]
-"""Returns the time of a node of a traced program, in seconds or any other unit."""
+"""Function that returns the time of a node of a traced program, in seconds or any other unit."""
 
 _BLOCK = re.compile(r"((?:.*?\.)?\d+)(?:\.|$)")
 _ALONE = (InputKind.INPUT, InputKind.BUFFER, InputKind.SEED)
@@ -69,7 +69,7 @@ def assign_stages(
         blocks: number of blocks of each stage; None to balance the stages by time.
 
     Raises:
-        RecipeError: the model has another number of blocks.
+        RecipeError: `blocks` does not add up to the model's number of blocks, or leaves a stage without calls.
         NotAvailableError: the forward has fewer calls than stages, a gradient belongs to an earlier stage than its
             parameter, or parameters' stages contradict the forward.
         PlanMismatchError: the program lacks a call that `cuts` names.
@@ -273,7 +273,7 @@ def cut_forward(
 ) -> list[int]:
     """Cut a forward into consecutive runs, so that the longest run takes the least time.
 
-    Among equal cuts, the cuts that the fewest bytes cross are taken.
+    Among cuts whose longest runs take equal time, to three digits, the cuts that the fewest bytes cross are taken.
 
     Args:
         windows: for each run but the last, the first and last possible index of its end; None: any index.
@@ -332,7 +332,7 @@ def _crossing_bytes(forward: Sequence[fx.Node]) -> list[int]:
 
 
 _NOT_SENT = 1 << 60
-"""Bytes of a result that is a tuple, which cannot be sent to another stage."""
+"""Bytes that a tuple counts as, so that no cut crosses a tuple. Stages cannot send tuples."""
 
 
 def _bytes(node: fx.Node) -> int:
@@ -374,7 +374,7 @@ def _around_blocks(forward: Sequence[fx.Node], crossing: Sequence[int]) -> tuple
 
 
 def _ends_of_blocks(forward: Sequence[fx.Node], blocks: Sequence[int]) -> list[int]:
-    """Return the indices of `cut_forward`, so that stage i has `blocks[i]` blocks.
+    """Return indices as `cut_forward` does, but so that stage i has `blocks[i]` blocks.
 
     Raises:
         RecipeError: the model has another number of blocks, or a stage would be empty.

@@ -60,8 +60,8 @@ class JoinGelu:
 def number_written_out(node: fx.Node, numbering: Numbering) -> bool:
     """Number a tanh gelu or its gradient like its written-out calls, for the proof of this pass.
 
-    Return whether it is one. `node` gets the value number that the result of its written-out calls has or would have.
-    Other calls get no number.
+    Return whether `node` is a tanh gelu or its gradient. `node` gets the value number that the result of its
+    written-out calls has or would have. Other calls get no number.
     """
     if node.target not in (_aten.gelu.default, _aten.gelu_backward.default) or node.kwargs != _TANH:
         return False

@@ -117,7 +117,10 @@ class _StageCut:
             waiting += node.all_input_nodes
 
     def _results(self) -> list[OutputSlot]:
-        """Return the results of the whole program that this stage returns."""
+        """Return the output slots of the whole program that this stage returns.
+
+        They are outputs, and gradients of the stage's parameters.
+        """
         names = self.program.nodes_by_name()
         parameters = {slot.name: names[slot.node] for slot in self.program.inputs_of(InputKind.PARAMETER)}
         found = []

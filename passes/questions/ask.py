@@ -119,7 +119,7 @@ class Questions:
     ) -> tuple[str, list[Variant | None]]:
         """Return the ways in which the plan has a feature, in words, and the best plan with each other way.
 
-        A way says which mesh axis has which role.
+        A way says which mesh axis has which role. The list has None for each way that cannot apply to the model.
         """
         specs = [_specs_of(each) for each in plan.stages or (plan,)]
         pairs = list(zip(problems, specs, strict=True))

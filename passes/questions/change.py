@@ -28,7 +28,7 @@ class Change:
         without: "recompute" or "offload"; the plan must not use it.
         fields: recipe field → its allowed values. The new plan may be for another mesh.
         memory: factor on the memory limit; infinite for no limit.
-        faster: returns the cluster with one part faster, or None if the cluster lacks the part.
+        faster: function that returns a copy of a cluster with one part faster, or None if the cluster lacks the part.
     """
 
     stage: int = 0

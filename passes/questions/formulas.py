@@ -91,7 +91,7 @@ class PlanFormulas:
             name: the quantity, one of `QUANTITIES`, or "communication_bytes_data" for one axis.
             dims: for each symbol, the dim of the inputs whose size it stands for; None for "batch" and "sequence".
             fixed: names of symbols to replace by the plan's own sizes.
-            even: leave out the ceilings of uneven splits.
+            even: whether to take all splits as even, so that the formula has no ceilings.
 
         Raises:
             FormulaError: `name` or `fixed` has an unknown name, two symbols have the same name, or the quantity is no

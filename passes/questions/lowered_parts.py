@@ -36,7 +36,10 @@ from passes.strategies.tensor_infos import tensor_infos
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
 WITH_STATE = "bytes of parameters with state"
-"""The quantity of which an optimizer outside the program keeps a multiple as its state."""
+"""Name of a quantity: the bytes of the parameters for which an optimizer keeps state.
+
+If the optimizer is not part of the program, its state is taken to be a multiple of these bytes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ Parts = Iterator[tuple[str, CountedPart]]
 """Pairs of the name of a traced node and a part that its lowered form contributes."""
 
 Read = Callable[[PhasedProgram, Mapping[str, Size]], Parts]
-"""Yields the parts of a quantity in a lowered program, given the size of each mesh axis."""
+"""Function that yields the parts of a quantity, given a lowered program and the size of each mesh axis."""
 
 
 def reader_of(name: str) -> Read:
@@ -169,7 +172,10 @@ def _held(phased: PhasedProgram, axes: Mapping[str, Size], kind: InputKind) -> P
 
 
 def _with_state(phased: PhasedProgram, axes: Mapping[str, Size]) -> Parts:
-    """Yield the bytes of the parameters for which an optimizer keeps state: those with gradients, if there are any."""
+    """Yield the bytes of the parameters for which an optimizer keeps state.
+
+    These are the parameters with gradients, or all parameters if the program returns no gradients.
+    """
     trained = {item.slot.name for item in phased.lowered.outputs if item.slot.kind is OutputKind.GRADIENT}
     for node, part in _held(phased, axes, InputKind.PARAMETER):
         if not trained or part.label in trained:
@@ -192,7 +198,7 @@ def _slot(phased: PhasedProgram, item: LocalSlot, times: int = 1) -> tuple[str, 
 
 
 def _owned(phased: PhasedProgram, names: Sequence[str]) -> Parts:
-    """Yield the bytes of the values with these names, if calls make them. Views of one value count once together."""
+    """Yield the bytes of the values with these names, without inputs. Views of one value count once together."""
     nodes = {node.name: node for node in phased.lowered.graph_module.graph.nodes}
     owners: dict[fx.Node, None] = {}
     for name in names:

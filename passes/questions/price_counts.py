@@ -205,9 +205,10 @@ class _RecipeCounts:
     axes: Mapping[str, Any]
 
     def of(self, name: str, layer: str, tally: Tally) -> Any:
-        """Return the part of the quantity `name` that comes from one block of a layer class, or from a layer at an end.
+        """Return the part of the quantity `name` that comes from one layer of the layer class `layer`.
 
-        If the quantity is for a rank, the result is the mean over pipeline ranks.
+        The layer is a block, or the whole part of the model before or after the blocks. `tally` has the numbers of the
+        layer class. If the quantity is for a rank, the result is the mean over pipeline ranks.
         """
         recipe, pipeline = self.recipe, self.axes["pipeline"]
         whole, tally = self._at(tally, dict.fromkeys(_SPLIT_BY, 1)), self._at(tally, self.axes)
@@ -274,8 +275,8 @@ class _RecipeCounts:
         """Return the bytes that a rank sends in a step to reduce gradients and to gather parameters.
 
         `dense` and `expert` are the rank's numbers of parameters outside of experts and in experts. `frozen` and
-        `frozen_experts` are those without gradients. The times of these collectives are in `price_ends.exchange_times`
-        and `price_recipe.sharded_time`.
+        `frozen_experts` count the parameters among them that get no gradients. The times of these collectives are in
+        `price_ends.exchange_times` and `price_recipe.sharded_time`.
         """
         recipe = self.recipe
         gradient, weight = GRADIENT_BYTES[recipe.runtime.gradient_dtype], WEIGHT_BYTES[recipe.precision]

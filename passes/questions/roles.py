@@ -12,7 +12,7 @@ from passes.planning.parameter_uses import gradient_of, uses_of
 from passes.planning.restrictions import matrices, users
 
 SpecOf = Callable[[str], tuple[Sequence[PartitionSpec], Sequence[PartitionSpec]]]
-"""Takes a site's name and returns the specs of its operands and of its results, in a plan."""
+"""Function that takes a site's name, and returns the specs of its operands and of its results, in a plan."""
 
 
 Stages = Sequence[tuple[PlanningProblem, SpecOf]]

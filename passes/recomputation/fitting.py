@@ -19,7 +19,7 @@ from passes.solver.assignment import Solution
 from passes.solver.search_control import SearchControl
 
 PeakOf = Callable[[PlanningProblem, Sequence[int]], float]
-"""The most bytes in use on each rank under a choice, counted on the lowered program."""
+"""Function of a problem and a choice: the most bytes in use on each rank, counted on the lowered program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def fitting(
         attempt: returns the cheapest choice within a limit by the search's tables, or raises `DoesNotFitError`.
         frugal: returns choices of small memory, the same at each call.
         limit: bytes on each rank.
-        control: once it is over, only the first attempt is made.
+        control: once it is over, no further attempt is made. The first attempt is always made.
         peak_of: counts the memory of a choice on its lowered program.
     """
     asked, bound = limit, None
@@ -92,7 +92,7 @@ _ATTEMPTS = 6
 
 
 def bounded(found: JointSolution, bound: float) -> JointSolution:
-    """Return a solution with the lower bound of all costs `bound`, in seconds.
+    """Return the solution `found` with the lower bound `bound`, in seconds.
 
     If the solution costs less than `bound`, its cost is the lower bound.
     """

@@ -48,18 +48,18 @@ class ForwardCalls:
         return site.node is not None and site.phase == "forward" and site.node.op == "call_function"
 
     def late_readers(self, name: str) -> list[str]:
-        """Return the names of the calls that read a value after the forward."""
+        """Return the names of the calls that read the value of site `name` after the forward."""
         return [link.head for link in self.readers[name] if is_late(self.space, link)]
 
     def may_be_remade(self, name: str) -> bool:
-        """Whether a value may be recomputed.
+        """Whether the value of site `name` may be recomputed.
 
         Its call must be pure, and no reader may be the update or carry the value out of the program.
         """
         return _is_pure(self.space.sites[name]) and all(map(self._leaves_open, self.readers[name]))
 
     def may_move(self, name: str) -> bool:
-        """Whether a value may be offloaded.
+        """Whether the value of site `name` may be offloaded.
 
         The value must own its memory, and no reader may be the update or carry the value out of the program.
         """

@@ -36,7 +36,7 @@ from passes.strategies.repeated import RepeatedUnits, find_repeated, paths_where
 
 @dataclass
 class RecomputeMemory:
-    """The memory of a program with recomputation and offload, as items.
+    """The memory of a program with recomputation and offload, as items (`UsedBytes`).
 
     Args:
         planning: the problem without recomputation.
@@ -73,7 +73,7 @@ class RecomputeMemory:
         return find_repeated(self.split.space, paths_where_run(self.split.space, paths, restored))
 
     def items(self) -> Iterator[tuple[str, UsedBytes]]:
-        """Yield pairs of a site's name and an item of memory, whose table has all options and policies.
+        """Yield (name of a site, item of memory) pairs. An item's table has all options and policies.
 
         The name is "" for an item that is not a value.
 
@@ -161,7 +161,7 @@ class RecomputeMemory:
             yield from self._owned(name, policy) if is_owner else self._seen(name, policy)
 
     def _owned(self, name: str, policy: ValuePolicy) -> Iterator[UsedBytes]:
-        """Yield the items of the second life of a value that owns its memory, under one policy.
+        """Yield the items of a value that owns its memory, for its life after the forward under one policy.
 
         A recomputed call makes all its results, also the results that no later call reads.
         """
@@ -175,7 +175,7 @@ class RecomputeMemory:
                 yield self._item_under(interval, table, (self.planning.classes[name],), (there,))
 
     def _seen(self, name: str, policy: ValuePolicy) -> Iterator[UsedBytes]:
-        """Yield the items of a view's second life, under one policy.
+        """Yield the items of a view, for its life after the forward under one policy.
 
         While the viewed value is in memory anyway, the view takes no bytes. After that, the view keeps this memory.
         """
@@ -219,7 +219,7 @@ class RecomputeMemory:
         return self.liveness.calls[link.head]
 
     def _end(self, name: str, result: int) -> int:
-        """Return the last program point at which the second life of result number `result` of site `name` counts."""
+        """Return the last program point of the second life of result number `result` of site `name`."""
         late = self.split.late[name], result
         return self.deaths[late] if name in self.viewed else self.liveness.values[late].death
 
@@ -285,9 +285,9 @@ class RecomputeMemory:
         return found
 
     def _end_of_viewed(self, link: Link) -> int:
-        """Return the last point at which the memory of the value on a link counts, if the value is held or recomputed.
+        """Return the last program point at which the memory of a link's value is counted for the value itself (`ends`).
 
-        The result is -1 if the value has no second life.
+        The value is taken to be held or recomputed. The result is -1 if it has no second life.
         """
         if self.planning.space.sites[link.tail].is_input:
             return self.liveness.points

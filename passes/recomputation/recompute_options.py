@@ -34,7 +34,10 @@ from passes.recomputation.recompute_segments import segments
 from passes.strategies.enumerate_strategies import Link, Site
 
 LEAST_SHARE = 1e-3
-"""Least share of the bytes that the backward reads, for a variable's values to be recomputed or offloaded by choice."""
+"""A variable gets policies if its values are at least this share of the bytes that the backward reads.
+
+Values that a recomputation needs get policies at any size.
+"""
 
 
 class ValuePolicy(Enum):
@@ -62,7 +65,7 @@ class RecomputeOptions:
 
     Args:
         policies: the possible policies of each variable that has other policies than AS_READ.
-        anchors: for each site and policy, the site before which the value is restored; in program order.
+        anchors: for each site and policy, the site before which the value is restored. Sites are in program order.
         late: names of forward sites whose values the backward reads, directly or through views that the backward makes.
     """
 
@@ -94,8 +97,8 @@ def find_options(
 
     Args:
         planning: the problem without recomputation.
-        least_share: the least share of all values that the backward reads, by bytes, for which a variable gets
-            policies.
+        least_share: a variable gets policies if its values are at least this share of the bytes that the backward
+            reads. Values that a recomputation needs get policies at any size.
         offload: whether values may go to the host.
     """
     return _OptionSearch(planning.space, planning.classes, planning.counts(), least_share, offload).run()
@@ -239,7 +242,8 @@ class _OptionSearch(ForwardCalls):
     def _late_points(self, remade: Collection[str]) -> dict[str, int]:
         """Return for each site in `remade` the index of the first site after the forward that needs its value.
 
-        If only recomputed sites read the value, their index is taken. The dict is in reverse program order.
+        If only recomputed sites read the value, the least of their own results is taken. The dict is in reverse program
+        order.
         """
         found: dict[str, int] = {}
         for name in reversed(self.forward):

@@ -68,7 +68,7 @@ class RecomputeProblem:
         return row_at(self.usage, point, self.planning.edge_between)
 
     def widen(self, allowed: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """Return masks of this problem's options from the masks `allowed` of options without recomputation.
+        """Return boolean masks of this problem's options, by variable, from masks of options without recomputation.
 
         All policies of an allowed option are allowed.
         """
@@ -254,9 +254,9 @@ class _Building:
 
     @cached_property
     def allowed(self) -> dict[tuple[int, int], np.ndarray]:
-        """The allowed pairs of policies of two linked variables, [tail policies, head policies].
+        """For each pair of linked variables (tail, head), a boolean matrix [tail policies, head policies].
 
-        A key has both variables (tail, head).
+        An entry is True if the two variables may have these two policies together.
         """
         found: dict[tuple[int, int], np.ndarray] = {}
         for link in self.planning.space.links:

@@ -323,7 +323,7 @@ def _within(limit: float, search: Search) -> Search:
 
 
 _FINENESS = 0.1
-"""Fineness of the search without a memory limit, where a finer search takes little longer."""
+"""`Search.fineness` of the search without a memory limit, where a finer search takes little longer."""
 
 _TOLERANCE = 0.01
 """Relative gap at which a search within memory ends. Prices are no more exact, and the gap is soon reached."""

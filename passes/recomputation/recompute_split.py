@@ -24,7 +24,7 @@ from passes.strategies.enumerate_strategies import SearchSpace, Site
 
 @dataclass(frozen=True, slots=True)
 class SplitSpace:
-    """A search space with two lives of values.
+    """A search space in which values of the forward have two lives: one in the forward, and one after it.
 
     Args:
         space: the sites and links. The first links are those of the original space, in order.

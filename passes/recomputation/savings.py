@@ -21,7 +21,7 @@ def savings_of(planning: PlanningProblem, found: JointSolution, peak_of: PeakOf)
     choice, restored = found.solution.choice, found.restored
 
     def without(left: Restored) -> tuple[int, float]:
-        """Return the saved peak bytes and the added seconds, beside a program that restores only the nodes `left`."""
+        """Return the saved peak bytes and the added seconds, against a program that restores only the nodes `left`."""
         other = with_restored(planning, left)
         peaks = [int(peak_of(item, choice)) for item in (other, found.planning)]
         costs = [item.assignment.cost_of(choice) for item in (other, found.planning)]

@@ -28,7 +28,7 @@ _REACH = 0.03
 """Initial value of `DualState.reach`."""
 
 _PASSES = 4
-"""Message passes (each forward and back) between two updates of the multipliers."""
+"""Number of message passes (each forward and back) between two updates of the multipliers."""
 
 
 @dataclass(slots=True)
@@ -43,8 +43,8 @@ class DualState:
         best, best_cost: the cheapest seen choice that fits, and its cost in seconds.
         bound: proven lower bound of the optimum, in seconds.
         distances: `best_cost / bound - 1` after each round.
-        reach: the most by which a new multiplier may exceed its best value. One is (highest cost of a choice) / (most
-            bytes by which a choice misses the memory limit).
+        reach: the most by which a new multiplier may exceed its best value. Its unit is (highest cost of a seen choice)
+            / (most bytes by which a seen choice misses the memory limit).
         is_far: whether the last update of the multipliers raised any of them by `reach`.
     """
 
@@ -79,7 +79,7 @@ class DualState:
                 return
 
     def row(self, point: int) -> MemoryRow:
-        """Return the memory row of a program point: the row in `rows`, or a new row."""
+        """Return the memory row of a program point: the row in `rows`, else `row_at(point)`, which is not recorded."""
         return self.rows[point] if point in self.rows else self.row_at(point)
 
     def round(self) -> None:
@@ -96,7 +96,7 @@ class DualState:
             self._move_multipliers()
 
     def _set_reach(self, is_better: bool) -> None:
-        """Multiply the reach after a better bound, and divide it after a worse bound.
+        """Multiply the reach by `_FURTHER` after a better bound, and divide it by `_FURTHER` after a worse bound.
 
         The reach stays the same if no multiplier rose by the full reach in the last update.
         """

@@ -74,7 +74,7 @@ def merge(state: DualState, tolerance: float) -> None:
 
 
 def _seen(state: DualState) -> list[np.ndarray]:
-    """Return for each variable a mask of the options that occur in any seen choice, [options]."""
+    """Return for each variable a boolean array [options]: True for each option that occurs in a seen choice."""
     masks = [np.zeros(len(cost), dtype=bool) for cost in state.problem.costs]
     for choice in (choice for _, _, choice in state.cuts):
         for mask, option in zip(masks, choice, strict=True):
@@ -87,9 +87,10 @@ _MOST_PEAKS = 4
 
 
 def _highest_over(used: np.ndarray, limit: float) -> list[int]:
-    """Return the program point with the most bytes of each run of consecutive points that exceed `limit`.
+    """Return, for each run of consecutive program points that exceed `limit`, its point with the most bytes.
 
-    `used` has the bytes at each point, [points]. Only the `_MOST_PEAKS` runs with the most bytes count.
+    `used` has the bytes at each point, [points]. The points are sorted by their bytes, most first. Only the first
+    `_MOST_PEAKS` are returned.
     """
     over = np.flatnonzero(used > limit)
     if not len(over):

@@ -79,8 +79,8 @@ class _State:
     Args:
         tables: costs of pairs in seconds, by (smaller variable, larger variable).
         options: original indices of each variable's remaining options.
-        row_variables, row_tables, row_constants: bytes of each memory row, by variable, by pair of variables, and of
-            none.
+        row_variables, row_tables, row_constants: for each memory row, its bytes by variable, its bytes by (smaller
+            variable, larger variable), and its constant bytes.
         pinned: the variables that a memory row mentions.
         gone: the eliminated variables.
         constant: seconds of eliminated variables without neighbours.
@@ -153,7 +153,10 @@ class _State:
         return True
 
     def _allowed(self, variable: int) -> np.ndarray:
-        """Return a mask of the variable's options that are not forbidden, alone or with every option of a neighbour."""
+        """Return a boolean array [options], False for each option of `variable` that no choice of finite cost can have.
+
+        Such an option is forbidden alone, or with every option of one neighbour.
+        """
         allowed = np.isfinite(self.costs[variable])
         for other in self.neighbours[variable]:
             allowed = allowed & np.isfinite(self.table(variable, other)).any(axis=1)

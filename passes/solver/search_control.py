@@ -53,7 +53,7 @@ class Ceiling:
         return cls(time.monotonic() + seconds)
 
     def cuts(self) -> bool:
-        """Return whether time is up, and record this in `has_cut` with a warning.
+        """Return whether time is up. The first time it is, set `has_cut` and log a warning.
 
         Call this only where a search would go on.
         """
@@ -138,6 +138,6 @@ class SearchControl:
             self.show = show
 
     def note(self, best: float, lower_bound: float) -> None:
-        """Call `show` with the best cost and the proven lower bound of the current problem, both in seconds."""
+        """Call `show`, if given, with the best cost and the proven lower bound of the problem, both in seconds."""
         if self.show is not None:
             self.show(SearchProgress(self.problem, best, max(0.0, lower_bound)))

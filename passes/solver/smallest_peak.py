@@ -18,7 +18,7 @@ from passes.solver.messages import Messages
 
 _ROUNDS = 24
 _PASSES = 3
-"""Message passes (each forward and back) between two updates of the weights."""
+"""Number of message passes (each forward and back) between two updates of the weights."""
 
 _RATE = 4.0
 _FORBIDDEN = 10.0

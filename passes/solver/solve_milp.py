@@ -40,7 +40,7 @@ class Effort:
 
     Args:
         relative_gap: the search ends when choice and bound differ by at most this fraction.
-        most_columns: the most columns times nodes of the tree, so a larger program gets fewer nodes.
+        most_columns: the limit of (columns of the program × nodes of the tree). So a larger program gets fewer nodes.
     """
 
     relative_gap: float
@@ -191,7 +191,7 @@ class _Model:
         return flow
 
     def _add_group_rows(self, flows: np.ndarray, first: int, groups: np.ndarray) -> None:
-        """Add a constraint for each group of a variable's options: the group's pairs sum to the group's options.
+        """Add a constraint for each group of a variable's options: its pairs have the same sum as its options.
 
         Args:
             flows: columns of the pairs, [groups, groups of the other variable].
@@ -291,7 +291,7 @@ class _Model:
 
 @dataclass(frozen=True, slots=True)
 class _Flow:
-    """The columns of one edge's pairs of groups.
+    """The columns of the mixed-integer program for the pairs of one edge's groups of options.
 
     Args:
         columns: [groups of tail, groups of head].
@@ -333,7 +333,11 @@ def _options(effort: Effort, columns: int) -> dict[str, bool | int | float]:
 
 
 def _cost_scale(problem: Assignment) -> float:
-    """Return the factor on costs after which the median costs of all options' and edges' tables sum to 1000."""
+    """Return a factor that brings costs to the size that the solver's absolute tolerances suit.
+
+    The median positive costs of all variables and edges, multiplied by the factor, sum to 1000. The factor is 1 if no
+    cost is positive.
+    """
     tables = [*problem.costs, *(edge.cost for edge in problem.edges)]
     sizes = [float(np.median(table[np.isfinite(table) & (table > 0)])) for table in tables if _has_positive(table)]
     return 1e3 / sum(sizes) if sizes else 1.0
@@ -350,7 +354,7 @@ def _keep_infinite(costs: Floats, factor: float) -> Floats:
 def _groups(tables: list[Floats]) -> np.ndarray:
     """Return the group of each row, [rows].
 
-    Rows of one group are equal in all tables, and groups count up by first row.
+    Rows of one group are equal in all tables. Groups are numbered in the order of their first rows.
     """
     joined = np.concatenate(tables, axis=1)
     numbers: dict[bytes, int] = {}

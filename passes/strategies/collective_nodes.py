@@ -89,7 +89,7 @@ def communicates(node: fx.Node) -> bool:
 def collective_time(node: fx.Node, mesh: Mesh, cluster: Cluster) -> float:
     """Return the seconds of the collective that a node starts.
 
-    A bucket has its size in the whole model, including members of left-out blocks.
+    If the collective is a bucket, members of left-out blocks count too.
     """
     sent, links = collective_of(node, mesh), group_axes(str(node.args[-1]))
     return _TIMES[sent.kind](size_in_whole_program(node, sent.whole_bytes), cluster.group_links(dict(mesh.axes), links))

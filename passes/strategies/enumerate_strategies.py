@@ -121,7 +121,7 @@ def needs_of(head: Site, link: Link) -> tuple[PartitionSpec, ...]:
 def leaves_program(head: Site, link: Link) -> bool:
     """Whether a link carries an output, a gradient or an updated tensor out of the program.
 
-    `head` is the link's head.
+    `head` is the site named `link.head`.
     """
     return link.operand < 0 or head.node is None
 

@@ -22,10 +22,10 @@ _MATRIX_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "a
 
 
 def fold_blocks(space: SearchSpace) -> dict[str, str]:
-    """Return the name of the representative of each site, by the site's name.
+    """Return the name of each site's representative, by the site's name. A site gets its representative's strategy.
 
-    Sites that share a strategy have the same representative, the first of these sites. A site outside of blocks
-    represents itself.
+    Folded sites, at the same place of repeated blocks, have one representative: the first of them. All other sites
+    represent themselves.
     """
     blocks = numbered_blocks(space.sites.values())
     modules: dict[tuple[str, str], list[Site]] = defaultdict(list)
@@ -47,7 +47,7 @@ def fold_blocks(space: SearchSpace) -> dict[str, str]:
 
 
 def numbered_blocks(sites: Iterable[Site]) -> frozenset[str]:
-    """Return the paths ("layers.3") of modules that end in a number and have two matrix products in the forward."""
+    """Return the paths ("layers.3") of modules that end in a number and run at least two matrix products forward."""
     products: dict[str, int] = defaultdict(int)
     for site in sites:
         if site.node is not None and site.phase == "forward" and _is_matrix_product(site.node.target):

@@ -198,7 +198,10 @@ _FEW_AXES = 2
 
 
 def _has_equal_axes(mesh: Mesh, cluster: Cluster) -> bool:
-    """Whether axes of equal size have equal links: on a mesh of many axes within one node."""
+    """Whether strategies that differ by a permutation of axes of equal size share a price.
+
+    True on a mesh of more than `_FEW_AXES` axes within one node, where equal axes are taken to have equal links.
+    """
     return len(mesh.axes) > _FEW_AXES and cluster.nodes == 1
 
 

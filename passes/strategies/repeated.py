@@ -65,7 +65,7 @@ BEFORE_GAP, AFTER_GAP = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class AlikeSites:
-    """The sites at one place of the four units, by name.
+    """The names of the sites at one place (`Spot.place`) of the four units of a repeat.
 
     `left_out` is the number of units that the program leaves out.
     """
@@ -93,8 +93,8 @@ class RepeatedUnits:
         sites: the sites of the four units of each repeat, one entry for each place.
         links: the links into these sites, one entry for the four links that correspond to each other.
         spots: position of each site of a repeated unit, by the site's name.
-        starts: (`Spot.repeat`, `Spot.place`) → a site. The sites of a and b at this place lie in two neighbouring runs.
-            The value is the first site of the later run.
+        starts: (`Spot.repeat`, `Spot.place`) → a site. The sites at this place of the two units beside the gap lie in
+            two neighbouring runs of calls. The value is the first site of the later run.
     """
 
     sites: tuple[AlikeSites, ...] = ()
@@ -251,8 +251,8 @@ class _Units:
     def _check_links(self, names: Sequence[str]) -> None:
         """Raise `NotAlikeError` unless the four sites `names` of one place read values from corresponding sources.
 
-        Unit n may read any value in place of a value that unit a reads from n. Unit m may read any value in place of a
-        value that unit b reads from m.
+        The four units are called n, a, b and m, in order. Unit n may read any value in place of a value that unit a
+        reads from n. Unit m may read any value in place of a value that unit b reads from m.
         """
         first, before_gap, after_gap, last = map(self._relations, names)
         outer_ok = _agree(first, before_gap, step=-1) and _agree(last, after_gap, step=1)
@@ -272,9 +272,9 @@ class _Units:
                 yield AlikeLinks(indices[stand_in], self.repeat.left_out)
 
     def runs(self, order: Mapping[str, int]) -> Iterator[tuple[list[int], str]]:
-        """Yield for each two neighbouring runs of a and b the places of their sites, and the later run's first site.
+        """Yield the places of each two neighbouring runs of the units beside the gap, and the later run's first site.
 
-        `order` has the index of each site in the program.
+        A run is a part of a unit whose sites follow each other in the program. `order` has the index of each site.
 
         Raises:
             NotAlikeError: a run of one unit is not beside the same run of the other unit.

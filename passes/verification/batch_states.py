@@ -12,14 +12,14 @@ from torch import fx
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """All parts have the same value: the value of the batch times m ** exponent."""
+    """All m parts have the same value: the value of the batch times m ** exponent."""
 
     exponent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SlicedDim:
-    """Each part has the values of its own samples, along dim `dim`: the batch's values times m ** exponent."""
+    """Each of m parts has the values of its own samples, along dim `dim`: the batch's values times m ** exponent."""
 
     dim: int
     exponent: int = 0
@@ -27,9 +27,10 @@ class SlicedDim:
 
 @dataclass(frozen=True, slots=True)
 class BatchIndices:
-    """Indices along `dim` of the samples of a batch, as `arange(len(x))` makes them; a part has `size` samples.
+    """Indices of the samples of a batch, along dim `dim` of the value, as `arange(len(x))` makes them.
 
-    Each part counts its samples from zero. So an index is only right where it reads or writes the part's own samples.
+    A part has `size` samples, and counts them from zero. So an index is only right where it reads or writes the part's
+    own samples.
     """
 
     dim: int
@@ -41,8 +42,8 @@ class Sum:
     """The value of the batch is a sum over the parts.
 
     Args:
-        terms: pairs (count, e). Each part adds its own value, divided by m ** e. If the loss divides by a count, such
-            as the number of targets, `count` is the node of the count. Otherwise `count` is None.
+        terms: pairs (count, e). Each of the m parts adds its own value, divided by m ** e. If the loss divides by a
+            count, such as the number of targets, `count` is the node of the count. Otherwise `count` is None.
         has_constant: whether the value also has an addend that does not depend on the parts.
     """
 
@@ -52,7 +53,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class OfInputs:
-    """A value computed from sums over the batch, and from inputs and buffers alone, not from parameters."""
+    """A value of the batch that is computed from sums over the parts, and depends on inputs and buffers only."""
 
 
 @dataclass(frozen=True, slots=True)

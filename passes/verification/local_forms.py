@@ -50,12 +50,15 @@ _OPENINGS = {
     ReshardKind.REDUCE_SCATTER: {_aten.contiguous.default, _aten.constant_pad_nd.default},
     ReshardKind.SLICE: {_aten.narrow.default, _aten.constant_pad_nd.default},
 }
-"""Operators with which a reshard step of each kind may begin; only then is it looked up."""
+"""Operators of the first call of a reshard step, by the step's kind.
+
+A step is looked up only if one of these operators reads the local value.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class FormCall:
-    """One call of a local form.
+    """One call of a local form. A place is the index of an operand or call of the form, operands first.
 
     Args:
         key: the call's operator and arguments (`call_key`), with places as operands.
@@ -82,8 +85,8 @@ class FormCall:
 class LocalForm:
     """The calls of a reshard step or strategy on a rank.
 
-    An entry of `results` is the place of the result. If a call returns a tuple, the entry is the call that selects the
-    result from the tuple.
+    An entry of `results` is the place of the result, its index among the operands and then the calls of the form. If a
+    call returns a tuple, the entry is the call that selects the result from the tuple.
     """
 
     calls: Sequence[FormCall]
@@ -177,9 +180,9 @@ class CallForms:
     _by_held: dict[Held, Sequence[StrategyForm]] = field(default_factory=dict)
 
     def of_held(self, held: Held) -> Sequence[StrategyForm]:
-        """Return the strategies, with their local forms, that need operands only in specs in which they are held.
+        """Return the strategies that need all operands in specs under which they are held, with their local forms.
 
-        `held` has these specs for each operand.
+        `held` has the specs under which each operand is held. The results are cached by `held`.
         """
         if held not in self._by_held:
             self._by_held[held] = list(self._find(held))

@@ -17,7 +17,9 @@ from passes.preparation.number_values import Numbering, number_graph
 
 
 def verify_cut_backward(phased: PhasedProgram) -> None:
-    """Prove that the halves of a program's backward compute its results; do nothing if the backward is not split.
+    """Prove that the halves of a split backward compute the results of the whole backward.
+
+    Does nothing if the backward of `phased` is not split.
 
     Raises:
         VerificationError: a call or a result differs. The message names it.

@@ -27,7 +27,7 @@ from passes.verification.verify_program import verify_program
 
 
 def verify_pass(rewrite: Any, before: Any, after: Any) -> None:
-    """Prove that a pass preserved the results of its input. The function can be passed as `LoweringOptions.on_pass`.
+    """Prove that the pass `rewrite` preserved the results of `before`. This function can be `LoweringOptions.on_pass`.
 
     Raises:
         VerificationError: the results differ. The message names the pass.

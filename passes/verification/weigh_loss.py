@@ -42,7 +42,9 @@ _WAY_OUT = "Return a sum or a mean over samples, each of which is computed for i
 
 
 def weigh_loss(part: Program, pair: Program) -> LossWeights:
-    """Return the weights of parts in the loss of a batch, or the reason why the parts do not determine the loss.
+    """Return the weights of micro-batches in the loss of a batch.
+
+    If the losses of micro-batches do not determine the loss of the batch, `refusal` of the result has the reason.
 
     Args:
         part: the program of one micro-batch.
@@ -65,7 +67,11 @@ def weigh_loss(part: Program, pair: Program) -> LossWeights:
 
 
 def _branches(part: Program, pair: Program) -> Branches | None:
-    """Return `combine_branches` of the model's guards; None without guards, or if parts do not determine them."""
+    """Return graphs that compute the guards' values for a batch from its micro-batches (see `combine_branches`).
+
+    The result is None if `part` or `pair` has no guards, or if their guards run different operators. It is also None if
+    the micro-batches do not determine these values. `part` and `pair` are those of `weigh_loss`.
+    """
     if part.guard_program is None or pair.guard_program is None:
         return None
     nodes, theirs = (
@@ -199,7 +205,7 @@ class _LossWalk:
         return self._split(node, given, scale)
 
     def _scale(self, node: fx.Node) -> int | None:
-        """Return e if a number among a call's arguments makes the result of a part too large by the factor m ** e.
+        """Return e if a number among a call's arguments makes the result of one of m parts too large by m ** e.
 
         None is returned if the number has any other effect that depends on the size of the batch.
         """
@@ -250,7 +256,7 @@ class _LossWalk:
     def _split(self, node: fx.Node, given: Sequence[State], scale: int) -> list[State]:
         """Return the states of a call's results by its sharding rule.
 
-        Its operands are split; `scale` adds to exponents.
+        Each operand is split into parts, or equal in all parts. `scale` is added to the exponents of the results.
         """
         rule = rule_of(self.twins[node])
         count = len(tensor_values(node))
@@ -283,7 +289,10 @@ class _LossWalk:
         return Mixed(node, "is computed over the whole batch")
 
     def _exponent(self, node: fx.Node, rule: BoundRule, given: Sequence[State]) -> int | None:
-        """Return the exponent of a call's results; None if the call is not linear in operands with an exponent."""
+        """Return the exponent (as in `SlicedDim`) of the results of a call whose operands are `Same` or `SlicedDim`.
+
+        The result is None if the call is not linear in operands whose exponent is not 0.
+        """
         exponents = [state.exponent for state in given if isinstance(state, Same | SlicedDim)]
         places = frozenset(index for index, exponent in enumerate(exponents) if exponent)
         if not places:

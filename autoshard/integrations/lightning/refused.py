@@ -15,7 +15,7 @@ _OF_GRADIENTS = (
     *("backward", "on_before_backward", "on_after_backward", "on_before_zero_grad", "on_before_optimizer_step"),
     *("configure_gradient_clipping", "clip_gradients"),
 )
-"""Hooks that run between forward and update, which are one compiled step."""
+"""Hooks between forward and update, which are one compiled step. Modules and callbacks must not override them."""
 
 _PRECISIONS = {"bf16-mixed": "bf16", "16-mixed": "f16"}
 
@@ -65,7 +65,7 @@ def precision_of(plugin: Precision) -> str | None:
     """Return the `precision` of `compile` for Lightning's plugin; None: the types of the module.
 
     Raises:
-        NotAvailableError: the plugin is none of Lightning's for mixed precision.
+        NotAvailableError: the plugin is neither Lightning's default nor its mixed precision.
     """
     if type(plugin) is Precision:
         return None

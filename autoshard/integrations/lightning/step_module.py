@@ -38,13 +38,16 @@ class LogCall:
 
 @dataclass(slots=True)
 class _LogCalls:
-    """The calls of `log` that traces have found, by the attribute that gets the value."""
+    """The calls of `log` that traces have found, by the attribute of the `StepModule` that gets the logged value."""
 
     module: LightningModule
     found: dict[str, LogCall] = field(default_factory=dict)
 
     def attribute_of(self, call: LogCall) -> str:
-        """Return the name of the attribute that gets the value of a call."""
+        """Record a call, and return the name of the attribute that gets its value.
+
+        Calls with equal names share an attribute.
+        """
         known = (name for name, item in self.found.items() if item.name == call.name)
         name = next(known, f"logged_{len(self.found)}")
         self.found[name] = call
@@ -53,10 +56,10 @@ class _LogCalls:
 
 @dataclass(frozen=True, slots=True)
 class _Replaced:
-    """The modules of which a trace replaces methods. A trace does not look for them, because metrics hash their state.
+    """The modules whose methods a trace replaces. They are found before traces, because metrics hash their state.
 
     Args:
-        modules: the LightningModule and those within it.
+        modules: the LightningModule, and the LightningModules within it.
         metrics: metrics of torchmetrics by qualified name.
     """
 
@@ -118,7 +121,10 @@ class StepModule(nn.Module):
 
     @contextmanager
     def _recording(self) -> Iterator[list[tuple[LogCall, torch.Tensor]]]:
-        """Within the context, list the calls of `log`, refuse metrics, and let `self.trainer` be a `_TracedTrainer`."""
+        """Within the context, record calls of the LightningModules' `log` in the yielded list, with the logged tensors.
+
+        Their trainer is a `_TracedTrainer`. `update` of a torchmetrics metric raises NotAvailableError.
+        """
         calls: list[tuple[LogCall, torch.Tensor]] = []
         trainers = [item._trainer for item in self._replaced.modules]
         updates = [item.update for item in self._replaced.metrics.values()]
@@ -138,7 +144,10 @@ class StepModule(nn.Module):
 
 
 class _TracedTrainer:
-    """The `trainer` of a traced `training_step`: the numbers of a `StepModule`. Its other attributes are refused."""
+    """The `trainer` of a traced `training_step`: the numbers of a `StepModule`.
+
+    Reading any other attribute raises NotAvailableError.
+    """
 
     training = True
 
@@ -184,7 +193,6 @@ def _refuser(name: str) -> Any:
 
 
 def _loss_of(output: Any) -> torch.Tensor:
-    """Return the loss in the result of `training_step`."""
     if isinstance(output, Mapping):
         others = [name for name in output if name != "loss"]
         if others:

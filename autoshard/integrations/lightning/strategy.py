@@ -125,12 +125,16 @@ class MeshStrategy(Strategy):
             self._traced = self._sharded = self._step = None
 
     def setup_environment(self) -> None:
-        """Let all processes of the run meet."""
+        """Let all processes of the run meet. A process group is made if there is none."""
         super().setup_environment()
         share_among_processes(lambda: None)
 
     def setup(self, trainer: Trainer) -> None:
-        """Make the optimizer, and check that the compiled step can do what the Trainer asks for."""
+        """Make the optimizer. Before training, forget the step of an earlier fit too.
+
+        Raises:
+            NotAvailableError: a compiled step cannot train the module as the Trainer asks for (`check_run`).
+        """
         super().setup(trainer)
         if trainer.training:
             module = self.lightning_module
@@ -146,7 +150,7 @@ class MeshStrategy(Strategy):
             module.to(self.root_device)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return the loader; its workers have the same seeds on all ranks."""
+        """Return the loader. If Lightning seeds its workers, they get the same seeds on all ranks."""
         if int(os.environ.get("PL_SEED_WORKERS", "0")) and getattr(dataloader, "worker_init_fn", self) is None:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)
         return dataloader
@@ -214,12 +218,19 @@ class MeshStrategy(Strategy):
         return nullcontext() if self._sharded is None else self._sharded.whole_parameters()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the state of the module with whole tensors, on the CPU of the first rank."""
+        """Return the state of the module. All ranks must call.
+
+        DTensors become whole tensors on the CPU of the first rank, and None on all other ranks.
+        """
         with self._whole_weights():  # raises an error if a rank holds the parameters of its stages only
             return self._whole(super().lightning_module_state_dict())
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the state of the optimizer with whole tensors, and the loss scale of the step."""
+        """Return the state of the optimizer, and the loss scale of the step. All ranks must call.
+
+        DTensors become whole tensors on the CPU of the first rank, and None on all other ranks. State that was given to
+        `load_optimizer_state_dict`, and is not loaded yet, is returned itself.
+        """
         if self._unloaded is not None:
             return dict(self._unloaded)
         scale = {} if self._step is None else self._step.loss_scale_state()
@@ -241,15 +252,15 @@ class MeshStrategy(Strategy):
             self._sharded.load_state_dict(state, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Keep the state of the optimizer until the step is compiled."""
+        """Keep the optimizer's state of a checkpoint. It is loaded when the step is compiled, at the first batch."""
         (self._unloaded,) = checkpoint["optimizer_states"]
 
     def reduce(self, tensor: Any, *args: Any, **options: Any) -> Any:
-        """Return the tensor, which is whole."""
+        """Return `tensor` unchanged, because every rank computes the value of the whole batch."""
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        """Return the tensor, which is whole."""
+        """Return `tensor` unchanged, because every rank has the whole tensor."""
         return tensor
 
     def barrier(self, *args: Any, **options: Any) -> None:
@@ -265,7 +276,7 @@ class MeshStrategy(Strategy):
         return sent[0]
 
     def teardown(self) -> None:
-        """Leave weights and optimizer where they are."""
+        """Tear down the plugins, but leave weights and optimizer on their device."""
         assert self.accelerator is not None, "the Trainer has set it"
         self.precision_plugin.teardown()
         self.accelerator.teardown()

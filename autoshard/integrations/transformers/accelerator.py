@@ -61,24 +61,24 @@ class MeshAccelerator(Accelerator):
         return 1
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **options: Any) -> Any:
-        """Return the loader; its workers have the same seeds on all ranks."""
+        """Return the prepared loader. Its workers get the same seeds on all ranks."""
         start = data_loader.worker_init_fn
         if isinstance(start, partial) and "rank" in start.keywords:
             data_loader.worker_init_fn = partial(start, rank=0)
         return super().prepare_data_loader(data_loader, *args, **options)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Return the optimizer as the training loop sees it."""
+        """Return the optimizer as an `UpdatedByStep`, whose `step` does nothing."""
         prepared = optimizer if isinstance(optimizer, UpdatedByStep) else UpdatedByStep(optimizer)
         self._optimizers.append(prepared)
         return prepared
 
     def gather(self, tensor: Any) -> Any:
-        """Return the tensor, which is whole."""
+        """Return `tensor` unchanged, because every rank has the whole tensor."""
         return tensor
 
     def pad_across_processes(self, tensor: Any, *args: Any, **options: Any) -> Any:
-        """Return the tensor, which has one shape on all ranks."""
+        """Return `tensor` unchanged, because it has the same shape on all ranks."""
         return tensor
 
 
@@ -95,7 +95,7 @@ class UpdatedByStep(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the schedule of the learning rate must not step."""
+        """Whether the compiled step skipped its last update. The schedule of the learning rate then must not step."""
         return self.was_skipped
 
     def step(self, closure: Any = None) -> None:

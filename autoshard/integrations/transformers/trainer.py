@@ -148,7 +148,10 @@ class Trainer(transformers.Trainer):
         return {**batch, **self._counted(self._get_num_items_in_batch([batch], self.args.device))}
 
     def _counted(self, items: torch.Tensor | int | None) -> dict[str, Any]:
-        """Return the number of targets in a batch as the argument of the model that takes it; empty if none does."""
+        """Return `items`, the number of targets in a batch, as keyword arguments of the model.
+
+        The dict is empty if the model takes no such number, or if `items` is None.
+        """
         return {"num_items_in_batch": items} if self.model_accepts_loss_kwargs and items is not None else {}
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -197,7 +200,7 @@ class Trainer(transformers.Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
-        """Evaluate the compiled model on a batch; return loss, logits and labels as whole tensors."""
+        """Evaluate the compiled model on a batch; return loss, logits and labels as whole tensors, or None."""
         sharded, batch = self.step.sharded, self._prepare_inputs(inputs)
         counted = self._counted(self._get_num_items_in_batch([batch], self.args.device))
         has_labels = bool(self.label_names) and all(batch.get(name) is not None for name in self.label_names)
@@ -228,7 +231,7 @@ class Trainer(transformers.Trainer):
         checkpoints.save(self.step, at=self.state.global_step, schedule=self.lr_scheduler)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save the random numbers of this process alone, because they are the same on all ranks."""
+        """Save the state of random generators on the saving process alone, because it is the same on all ranks."""
         if self.args.should_save:
             super()._save_rng_state(output_dir)
 
