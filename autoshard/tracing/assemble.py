@@ -99,14 +99,14 @@ def _finish(
         for node, value in zip(results.guarded, joint.guarded_values, strict=True)
         if any(ancestor.op == "placeholder" for ancestor in _live_nodes([copier.node(node)]))
     ]
-    guards = tuple(Guard(node.name, value) for node, value in pairs)
     guard_program = _cut_out(copier, [node for node, _ in pairs]) if pairs else None
+    copier.finish(tuple(copier.node(node) for node, _, _ in results.outputs))
+    guards = tuple(Guard(node.name, value) for node, value in pairs)
     detached = {f"output:{index}" for index in joint.result.detached}
     outputs = tuple(
         OutputSlot(copier.node(node).name, kind, name, detached=kind is OutputKind.OUTPUT and name in detached)
         for node, kind, name in results.outputs
     )
-    copier.finish(tuple(copier.node(node) for node, _, _ in results.outputs))
     return Program(
         graph_module=copier.graph_module,
         inputs=slots,

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from autoshard.errors import TraceError
 from autoshard.graphs.lazy_module import lazy_module
+from autoshard.graphs.number_nodes import number_nodes
 from autoshard.ir.program import InputKind, InputSlot
 
 _ATEN = torch.ops.aten
@@ -47,6 +48,11 @@ _PREFIXES = {
 }  # fmt: skip
 
 
+def input_name(kind: InputKind, name: str) -> str:
+    """Return the name of the placeholder of an input, such as "p_layers_0_weight" for the parameter layers.0.weight."""
+    return "_".join(part for part in (_PREFIXES[kind], re.sub(r"\W", "_", name)) if part)
+
+
 class Copier:
     """Builds a simplified copy of a graph, node by node. Copies keep the metadata under the keys `kept_meta`."""
 
@@ -65,7 +71,7 @@ class Copier:
 
     def copy_placeholder(self, node: fx.Node, slot: InputSlot) -> fx.Node:
         """Copy a placeholder under a name made from its slot's kind and name, and return the copy."""
-        name = "_".join(part for part in (_PREFIXES[slot.kind], re.sub(r"\W", "_", slot.name)) if part)
+        name = input_name(slot.kind, slot.name)
         copy = self.graph.create_node("placeholder", name, (), {}, name=name)
         return self._remember(node, copy)
 
@@ -128,6 +134,7 @@ class Copier:
                 used.update(node.all_input_nodes)
             else:
                 self.graph.erase_node(node)
+        number_nodes(self.graph)
         self.graph.output_node().meta.update(phase="backward", module="", source="")
         self.graph.lint()
         self.graph_module.recompile()
