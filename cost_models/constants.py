@@ -160,6 +160,8 @@ def _constants(table: Mapping[str, object], prefix: str, origin: str) -> Iterato
         path = prefix + key
         if "value" in value:
             yield path, _constant(value, path, origin)
+        elif "unit" in value:
+            raise HardwareFileError(f"{origin}: {path} has a unit, but no value; add value = ... to its table.")
         else:
             yield from _constants(value, path + ".", origin)
 

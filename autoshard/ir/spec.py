@@ -161,14 +161,22 @@ class PartitionSpec:
 
     @classmethod
     def from_placements(cls, placements: Sequence[Placement], mesh: Mesh) -> PartitionSpec:
-        """Return the spec of DTensor `placements`, one per axis of `mesh`."""
+        """Return the spec of DTensor `placements`, one per axis of `mesh`.
+
+        Raises InvalidSpecError for placements other than `Shard`, `Replicate` and `Partial`.
+        """
         dims: dict[int, list[str]] = {}
         partial: dict[str, str] = {}
         for axis, placement in zip(mesh.axis_names, placements, strict=True):
             if isinstance(placement, Shard):
                 dims.setdefault(placement.dim, []).append(axis)
-            elif isinstance(placement, Partial):
+            elif type(placement) is Partial:
                 partial[axis] = placement.reduce_op
+            elif not isinstance(placement, Replicate):
+                raise InvalidSpecError(
+                    f"A DTensor has {placement!r} on mesh axis {axis!r}, which no spec describes. Redistribute the "
+                    "DTensor to Shard, Replicate or Partial first."
+                )
         return cls(*(dims.get(dim) for dim in range(max(dims, default=-1) + 1)), partial=partial)
 
     @classmethod

@@ -20,11 +20,13 @@ from autoshard.ir.staged import StageProgram
 from passes.driver.candidates import Candidate, resized
 from passes.driver.pipelines import pipeline_of
 from passes.driver.planner import Planner
+from passes.driver.put_back_units import put_back_units
 from passes.driver.stage_plans import StagePlans, check_stays
 from passes.driver.traces import Traces
 from passes.planning.baselines import least_baselines
 from passes.prediction.predict import SLOWED
 from passes.solver.search_control import Ceiling
+from passes.strategies.repeated import NotAlikeError
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -257,12 +259,23 @@ def _plan_one(planner: Planner, candidate: Candidate, request: Request) -> Plann
     recipe = candidate.recipe or Recipe()
     pipeline = pipeline_of(candidate.meshes[0], recipe.schedule, least_stages(recipe), candidate.micro_batches)
     assert pipeline is not None, "an axis carries stages"
-    program = planner.trace(replace(request, update=None))
+    program = _traced(planner, replace(request, update=None))
     check_has_loss(program)
     check_stays(program)
     stage_plans = StagePlans(alone, pipeline)
     plan, stages = stage_plans.plan(program, request)
     return Planned(alone, request, program, plan, stage_plans, tuple(stages))
+
+
+def _traced(planner: Planner, request: Request) -> Program:
+    """Return the traced program of a call. A deep model is traced without inner blocks, which are then put back."""
+    short = planner.trace_with_gaps(request, planner.margins[0]) if planner.margins else None
+    if short is not None:
+        try:
+            return put_back_units(short)
+        except NotAlikeError as error:
+            _LOGGER.debug("the model is traced with all its blocks: %s", error)
+    return planner.trace(request)
 
 
 def _with_advice(error: AutoshardError, candidate: Candidate) -> AutoshardError:

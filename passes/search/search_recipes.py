@@ -144,6 +144,7 @@ class _BestFirst:
         open: a heap of entries (lower bound, number of the entry, set of recipes).
         best: the best recipe so far, with its `objective` and peak `memory` in bytes.
         bound: a lower bound of all recipes: 0 at first, later the lowest bound of the heap.
+        next_watch: the number of entries at which `watch` is called next.
     """
 
     space: RecipeSpace
@@ -160,6 +161,7 @@ class _BestFirst:
     bound: float = 0.0
     priced: int = 0
     nodes: int = 0
+    next_watch: int = 0
 
     def run(self, known: Execution | None) -> bool:
         """Search, and return whether the best recipe of all is found before the time limit.
@@ -188,7 +190,8 @@ class _BestFirst:
         return FoundRecipe(self.best, self.objective, bound, *ended)
 
     def _is_over(self) -> bool:
-        if self.nodes % _ENTRIES_BETWEEN_WATCHES == 0 and self.watch is not None:
+        if self.watch is not None and self.nodes >= self.next_watch:
+            self.next_watch = self.nodes + _ENTRIES_BETWEEN_WATCHES
             self.watch(self.found(is_complete=False))
         return self.ceiling.cuts()
 

@@ -136,6 +136,13 @@ def test_a_constant_without_source_is_refused(tmp_path):
         constants.read(path)
 
 
+def test_a_constant_without_a_value_is_refused(tmp_path):
+    """A table with a unit is a constant."""
+    path = _write(tmp_path, '[memory_bytes]\nunit = "B"\nsource = "x"\ndate = "2026-01-01"\n')
+    with pytest.raises(HardwareFileError, match="memory_bytes has a unit, but no value"):
+        constants.read(path)
+
+
 def test_a_constant_in_another_unit_is_refused(tmp_path):
     """GB where bytes are read is an error."""
     path = _write(tmp_path, '[memory_bytes]\nvalue = 1\nunit = "GB"\nsource = "x"\ndate = "2026-01-01"\n')

@@ -3,7 +3,8 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
 from autoshard.errors import InvalidSpecError
 from autoshard.ir.mesh import Mesh
@@ -110,3 +111,10 @@ def test_a_text_without_end() -> None:
     """A text without an end is refused."""
     with pytest.raises(InvalidSpecError, match="has 1000003 characters; write at most 10000"):
         PartitionSpec.parse("P(" + "(" * 1_000_000 + ")")
+
+
+@pytest.mark.parametrize("placement", [_StridedShard(0, split_factor=2), _MaskPartial("sum")])
+def test_placements_that_no_spec_describes_are_refused(placement: Placement) -> None:
+    """A strided shard is cut in another order than a spec says, and a masked partial sum holds no plain addends."""
+    with pytest.raises(InvalidSpecError, match="on mesh axis 'data', which no spec describes. Redistribute"):
+        PartitionSpec.from_placements([placement], Mesh({"data": 4}))

@@ -7,6 +7,7 @@ moment for the reports of the other ranks. The ranks without a report are where 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
@@ -48,10 +49,15 @@ def reports_in_words(*, waits: bool) -> str:
             if len(told) == len(ranks) or time.monotonic() >= end:
                 break
             time.sleep(_PAUSE_S)
-    words = [f"Rank {rank} failed with {text.rstrip('.')}." for rank, text in told.items() if text != _WAITED]
     silent = [rank for rank in ranks if rank not in told]
-    if waits and told and silent:
-        words.append(f"Ranks {silent} gave no sign.")
+    return in_words(told, silent if waits and told else [])
+
+
+def in_words(told: Mapping[int, str], silent: Sequence[int]) -> str:
+    """Return sentences on the reports of ranks, by rank, and on the ranks without a report."""
+    words = [f"Rank {rank} failed with {text.rstrip('.')}." for rank, text in told.items() if text != _WAITED]
+    if silent:
+        words = [*words[: _SHOWN - 1], f"Ranks {list(silent)} gave no sign."]
     return " ".join(words[:_SHOWN])
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from autoshard import LostRankError
-from autoshard.runtime.agreement.failure_reports import report_failure, reports_in_words
+from autoshard.runtime.agreement.failure_reports import in_words, report_failure, reports_in_words
 from autoshard.runtime.agreement.lost_ranks import naming_lost_ranks
 from tests.runtime.processes import checked_once, report
 
@@ -38,6 +38,13 @@ outcomes = checked_once(CHECKS, ranks=3)
 def test_reports(outcomes: dict[str, str], name: str) -> None:
     """No check fails."""
     report(outcomes, name)
+
+
+def test_silent_ranks_are_named_beside_many_reports() -> None:
+    """Four sentences are shown, and the last one names the ranks without a report."""
+    told = {rank: f"ValueError: {rank}" for rank in range(6)}
+    assert in_words(told, [6, 7]).endswith("Rank 2 failed with ValueError: 2. Ranks [6, 7] gave no sign.")
+    assert in_words(told, []).endswith("Rank 3 failed with ValueError: 3.")
 
 
 def test_a_process_without_a_group_reports_nothing() -> None:
