@@ -23,8 +23,7 @@ _PARAMETERS = ("shape", "mask_prob", "mask_length", "attention_mask", "min_masks
 @contextlib.contextmanager
 def drawing_spans(device: torch.device) -> Iterator[None]:
     """Within the context, `draw_spans` replaces transformers' `_compute_mask_indices` in all loaded modules."""
-    namespaces = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
-    places = [each for each in namespaces if _NAME in each and _draws_spans(each[_NAME])]
+    places = [place for place in map(_namespace_with_function, list(sys.modules)) if place is not None]
     saved = [place[_NAME] for place in places]
     for place in places:
         place[_NAME] = functools.partial(draw_spans, device=device)
@@ -33,6 +32,13 @@ def drawing_spans(device: torch.device) -> Iterator[None]:
     finally:
         for place, function in zip(places, saved, strict=True):
             place[_NAME] = function
+
+
+@functools.cache  # a search of thousands of modules takes as long as a small trace
+def _namespace_with_function(module: str) -> dict[str, Any] | None:
+    """Return the namespace of a loaded module if it has the function of transformers, else None."""
+    found = getattr(sys.modules.get(module), "__dict__", {})
+    return found if _NAME in found and _draws_spans(found[_NAME]) else None
 
 
 def _draws_spans(function: Any) -> bool:

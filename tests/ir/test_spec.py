@@ -116,5 +116,5 @@ def test_a_text_without_end() -> None:
 @pytest.mark.parametrize("placement", [_StridedShard(0, split_factor=2), _MaskPartial("sum")])
 def test_placements_that_no_spec_describes_are_refused(placement: Placement) -> None:
     """A strided shard is cut in another order than a spec says, and a masked partial sum holds no plain addends."""
-    with pytest.raises(InvalidSpecError, match="on mesh axis 'data', which no spec describes. Redistribute"):
+    with pytest.raises(InvalidSpecError, match=r"on mesh axis 'data', which no spec describes\. Redistribute"):
         PartitionSpec.from_placements([placement], Mesh({"data": 4}))

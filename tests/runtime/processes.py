@@ -22,7 +22,7 @@ from autoshard.ir.garbage import THRESHOLDS
 
 Check = Callable[[], None]
 
-PRELOADED = ["autoshard", "passes.driver.plan_and_lower", "tests.models"]
+PRELOADED = ["autoshard", "passes.driver.entry", "tests.models", "transformers.models.llama.modeling_llama"]
 """Modules that take seconds to import: one process imports them, and forks the processes of all checks."""
 
 
