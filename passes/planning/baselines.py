@@ -1,4 +1,4 @@
-"""Plan known recipes (data parallel, ZeRO-1, FSDP, HSDP, Megatron), to compare them with the plan of the free search.
+"""Plan known recipes, such as FSDP and Megatron's, to compare them with the plan of the free search.
 
 Each mesh axis gets a role (`passes.planning.restrictions`), and the search finds the best plan that keeps the roles.
 
@@ -7,24 +7,26 @@ Each mesh axis gets a role (`passes.planning.restrictions`), and the search find
 * fully sharded data parallel: every axis has the role "fsdp";
 * HSDP, on a mesh of several axes: the last axis has the role "fsdp", the other axes "data";
 * Megatron TP+SP, on a mesh of several axes: the last axis has the role `MEGATRON`, the other axes "data";
+* expert parallel, for a model with layers of experts: all axes split the batch, and each rank along the last axis has
+  some of the experts. The search decides all other specs. The rough prices of the search rank this split too low
+  beside whole experts, so its plan is lowered too;
 * the plan before, if the caller has a plan already: each node has its specs of that plan, where this is possible.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from autoshard.errors import DoesNotFitError
-from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import BEFORE, Plan
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.restrictions import MEGATRON as MEGATRON_ROLE
-from passes.planning.restrictions import ROLES, Role, Roles, restrict_all
+from passes.planning.restrictions import ROLES, Experts, Role, Roles, matrices_of_experts, restrict_all
 from passes.planning.search import Search
 from passes.solver.assignment import Solution
 
@@ -49,7 +51,7 @@ def solve_baselines(
     axes = len(planning.space.mesh.shape)
     others = [plan.baselines for plan in elsewhere if len(plan.mesh.shape) <= axes]
     priced = {name for steps in others for name in _EVERY_AXIS if may_fit(steps, name)}
-    recipes = {name: roles for name, roles in known_recipes(planning.space.mesh).items() if name not in priced}
+    recipes = {name: roles for name, roles in known_recipes(planning).items() if name not in priced}
     masks = {name: restrict_all(planning, roles) for name, roles in recipes.items()}
     if before is not None:
         masks[BEFORE] = options_as_in(before, planning)
@@ -134,6 +136,7 @@ def _least(baselines: Sequence[Mapping[str, float | None]], name: str) -> float 
 
 ZERO_1 = "ZeRO-1"
 HSDP = "HSDP"
+EXPERT_PARALLEL = "expert parallel"
 MEGATRON = "Megatron TP+SP"
 
 _EVERY_AXIS: Mapping[str, Role] = {
@@ -147,13 +150,20 @@ _OUTER_AND_INNER: Mapping[str, tuple[Role, Role]] = {
 }
 
 
-def known_recipes(mesh: Mesh) -> dict[str, Roles]:
+_BATCH = Role(uses=False)
+
+
+def known_recipes(planning: PlanningProblem) -> dict[str, Roles]:
     """Return the role of each mesh axis under each known recipe, by the recipe's name."""
-    *outer, inner = mesh.axis_names
-    found: dict[str, Roles] = {name: dict.fromkeys(mesh.axis_names, role) for name, role in _EVERY_AXIS.items()}
+    axes = planning.space.mesh.axis_names
+    *outer, inner = axes
+    found: dict[str, Roles] = {name: dict.fromkeys(axes, role) for name, role in _EVERY_AXIS.items()}
     if outer:
         pairs = _OUTER_AND_INNER.items()
         found |= {name: {**dict.fromkeys(outer, first), inner: last} for name, (first, last) in pairs}
+    if matrices_of_experts(planning):
+        others = dict.fromkeys(outer, replace(_BATCH, experts=Experts.FREE))
+        found[EXPERT_PARALLEL] = {**others, inner: replace(_BATCH, experts=Experts.SHARED_OUT)}
     return found
 
 

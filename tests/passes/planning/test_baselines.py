@@ -20,8 +20,10 @@ from autoshard.kernels.optimizers import ADAM_HYPER
 from autoshard.tracing import trace
 from passes.driver.plan_and_lower import plan_program, planning_problem
 from passes.driver.plan_options import PlanOptions
-from passes.planning.baselines import HSDP, MEGATRON, least_baselines, solve_baselines
+from passes.planning.baselines import EXPERT_PARALLEL, HSDP, MEGATRON, least_baselines, solve_baselines
+from passes.planning.restrictions import matrices_of_experts
 from passes.planning.search import Search
+from tests.models import mixtral
 from tests.passes.blocks import Perceptron, h100s
 from tests.passes.deep import adamw
 
@@ -51,6 +53,20 @@ def test_recipes_of_a_whole_step_lay_out_state() -> None:
     assert split.sharded_axes == both.sharded_axes == also.sharded_axes == ("data",)
     peaks = [np.max(planning.usage(solution.choice)) for solution in found.values() if solution is not None]
     assert peaks == sorted(peaks, reverse=True)
+    plan = plan_program(program, MESH, h100s(MESH), PlanOptions())
+    assert plan.predicted.step_time_s <= min(step for step in plan.baselines.values() if step is not None)
+
+
+def test_experts_are_shared_out_by_a_known_recipe() -> None:
+    """Each rank has some of the experts, and the chosen plan is no slower. A dense model has no such recipe."""
+    model, inputs = mixtral()
+    program = trace(model, (), inputs)
+    planning = planning_problem(program, MESH, h100s(MESH), PlanOptions())
+    found = solve_baselines(planning, Search(), {})[EXPERT_PARALLEL]
+    assert found is not None
+    matrices = matrices_of_experts(planning)
+    nodes = {slot.name: slot.node for slot in planning.space.program.inputs if slot.name in matrices}
+    assert {planning.strategy(node, found.choice).outputs[0].dims[0] for node in nodes.values()} == {("data",)}
     plan = plan_program(program, MESH, h100s(MESH), PlanOptions())
     assert plan.predicted.step_time_s <= min(step for step in plan.baselines.values() if step is not None)
 
