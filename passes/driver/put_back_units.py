@@ -62,8 +62,8 @@ class _PuttingBack:
         paths: the module path of each node, by name.
         spots: the position of each node in the four units of a repeat.
         copies: for each node of the program, its copy in `graph`.
-        at: the nodes of `graph` that belong to units, by index of the repeat, number of the unit in the whole model,
-            and index in the unit. Unit 0 is the first of the two units in front of the gap.
+        at: the nodes of `graph` in units. The key is (index of the repeat, number of the unit, index in the unit). Unit
+            0 is the first of the two units in front of the gap, and left-out units are counted.
         inputs: the placeholders of `graph` so far, with their slots.
     """
 

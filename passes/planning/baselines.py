@@ -7,8 +7,8 @@ Each mesh axis gets a role (`passes.planning.restrictions`), and the search find
 * fully sharded data parallel: every axis has the role "fsdp";
 * HSDP, on a mesh of several axes: the last axis has the role "fsdp", the other axes "data";
 * Megatron TP+SP, on a mesh of several axes: the last axis has the role `MEGATRON`, the other axes "data";
-* expert parallel, for a model with layers of experts: all axes split the batch, and each rank along the last axis has
-  some of the experts. The search decides all other specs. The rough prices of the search rank this split too low
+* expert parallel, for a model with layers of experts: all axes split the batch. Each rank along the last axis has some
+  of the experts. The search decides all other specs. The rough prices of the search rank this split too low
   beside whole experts, so its plan is lowered too;
 * the plan before, if the caller has a plan already: each node has its specs of that plan, where this is possible.
 """
