@@ -86,7 +86,7 @@ class _Stack(nn.Module):
         for layer in self.layers:
             x = layer(x, scale)
             outputs.append(x)
-        return sum(output.square().mean() for output in outputs[-self.reads :])
+        return torch.stack([output.square().mean() for output in outputs[-self.reads :]]).sum()
 
 
 @settings(max_examples=5)
