@@ -173,11 +173,12 @@ class _PuttingBack:
             there = self.spots.get(operand)
             if spot is not None and unit is not None and there is not None and there.repeat == spot.repeat:
                 found = self.at.get((spot.repeat, unit + there.unit - spot.unit, there.place))
-                if found is None:
-                    raise NotAlikeError(f"{node.name} reads {operand.name}, which the whole model runs later")
-                return found
-            self._check_is_outside(operand)
-            return self.copies[operand]
+            else:
+                self._check_is_outside(operand)
+                found = self.copies.get(operand)
+            if found is None:
+                raise NotAlikeError(f"{node.name} reads {operand.name}, which the whole model runs later")
+            return found
 
         made = copy_node(self.graph, node, read)
         if spot is not None and unit is not None:
