@@ -49,8 +49,8 @@ def calibrate(
     """Measure this machine, and return the result, whose `cluster` is an argument of `autoshard.plan`.
 
     With a process group, all ranks measure at once. With `step`, nothing is run: the step's last profile corrects the
-    cluster that the step was planned for. For each constant of the hardware, measured over predicted time of its calls
-    is the factor of the seconds that it predicts.
+    cluster that the step was planned for. The seconds that a constant of the hardware predicts are multiplied by a
+    factor. The factor is the measured time of the constant's calls, divided by their predicted time.
 
     Args:
         step: a step with a profile, or a profile. None: measure operators and collectives one by one.
@@ -82,7 +82,8 @@ def learned_from(profile: Profile, name: str, memory_bytes: int | None = None) -
 
     1. The launch latency becomes the result of `_launch_latency`.
     2. The seconds that a constant of the hardware predicts are multiplied by a factor, between 1/`_MOST` and `_MOST`.
-       The factor is measured over predicted seconds of the constant's calls, both without launches.
+       The factor is the measured seconds of the constant's calls, divided by their predicted seconds. Both are without
+       launches.
 
     `name` and `memory_bytes` are the arguments of `calibrate`. Raises `NotAvailableError` for simulated ranks.
     """

@@ -85,7 +85,11 @@ def _widths(inputs: Tensors) -> tuple[int, int, int]:
 
 
 def _work(inputs: Tensors, outputs: Tensors, products: tuple[MatmulShape, ...], rows: float, passes: int) -> Work:
-    """Return the work of the products, of `passes` copies of rows [R, H] to experts, and of one copy of rows back."""
+    """Return the work of `products`, and of the copies of rows to experts and back.
+
+    rows: the expected number of rows R on this rank. Each copy reads and writes R rows of H elements.
+    passes: the number of copies to the experts. One more copy brings rows back.
+    """
     dtype, itemsize = compute_dtype(inputs), inputs[0].itemsize
     hidden = inputs[0].shape[1]
     inner = sum(shape.m * shape.batch * (shape.n + shape.k) for shape in products) * itemsize

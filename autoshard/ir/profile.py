@@ -173,7 +173,10 @@ class Profile:
             yield number, [steps for steps, own in zip(self.ranks, self.pipeline_ranks, strict=True) if own == number]
 
     def costs(self) -> Iterator[tuple[RangeCost, float]]:
-        """Yield each predicted cost of each pipeline rank with its measured seconds in a step, if it was measured."""
+        """Yield each predicted cost of each pipeline rank, with the measured seconds of its range in a step.
+
+        Costs of ranges that were not measured are left out.
+        """
         for number, steps in self._by_pipeline_rank():
             measured = measured_seconds(steps)
             for cost in self.predicted.costs[number]:

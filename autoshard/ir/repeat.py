@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A run of equal units in a list of blocks, with the middle units left out.
+    """A run of equal units in a list of blocks. The program leaves out the units in the middle, which are the gap.
 
     Args:
         path: qualified name of the list ("model.layers").
-        period: blocks in a unit.
-        before: number of the first block of the last unit ahead of the gap.
-        behind: number of the first block of the first unit behind the gap, which stands for the units left out.
+        period: the number of blocks in a unit.
+        before: index of the first block in the last unit ahead of the gap.
+        behind: index of the first block in the first unit behind the gap. This unit stands for the units left out.
 
     Example:
-        >>> Repeat("layers", period=1, before=1, behind=30).left_out
+        >>> Repeat("layers", period=1, before=1, behind=30).left_out  # blocks 2 to 29
         28
     """
 
@@ -38,7 +38,7 @@ class Repeat:
 
     @property
     def units(self) -> tuple[int, ...]:
-        """Numbers of the first blocks of four units: two ahead of the gap, and two behind the gap."""
+        """Indices of the first blocks of four units, two ahead of the gap and two behind the gap."""
         return self.before - self.period, self.before, self.behind, self.behind + self.period
 
     def place(self, path: str) -> tuple[int, str] | None:

@@ -42,18 +42,21 @@ ARGUMENTS = (
 
 
 class QuantizedWeight(NamedTuple):
-    """The operands of the operator: a weight in 4-bit numbers, or a piece of one. All tensors are bytes (uint8).
+    """The operands of `dequantize_nf4`: a weight in 4-bit numbers, or some consecutive blocks of a weight.
+
+    All tensors are bytes (uint8), also if they hold float32 numbers.
 
     Args:
-        packed: two 4-bit indices in each byte, in the order of the weights.
-        absmax: the scale of each block. Without `nested`, a scale is a float32 (four bytes). With `nested`, it is one
-            byte, an index into the values of scales.
-        nested: the bytes of float32 values: the `SCALE_VALUES` values of scales, the mean of all scales, and the scale
-            of each group of `GROUP` scales. None if scales are float32.
-        shape: the shape of the weights.
+        packed: the 4-bit indices, two in each byte, in the order of the weights.
+        absmax: the scales of the blocks here. Without `nested`, each scale is the four bytes of a float32 number. With
+            `nested`, each scale is one byte, an index into the table in `nested`.
+        nested: the bytes of float32 numbers for the whole weight. They are a table of `SCALE_VALUES` numbers, the mean
+            of all scales, and a factor for each group of `GROUP` scales. A scale is table[index] * factor + mean. None
+            if scales are float32.
+        shape: the shape of the weights here.
         blocksize: the number of weights in a block, an even number.
-        first_block: the index of the first block here among the blocks of the whole weight.
-        dtype: the type of the result.
+        first_block: the index, in the whole weight, of the first block here.
+        dtype: the dtype of the dequantised weights.
     """
 
     packed: Tensor

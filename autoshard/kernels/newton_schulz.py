@@ -53,7 +53,10 @@ def orthogonalise_reference(xs: Tensor, coefficients: Sequence[float], steps: in
 
 
 def _orthogonalised(x: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """Return the result for one matrix, by the calls of `torch.optim.Muon`. So the bits do not depend on the batch."""
+    """Return the orthogonalised matrix, made with the same calls as in `torch.optim.Muon`.
+
+    The matrix is computed alone, so its bits do not depend on the other matrices of the batch.
+    """
     a, b, c = coefficients
     is_tall = x.shape[0] > x.shape[1]
     x = x.T if is_tall else x

@@ -87,7 +87,10 @@ class LocalContext(Protocol):
         ...
 
     def group(self, *factors: str) -> str | None:
-        """Return the axes that split all of `factors` at once, joined as in "data,model", or None if no axis does."""
+        """Return the axes that each split every one of `factors`, joined as in "data,model"; None without such an axis.
+
+        In ring attention, for example, the axes split both the queries and the keys.
+        """
         ...
 
     def fill(self, value: Any, operand: int, factor: str, number: bool | int | float) -> Any:

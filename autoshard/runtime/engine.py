@@ -83,8 +83,9 @@ class Engine(Protocol):
 
         Args:
             graph_module: the lowered graph.
-            written: index of a result → index of the placeholder whose value it replaces. The result may be written
-                over this value. The caller must call `store` in any case.
+            written: index of a result → index of the placeholder whose value it replaces. The returned function may
+                write the result over this value, or leave the value alone. In both cases, the caller must pass the
+                results to this engine's `store`.
         """
         ...
 

@@ -90,11 +90,11 @@ def decided_plan(
     """Return a plan whose variables are decided by `pick`, one by one in program order.
 
     Args:
-        planning: a problem without recomputation.
+        planning: the problem of choosing strategies. `recompute` adds the activation policies to its options.
         cluster: the hardware for which the plan is priced. Values are offloaded only if it has a link to host memory.
-        pick: takes the index of a variable and the indices of the options that agree with earlier choices. It returns
-            one of these indices. With recomputation, the options are the variable's strategies, repeated for each
-            activation policy. The strategies that save values come first.
+        pick: takes the index of a variable, and the indices of the options that agree with earlier choices. It returns
+            one of these indices. The options are the variable's strategies. With `recompute`, the list of strategies is
+            repeated for each activation policy of the variable, first for the policy that saves values.
         recompute: whether values may be recomputed or offloaded.
     """
     return plan_of_decisions(planning, decisions_of(planning, cluster, recompute), cluster, pick)

@@ -80,7 +80,11 @@ def pipeline_of(mesh: Any, schedule: str | None, virtual_stages: int, micro_batc
 
 @dataclass(frozen=True, slots=True)
 class PipelineArguments:
-    """The pipeline arguments of a call, completed from the plan that the call uses."""
+    """The pipeline arguments of a call of `autoshard.compile`.
+
+    If the call uses a plan with stages, they are the plan's. Otherwise they are the caller's, and `micro_batches` and
+    `schedule` may be None.
+    """
 
     micro_batches: int | None
     schedule: str | None
@@ -90,7 +94,9 @@ class PipelineArguments:
 def pipeline_arguments(
     plan: Plan | None, mesh: Any, micro_batches: int | None, recipe: Recipe | None
 ) -> PipelineArguments:
-    """Return the pipeline arguments of a call. If the call uses a plan with stages, the plan decides the arguments.
+    """Return the pipeline arguments of a call of `autoshard.compile`.
+
+    `plan` is the plan that the call uses, if it is known. The other arguments are the caller's.
 
     Raises:
         PlanMismatchError: the call contradicts the plan, or the mesh has no axis for the plan's stages.

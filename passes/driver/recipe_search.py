@@ -78,7 +78,7 @@ class RecipeSearch:
         raise _shortage(self.problem, Ceiling.within(self.time_budget_s))
 
     def _is_priced_elsewhere(self) -> bool:
-        """Whether a recipe fits in memory once recipes are allowed that only other frameworks can run."""
+        """Whether some recipe fits in memory if the search also admits recipes that only other frameworks can run."""
         free = replace(self.problem, runs=False)
         least = free.smallest(ceiling=Ceiling.within(self.time_budget_s))
         return least.recipe is not None and least.objective <= free.memory_limit

@@ -66,7 +66,9 @@ class StageSearch:
         self.keys.extend(self._key(number) for number in range(len(self.cut.stages)))
 
     def stage(self, number: int, limit: float | None) -> StageProgram:
-        """Return the plan and program of a stage within `limit` bytes on its rank; None: the limit of the call.
+        """Return the plan and program of stage `number` within `limit` bytes on its rank.
+
+        If `limit` is None, the memory limit of `self.planner` holds.
 
         If nothing fits in the limit, the stage is searched within the bytes of the smallest plan that is known. A stage
         like a searched stage shares that stage's graphs, and has slots with its own names.
@@ -115,9 +117,9 @@ class StageSearch:
         return {**constraints_of(stage, self.planner.constraints), **whole}
 
     def _planner_of_stage(self, number: int, limit: float | None) -> Planner:
-        """Return the planner that searches stage `number`. Its limit is `limit` bytes on the stage's rank.
+        """Return the planner that searches stage `number` within `limit` bytes on the stage's rank.
 
-        None means the limit of the call.
+        If `limit` is None, the planner keeps the memory limit of `self.planner`.
         """
         change = self.planner.change
         if change.stage != number:

@@ -142,7 +142,7 @@ def fit_numbers(sizes: Sequence[InputSize], observe: Callable[[Point], Observati
     """Fit each number that `observe` returns as a polynomial in `sizes`; return the polynomials in the same order.
 
     Args:
-        observe: returns the observation of the model at a point, one value for each of `sizes`.
+        observe: takes a point, which has one value for each of `sizes`, and returns the observation of the model there.
 
     Raises:
         FormulaError: the model runs other operators at other sizes, or a number is no polynomial of degree two.

@@ -193,10 +193,10 @@ def _over(name: str, sent: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _RecipeCounts:
-    """Computes the quantities of a recipe from the numbers of its layer classes (`CountsOfPrice._tallies`).
+    """Computes quantities of a recipe, such as "rank_flops", from the tally of each layer class.
 
-    `batch` is the number of sequences in a step. `micro_batch` is the number of sequences in one forward of one
-    replica.
+    A tally has the FLOPs, bytes and parameters of a layer class (`CountsOfPrice._tallies`). `batch` is the number of
+    sequences in a step. `micro_batch` is the number of sequences in one forward of one replica.
     """
 
     recipe: Execution
@@ -207,7 +207,7 @@ class _RecipeCounts:
     def of(self, name: str, layer: str, tally: Tally) -> Any:
         """Return the part of the quantity `name` that comes from one layer of the layer class `layer`.
 
-        The layer is a block, or the whole part of the model before or after the blocks. `tally` has the numbers of the
+        The layer is a block, or the whole part of the model before or after the blocks. `tally` is the tally of the
         layer class. If the quantity is for a rank, the result is the mean over pipeline ranks.
         """
         recipe, pipeline = self.recipe, self.axes["pipeline"]

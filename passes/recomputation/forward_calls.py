@@ -54,14 +54,15 @@ class ForwardCalls:
     def may_be_remade(self, name: str) -> bool:
         """Whether the value of site `name` may be recomputed.
 
-        Its call must be pure, and no reader may be the update or carry the value out of the program.
+        Its call must be pure. The optimizer's update must not read the value, and the value must not leave the program.
         """
         return _is_pure(self.space.sites[name]) and all(map(self._leaves_open, self.readers[name]))
 
     def may_move(self, name: str) -> bool:
         """Whether the value of site `name` may be offloaded.
 
-        The value must own its memory, and no reader may be the update or carry the value out of the program.
+        The value must own its memory. The optimizer's update must not read the value, and the value must not leave the
+        program.
         """
         site = self.space.sites[name]
         assert site.node is not None, "calls have nodes"
@@ -72,7 +73,7 @@ class ForwardCalls:
     def _leaves_open(self, link: Link) -> bool:
         """Whether the reader of a link may read a recomputed or offloaded value.
 
-        This is False for the update, and for a link that carries the value out of the program.
+        This is False if the reader belongs to the optimizer's update, or if the value leaves the program by the link.
         """
         head = self.space.sites[link.head]
         return not leaves_program(head, link) and head.phase != UPDATE

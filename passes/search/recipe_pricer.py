@@ -90,9 +90,10 @@ def _place(names: tuple[str, ...], blocks: tuple[str, ...], pipe: Pipe) -> tuple
 
 
 def path_times(times: LayerTimes, places: Places, send_s: float, micro_batches: int) -> Floats:
-    """Return for each pipeline the longest path of a rank in seconds (bound 2 of the module's docstring), [pipes].
+    """Return a lower bound of the step time in each pipeline of `places`, in seconds, [pipes].
 
-    The end of the step (`price_ends`) is not included.
+    This is bound 2 of the module's docstring, without the end of the step (`price_ends`). It is the maximum over the
+    pipeline's ranks.
     """
     hops, backward_s = np.arange(float(places.counts.shape[1])) * send_s, times.backward_s + times.recompute_s
     entering = places.before @ times.forward_s + hops

@@ -94,9 +94,9 @@ class RecipeProblem:
         return [self.best(only=each, ceiling=ceiling) for each in (only, *kinds)]
 
     def baselines(self, ceiling: Ceiling | None = None) -> dict[str, FoundRecipe]:
-        """Return the fastest recipe that fits of each known kind (`kinds`), by the kind's name.
+        """Search each known kind (`kinds`), and return its fastest recipe within the memory limit, by the kind's name.
 
-        Ctrl-C ends the search of a kind, and no later kind is searched.
+        Ctrl-C ends the search of the present kind, and skips the later kinds. The result has the kinds searched so far.
 
         Raises:
             KeyboardInterrupt: Ctrl-C before any recipe was priced.

@@ -12,14 +12,17 @@ from torch import fx
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """All m parts have the same value: the value of the batch times m ** exponent."""
+    """All m parts have the same value. It is the value of the batch, multiplied by m ** exponent."""
 
     exponent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SlicedDim:
-    """Each of m parts has the values of its own samples, along dim `dim`: the batch's values times m ** exponent."""
+    """Each of the m parts has the slice of its own samples, along dim `dim`.
+
+    It is a slice of the batch's value, multiplied by m ** exponent.
+    """
 
     dim: int
     exponent: int = 0

@@ -94,8 +94,9 @@ class ParameterWatch:
     def facts(self) -> Facts:
         """Return facts that show which tensors differ, for the error message.
 
-        The facts are a digest of each piece that this rank holds, and counts of in-place changes. Only tensors that no
-        digest compares have counts: this rank holds no piece, or no other rank holds the same piece.
+        The facts are a digest of each piece that this rank holds, and counts of in-place changes. A tensor has a count
+        only if this rank holds no piece of it, or if no other rank holds the same piece. This rank cannot compare a
+        digest of such a tensor with another rank's digest.
         """
         names = [name for name, tensor in self._named if not tensor.is_inference()]
         changed = {
