@@ -36,7 +36,7 @@ from tests.checkpoints.runs import (
 )
 from tests.runtime.processes import report, run_checks
 
-SAVED, MORE = 3, 10
+SAVED, MORE = 3, 4
 SAVERS: dict[str, tuple[str, Any, Any]] = {
     "traced": ("traced", LINE, ZERO_3),
     "momentum": ("momentum", SQUARE, TENSOR),

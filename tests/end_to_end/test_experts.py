@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from autoshard.testing.decided_plans import greedy_plan
 from autoshard.tracing import trace
 from passes.strategies.enumerate_strategies import Site
 from tests.end_to_end.training import assert_equal, train
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import checked_once, named, report
 from tests.zoo.table import ARCHITECTURES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's models
@@ -194,13 +194,10 @@ def check_exchange(memory_bytes: int | None) -> None:
 CHECKS = {"exchange": partial(check_exchange, None), "exchange, rows kept": partial(check_exchange, ROOMY)}
 
 
-@cache
-def outcomes() -> dict[str, str]:
-    """Outcomes of all checks, on two processes."""
-    return run_checks(CHECKS, ranks=2)
+outcomes = checked_once(CHECKS, ranks=2)
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_two_processes(name: str) -> None:
+@pytest.mark.parametrize("name", named(CHECKS, slow=["exchange, rows kept"]))
+def test_on_two_processes(outcomes: dict[str, str], name: str) -> None:
     """Rows travel by all-to-all between Gloo processes."""
-    report(outcomes(), name)
+    report(outcomes, name)

@@ -173,7 +173,7 @@ def program_of(kind: str, limit: float | None) -> Program:
 
 
 @given(st.data())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_any_plan_of_the_step_is_right(data: st.DataObject) -> None:
     """Any spec for every parameter, gradient, state and intermediate value that the rules admit."""
     kind = data.draw(st.sampled_from(sorted(OPTIMIZERS)))
@@ -420,7 +420,7 @@ CHECKS = {
 outcomes = checked_once(CHECKS, deadline_s=500)
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_four_processes(outcomes: dict[str, str], name: str) -> None:
     """The check passes on every rank."""
