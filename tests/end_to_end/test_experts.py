@@ -65,9 +65,12 @@ def plan_with(splits: Splits, model: nn.Module, inputs: dict[str, Any], mesh: Me
     return plan
 
 
-def built(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """A model whose own experts are a loop, which knows float64, and its batch."""
-    model, inputs = ARCHITECTURES[name].build()
+def built(name: str, layers: int = 1) -> tuple[nn.Module, dict[str, Any]]:
+    """A model whose own experts are a loop, which knows float64, and its batch; `layers` are of Mixtral."""
+    made = ARCHITECTURES[name]
+    if name == "mixtral":
+        made = replace(made, config={**made.config, "num_hidden_layers": layers})
+    model, inputs = made.build()
     model.set_experts_implementation("eager")  # type: ignore[operator]
     return model, inputs
 
@@ -182,11 +185,11 @@ def test_experts_are_shared_out_where_memory_is_short() -> None:
 
 def check_exchange(memory_bytes: int | None) -> None:
     """Loss, gradients, and parameters after three steps of AdamW equal one device."""
-    model, inputs = built("mixtral")
+    model, inputs = built("mixtral", 2)
     plan = replace(plan_with(EXCHANGED, model, inputs, PAIR), memory_budget=memory_bytes)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("expert",))
     sharded: Any = autoshard.compile(model, mesh, plan=plan)
-    assert_equal(train(sharded, inputs), train(built("mixtral")[0], inputs))
+    assert_equal(train(sharded, inputs), train(built("mixtral", 2)[0], inputs))
     targets = [node.target for node in sharded.program.phased.backward.graph.nodes]
     assert (kernels.exchanged_experts_backward in targets) == (memory_bytes is None)
 

@@ -29,7 +29,7 @@ from passes.lowering.bucket_updates import BucketUpdates
 from tests.benchmarks.live_memory import peak_bytes_of
 from tests.end_to_end.layouts import ZERO_3
 from tests.end_to_end.training import whole
-from tests.runtime.processes import checked_once, report, run_checks
+from tests.runtime.processes import checked_once, named, report, run_checks
 
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -420,8 +420,10 @@ CHECKS = {
 outcomes = checked_once(CHECKS, deadline_s=500)
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("name", CHECKS)
+_QUICK = ("momentum, ZeRO-3", "adamw, ZeRO-1, 2 parts", "uneven", "state", "memory")
+
+
+@pytest.mark.parametrize("name", named(CHECKS, slow=CHECKS.keys() - _QUICK))
 def test_on_four_processes(outcomes: dict[str, str], name: str) -> None:
     """The check passes on every rank."""
     report(outcomes, name)
