@@ -14,9 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import autoshard
 from autoshard import Cluster, P, Recipe
 
-CONFIG = LlamaConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, use_cache=False
-)
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "use_cache": False}
 
 
 class Classifier(nn.Module):
@@ -32,9 +30,13 @@ class Classifier(nn.Module):
 
 
 def names(needs: str) -> dict[str, Any]:
-    """Return modules and fresh objects for a page, and compiled objects by the names in `needs`."""
+    """Return modules and fresh objects for a page, and compiled objects by the names in `needs`.
+
+    The model has one layer, or two if `needs` has "layers".
+    """
     torch.manual_seed(0)
-    model = LlamaForCausalLM(CONFIG).train()
+    config = LlamaConfig(**SIZES, num_hidden_layers=2 if "layers" in needs else 1)
+    model = LlamaForCausalLM(config).train()
     tokens = torch.randint(64, (8, 16))
     batch = {"input_ids": tokens, "labels": tokens}
     mesh = autoshard.Mesh({"data": 2, "model": 2})
@@ -53,7 +55,7 @@ def names(needs: str) -> dict[str, Any]:
         "Cluster": Cluster,
         "P": P,
         "Recipe": Recipe,
-        "config": CONFIG,
+        "config": config,
         "model": model,
         "batch": batch,
         "tokens": tokens,

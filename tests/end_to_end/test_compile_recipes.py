@@ -71,7 +71,7 @@ def test_the_axes_of_a_cluster_are_those_of_the_recipe() -> None:
 
 def test_a_schedule_on_a_cluster_is_of_stages_that_are_searched() -> None:
     """A schedule on a cluster searches the number of stages and their axis."""
-    model, inputs = decoder(replace(LLAMA, layers=4))
+    model, inputs = decoder(replace(LLAMA, layers=2))
     optimizer = ADAMW(model.parameters())
     cluster, recipe = Cluster("h100_sxm", 1, 4), Recipe(schedule="1F1B")
     step = autoshard.compile(model, cluster, recipe=recipe, optimizer=optimizer, example_inputs=inputs)

@@ -21,7 +21,7 @@ from autoshard import DoesNotFitError, LostRankError, Mesh, NotAvailableError, P
 from autoshard.runtime.agreement import step_agreement
 from autoshard.runtime.agreement.control_channel import ControlChannel
 from autoshard.runtime.agreement.vector_exchange import VectorExchange
-from tests.runtime.processes import checked_once, report
+from tests.runtime.processes import checked_once, named, report
 
 PAIR = Mesh({"data": 2})
 TIMEOUT_S = 3.0
@@ -269,7 +269,7 @@ def check_a_rank_asleep_between_two_steps() -> None:
     for _ in range(4):
         sharded(batch())
     if on_second_rank():
-        time.sleep(5.0)
+        time.sleep(2.5)
     assert_all_raise(LostRankError, r"Ranks \[1\] did not come", lambda: sharded(batch()))
 
 
@@ -317,7 +317,10 @@ CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().i
 outcomes = checked_once(CHECKS, ranks=2, deadline_s=120)
 
 
-@pytest.mark.parametrize("name", CHECKS)
+_SLOW = ["one_element_of_a_large_input", "swapped_rows", "two_known_shapes"]
+
+
+@pytest.mark.parametrize("name", named(CHECKS, slow=_SLOW))
 def test_on_two_processes(outcomes: dict[str, str], name: str) -> None:
     """The check passes on every rank."""
     report(outcomes, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from autoshard.testing.decided_plans import greedy_plan
 from autoshard.tracing import trace
 from passes.strategies.enumerate_strategies import Site
 from tests.end_to_end.training import assert_equal, train
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import checked_once, named, report
 from tests.zoo.table import ARCHITECTURES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's models
@@ -65,9 +65,12 @@ def plan_with(splits: Splits, model: nn.Module, inputs: dict[str, Any], mesh: Me
     return plan
 
 
-def built(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """A model whose own experts are a loop, which knows float64, and its batch."""
-    model, inputs = ARCHITECTURES[name].build()
+def built(name: str, layers: int = 1) -> tuple[nn.Module, dict[str, Any]]:
+    """A model whose own experts are a loop, which knows float64, and its batch; `layers` are of Mixtral."""
+    made = ARCHITECTURES[name]
+    if name == "mixtral":
+        made = replace(made, config={**made.config, "num_hidden_layers": layers})
+    model, inputs = made.build()
     model.set_experts_implementation("eager")  # type: ignore[operator]
     return model, inputs
 
@@ -182,11 +185,11 @@ def test_experts_are_shared_out_where_memory_is_short() -> None:
 
 def check_exchange(memory_bytes: int | None) -> None:
     """Loss, gradients, and parameters after three steps of AdamW equal one device."""
-    model, inputs = built("mixtral")
+    model, inputs = built("mixtral", 2)
     plan = replace(plan_with(EXCHANGED, model, inputs, PAIR), memory_budget=memory_bytes)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("expert",))
     sharded: Any = autoshard.compile(model, mesh, plan=plan)
-    assert_equal(train(sharded, inputs), train(built("mixtral")[0], inputs))
+    assert_equal(train(sharded, inputs), train(built("mixtral", 2)[0], inputs))
     targets = [node.target for node in sharded.program.phased.backward.graph.nodes]
     assert (kernels.exchanged_experts_backward in targets) == (memory_bytes is None)
 
@@ -194,13 +197,10 @@ def check_exchange(memory_bytes: int | None) -> None:
 CHECKS = {"exchange": partial(check_exchange, None), "exchange, rows kept": partial(check_exchange, ROOMY)}
 
 
-@cache
-def outcomes() -> dict[str, str]:
-    """Outcomes of all checks, on two processes."""
-    return run_checks(CHECKS, ranks=2)
+outcomes = checked_once(CHECKS, ranks=2)
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_two_processes(name: str) -> None:
+@pytest.mark.parametrize("name", named(CHECKS, slow=["exchange, rows kept"]))
+def test_on_two_processes(outcomes: dict[str, str], name: str) -> None:
     """Rows travel by all-to-all between Gloo processes."""
-    report(outcomes(), name)
+    report(outcomes, name)

@@ -185,7 +185,7 @@ def program_of(kind: str, limit: float | None) -> Program:
 
 
 @given(st.data())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_any_plan_skips_the_same_steps(data: st.DataObject) -> None:
     """Any spec for every parameter, gradient, state and intermediate value."""
     kind = data.draw(st.sampled_from(sorted(OPTIMIZERS)))

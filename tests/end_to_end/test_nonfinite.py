@@ -138,7 +138,7 @@ def program_of(kind: str, limit: float | None) -> Program:
 
 
 @given(st.data())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_no_rank_updates_under_any_plan(data: st.DataObject) -> None:
     """Any spec for every parameter, gradient, state and intermediate value, of the norm's own too."""
     kind = data.draw(st.sampled_from(sorted(OPTIMIZERS)))

@@ -22,7 +22,7 @@ from autoshard.testing.plans import plans
 from autoshard.tracing import trace
 from tests.end_to_end.training import whole
 from tests.own_optimizers import Lion, Shampoo
-from tests.runtime.processes import checked_once, report
+from tests.runtime.processes import checked_once, named, report
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 DATA, SQUARE = Mesh({"data": 2}), Mesh({"data": 2, "model": 2})
@@ -199,7 +199,7 @@ def program_of(name: str, build: Callable[[], nn.Module], limit: float | None = 
 
 
 @given(st.data())
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 def test_any_plan_of_muon_is_right(data: st.DataObject) -> None:
     """Any spec of directions, orthogonal matrices, momentum and parameters that the rules admit."""
     name = data.draw(st.sampled_from(["Muon", "Muon, adjusted"]))
@@ -297,7 +297,7 @@ ON_PROCESSES: dict[str, Callable[[], None]] = {
 on_processes = checked_once(ON_PROCESSES, ranks=2)
 
 
-@pytest.mark.parametrize("name", ON_PROCESSES)
+@pytest.mark.parametrize("name", named(ON_PROCESSES, slow=["Muon, pipeline", "Lion, ZeRO-3", "Shampoo, data"]))
 def test_on_two_ranks(name: str, on_processes: dict[str, str]) -> None:
     """Muon shares state among ranks, elementwise optimizers step shards, and all others step whole parameters."""
     report(on_processes, name)

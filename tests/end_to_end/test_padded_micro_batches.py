@@ -13,6 +13,7 @@ import autoshard
 
 PARTS = 4
 KINDS = ("Llama", "Mistral", "Bert", "T5", "Bart")
+QUICK = {("Mistral", "data"), ("Bert", "pipeline")}
 
 
 def padded(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -53,9 +54,14 @@ def padded(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
     return model.train(), {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("axes", [{"data": 2}, {"pipeline": 2}], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "axes"),
+    [
+        pytest.param(kind, axes, marks=[] if (kind, *axes) in QUICK else [pytest.mark.slow], id=f"{kind}-{axes}")
+        for kind in KINDS
+        for axes in ({"data": 2}, {"pipeline": 2})
+    ],
+)
 def test_padded_batches_of_transformers_train_like_one_device(kind: str, axes: dict[str, int]) -> None:
     """Masks of padding that only some parts have, in micro-batches and in stages of a pipeline."""
     compare(*padded(kind), axes)

@@ -27,7 +27,7 @@ from cost_models.topology import Link
 from passes.driver.planner import Planner
 from tests.benchmarks.pipeline_memory import TOLERANCE, measure
 from tests.end_to_end.test_pipelines import MICRO_BATCHES, NORM, adamw, check_equal, compiled, skips
-from tests.runtime.processes import checked_once, report
+from tests.runtime.processes import checked_once, named, report
 
 MESH = {"pipeline": 2, "data": 2}
 
@@ -230,7 +230,7 @@ CHECKS = {
 outcomes = checked_once(CHECKS, ranks=2)
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", named(CHECKS, slow=["interleaved", "zero bubble"]))
 def test_measured_memory(name: str, outcomes: dict[str, str]) -> None:
     """Memory in use, and in flight, on each rank is that of its plan, within 5 %."""
     report(outcomes, name)

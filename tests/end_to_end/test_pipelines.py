@@ -301,7 +301,7 @@ def _holds_its_stage() -> None:
 
 CHECKS_OF_TWO = {
     "1F1B": partial(_trains, "skips", {"pipeline": 2}),
-    "zero bubble": partial(_trains, "gpt2", {"pipeline": 2}, recipe=Recipe(schedule="InterleavedZeroBubble")),
+    "zero bubble": partial(_trains, "skips", {"pipeline": 2}, recipe=Recipe(schedule="InterleavedZeroBubble")),
     "V": partial(_trains, "skips", {"pipeline": 2}, recipe=Recipe(schedule="ZBVZeroBubble")),
     "interleaved": partial(_trains, "skips", {"pipeline": 2}, recipe=Recipe(virtual_stages=2)),
     "a DeviceMesh of a pipeline alone": _trains_behind_slow_links,

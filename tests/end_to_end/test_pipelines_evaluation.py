@@ -17,7 +17,7 @@ from autoshard import Mesh, NotAvailableError, P, Recipe
 from tests.end_to_end.test_pipelines import adamw, compiled
 from tests.end_to_end.training import whole
 from tests.models import t5
-from tests.runtime.processes import checked_once, report
+from tests.runtime.processes import checked_once, named, report
 from tests.runtime.test_known_programs import check_freed
 
 
@@ -197,7 +197,7 @@ outcomes_of_two = checked_once(CHECKS_OF_TWO, ranks=2)
 outcomes_of_four = checked_once(CHECKS_OF_FOUR, ranks=4)
 
 
-@pytest.mark.parametrize("name", CHECKS_OF_TWO)
+@pytest.mark.parametrize("name", named(CHECKS_OF_TWO, slow=["forgotten"]))
 def test_two_processes(name: str, outcomes_of_two: dict[str, str]) -> None:
     """Two Gloo processes with one or two stages each return every output on every rank."""
     report(outcomes_of_two, name)

@@ -24,7 +24,7 @@ from autoshard.tracing.precision import run_in_precision
 from tests.end_to_end.layouts import PAIR, SQUARE, ZERO_1, ZERO_3
 from tests.end_to_end.training import whole
 from tests.models import MODELS
-from tests.runtime.processes import checked_once, report
+from tests.runtime.processes import checked_once, named, report
 
 BF16 = torch.bfloat16
 LINE = Mesh({"data": 4})
@@ -287,7 +287,7 @@ CHECKS = {
 outcomes = checked_once(CHECKS)
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", named(CHECKS, slow=["ZeRO-3"]))
 def test_on_four_processes(outcomes: dict[str, str], name: str) -> None:
     """The check passes on every rank."""
     report(outcomes, name)

@@ -22,7 +22,7 @@ from autoshard.runtime.train_step import TrainStep
 from tests.benchmarks.live_memory import peak_bytes_of
 from tests.end_to_end.training import assert_close, whole
 from tests.models import gpt2
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import asked, report, run_checks
 
 
 @dataclass
@@ -398,7 +398,7 @@ CHECKS = {
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
-    return run_checks(CHECKS, ranks=request.param)
+    return run_checks(asked(request, CHECKS), ranks=request.param)
 
 
 @pytest.mark.sample(4)

@@ -52,7 +52,7 @@ ON_PROCESSES: dict[str, Callable[[], None]] = {use.name: _Check(use.name) for us
 on_processes = checked_once(ON_PROCESSES, ranks=2)
 
 
-@pytest.mark.sample(30)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("use", [use for use in TABLE if not use.processes], ids=lambda use: use.name)
 def test_simulated(use: Use) -> None:
     """A use on two simulated ranks computes one device's numbers, or is refused."""

@@ -335,13 +335,13 @@ outcomes_of_two = checked_once(ON_TWO, ranks=2)
 outcomes_of_four = checked_once(ON_FOUR, ranks=4)
 
 
-@pytest.mark.parametrize("name", ON_TWO)
+@pytest.mark.parametrize("name", named(ON_TWO, slow=["from meta"]))
 def test_with_two_processes(outcomes_of_two: dict[str, str], name: str) -> None:
     """The check passes on both ranks."""
     report(outcomes_of_two, name)
 
 
-@pytest.mark.parametrize("name", named(ON_FOUR, slow=list(PAIRS)[2:]))
+@pytest.mark.parametrize("name", named(ON_FOUR, slow=list(PAIRS)[1:]))
 def test_with_four_processes(outcomes_of_four: dict[str, str], name: str) -> None:
     """The check passes on every rank."""
     report(outcomes_of_four, name)

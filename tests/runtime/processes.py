@@ -97,11 +97,16 @@ def checked_once(checks: Mapping[str, Check], **options: Any) -> Any:
     """
 
     def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
-        tests = [item for item in request.session.items if request.fixturename in getattr(item, "fixturenames", ())]
-        asked = {test.callspec.params["name"] for test in tests if test.path == request.path}  # type: ignore[attr-defined]
-        return run_checks({name: check for name, check in checks.items() if name in asked}, **options)
+        return run_checks(asked(request, checks), **options)
 
     return pytest.fixture(scope="module")(outcomes)
+
+
+def asked(request: pytest.FixtureRequest, checks: Mapping[str, Check]) -> dict[str, Check]:
+    """The checks that tests of this session ask a module's fixture for, by a parameter `name`."""
+    tests = [item for item in request.session.items if request.fixturename in getattr(item, "fixturenames", ())]
+    names = {test.callspec.params["name"] for test in tests if test.path == request.path}  # type: ignore[attr-defined]
+    return {name: check for name, check in checks.items() if name in names}
 
 
 def named(checks: Iterable[str], *, slow: Collection[str]) -> list[Any]:
