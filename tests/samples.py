@@ -1,13 +1,24 @@
-"""The marker `sample(n)`: `make test` runs n of a test's cases, and `make test-all` runs all cases.
+"""Fewer cases and fewer examples of the long tests in `make test`.
 
-The marker suits cases that combine models, meshes and options. Cases with separate behaviours, such as schedules or
-refused mutations, all run.
+The marker `sample(n)`: `make test` runs n of a test's cases, and `make test-all` runs all cases. The marker suits cases
+that combine models, meshes and options. Cases with separate behaviours, such as schedules or refused mutations, all
+run.
 """
 
+import os
 from collections import defaultdict
 from collections.abc import Iterable
 
 import pytest
+from hypothesis import settings
+
+
+def examples(quick: int, most: int) -> settings:
+    """Return settings of a property whose examples each plan a step.
+
+    The profile "ci" has `quick` examples, and other profiles have `most`.
+    """
+    return settings(max_examples=quick if os.environ.get("HYPOTHESIS_PROFILE") == "ci" else most, deadline=None)
 
 
 def leave_out(items: Iterable[pytest.Item]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from autoshard.ir.plan_parts import NodePlan
 from autoshard.testing import plans
 from autoshard.tracing import trace
 from passes.lowering.lower_program import lower_program
+from tests.samples import examples
 
 ROWS, WIDTH = 8, 256
 MESH = Mesh({"a": 2})
@@ -83,7 +84,7 @@ def test_an_infinity_that_vanishes_leaves_the_same_number(
 
 @pytest.mark.sample(1)
 @by_name
-@settings(max_examples=5, deadline=None)
+@examples(5, 10)
 @given(data=st.data())
 def test_so_does_any_legal_plan(build: Callable[[], nn.Module], x: Tensor, c: Tensor, data: st.DataObject) -> None:
     """Any plan that the rules admit agrees with one device, with zeros and infinities among the inputs."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -34,6 +34,7 @@ from tests.end_to_end.layouts import PAIR, SQUARE, STAGES, STEP_LAYOUTS, ZERO_3
 from tests.end_to_end.training import whole
 from tests.models import gpt2
 from tests.runtime.processes import checked_once, report
+from tests.samples import examples
 
 F16 = torch.float16
 JUMPS = LossScaling(init_scale=2.0**60, growth_factor=2.0**50, backoff_factor=2.0**-50, growth_interval=2)
@@ -185,7 +186,7 @@ def program_of(kind: str, limit: float | None) -> Program:
 
 
 @given(st.data())
-@settings(max_examples=4, deadline=None)
+@examples(4, 8)
 def test_any_plan_skips_the_same_steps(data: st.DataObject) -> None:
     """Any spec for every parameter, gradient, state and intermediate value."""
     kind = data.draw(st.sampled_from(sorted(OPTIMIZERS)))
@@ -197,7 +198,7 @@ def test_any_plan_skips_the_same_steps(data: st.DataObject) -> None:
 
 @pytest.mark.slow
 @given(st.data())
-@settings(max_examples=4, deadline=None)
+@examples(4, 8)
 def test_drawn_programs_train_in_float16(data: st.DataObject) -> None:
     """Drawn models, with drawn optimizers and plans, equal one device with torch's scaler."""
     any_plan_of_a_step_in_f16(data)

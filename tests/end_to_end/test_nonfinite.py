@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -28,6 +28,7 @@ from tests.end_to_end.layouts import PAIR, SQUARE, STAGES, STEP_LAYOUTS, ZERO_3
 from tests.end_to_end.training import whole
 from tests.models import mixtral
 from tests.runtime.processes import checked_once, report
+from tests.samples import examples
 
 OPTIMIZERS = {
     "adamw": partial(torch.optim.AdamW, lr=0.02, eps=1e-4),
@@ -138,7 +139,7 @@ def program_of(kind: str, limit: float | None) -> Program:
 
 
 @given(st.data())
-@settings(max_examples=4, deadline=None)
+@examples(4, 10)
 def test_no_rank_updates_under_any_plan(data: st.DataObject) -> None:
     """Any spec for every parameter, gradient, state and intermediate value, of the norm's own too."""
     kind = data.draw(st.sampled_from(sorted(OPTIMIZERS)))

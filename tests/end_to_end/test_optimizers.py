@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -23,6 +23,7 @@ from autoshard.tracing import trace
 from tests.end_to_end.training import whole
 from tests.own_optimizers import Lion, Shampoo
 from tests.runtime.processes import checked_once, named, report
+from tests.samples import examples
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 DATA, SQUARE = Mesh({"data": 2}), Mesh({"data": 2, "model": 2})
@@ -199,7 +200,7 @@ def program_of(name: str, build: Callable[[], nn.Module], limit: float | None = 
 
 
 @given(st.data())
-@settings(max_examples=3, deadline=None)
+@examples(3, 6)
 def test_any_plan_of_muon_is_right(data: st.DataObject) -> None:
     """Any spec of directions, orthogonal matrices, momentum and parameters that the rules admit."""
     name = data.draw(st.sampled_from(["Muon", "Muon, adjusted"]))

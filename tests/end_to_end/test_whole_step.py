@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
@@ -30,6 +30,7 @@ from tests.benchmarks.live_memory import peak_bytes_of
 from tests.end_to_end.layouts import ZERO_3
 from tests.end_to_end.training import whole
 from tests.runtime.processes import checked_once, named, report, run_checks
+from tests.samples import examples
 
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -173,7 +174,7 @@ def program_of(kind: str, limit: float | None) -> Program:
 
 
 @given(st.data())
-@settings(max_examples=4, deadline=None)
+@examples(4, 8)
 def test_any_plan_of_the_step_is_right(data: st.DataObject) -> None:
     """Any spec for every parameter, gradient, state and intermediate value that the rules admit."""
     kind = data.draw(st.sampled_from(sorted(OPTIMIZERS)))
