@@ -111,8 +111,9 @@ def test_optimizers_are_those_of_recipes() -> None:
 def test_a_model_in_float32_is_planned_in_16_bits() -> None:
     """A model in float32 is planned like `model.bfloat16()` by default, and its parameters stay float32."""
     wide = copy.deepcopy(MODEL).float()
-    assert _plan(model=wide).predicted == _plan(precision="bf16").predicted
-    assert _plan(model=wide, precision="f32").predicted.mfu != _plan(precision="bf16").predicted.mfu
+    narrow = _plan(precision="bf16").predicted
+    assert _plan(model=wide).predicted == narrow
+    assert _plan(model=wide, precision="f32").predicted.mfu != narrow.mfu
     assert {(item.dtype, item.device.type) for item in wide.parameters()} == {
         (torch.float32, next(MODEL.parameters()).device.type)
     }
