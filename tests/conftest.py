@@ -1,8 +1,9 @@
-"""Set-up of every test: Hypothesis profiles, one thread per process, samples of cases, the skipping of GPU tests."""
+"""Set-up of every test: Hypothesis profiles, one thread per process, what is collected, the skipping of GPU tests."""
 
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,6 +75,17 @@ def _poisoned_outputs() -> Iterator[None]:
     assert bool(torch.empty(3).isnan().all())
     yield
     torch.use_deterministic_algorithms(was_on)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out helpers and scripts without a doctest, whose imports take seconds in each worker."""
+    is_helper = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")
+    return True if is_helper and ">>> " not in collection_path.read_text() else None
+
+
+def pytest_sessionfinish() -> None:
+    """Spare the end of a worker its collections, which take half a minute after many tests."""
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves the slow ones out

@@ -181,6 +181,7 @@ def test_measured_collectives_are_within_ten_percent_in_the_median():
     assert median_error(errors(rows)) < 0.05
 
 
+@pytest.mark.slow
 def test_sources_that_were_left_out_are_within_ten_percent_in_the_median():
     """Measurements outside of the fit are met within ten percent in the median."""
     every = [

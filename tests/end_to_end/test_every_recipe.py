@@ -25,8 +25,6 @@ from tests.passes.every_recipe import every_price
 from tests.passes.search.problems import RUNTIMES, recipe_problem
 
 LEAST_TOKENS = 16
-SPARSE = priced_sparse().counted
-DENSE_BLOCK, EXPERTS_BLOCK = dict.fromkeys(SPARSE.blocks)
 FAST_HOST = HostLink(1e13, 1e13)
 """A nearly free link to the host, which makes recipes with offloading fastest in little memory."""
 SMALL_HOST = 300_000
@@ -36,8 +34,10 @@ SMALL_HOST = 300_000
 @st.composite
 def models(draw: st.DrawFn, most: int) -> CountedModel:
     """Blocks of two kinds, in any order."""
-    blocks = draw(st.lists(st.sampled_from([DENSE_BLOCK, EXPERTS_BLOCK]), min_size=1, max_size=most))
-    return CountedModel(tuple(blocks), SPARSE.tokens, SPARSE.count, EXPERTS_BLOCK in blocks)
+    sparse = priced_sparse().counted
+    dense_block, experts_block = dict.fromkeys(sparse.blocks)
+    blocks = draw(st.lists(st.sampled_from([dense_block, experts_block]), min_size=1, max_size=most))
+    return CountedModel(tuple(blocks), sparse.tokens, sparse.count, experts_block in blocks)
 
 
 @st.composite

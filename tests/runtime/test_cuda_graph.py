@@ -135,7 +135,7 @@ def test_what_is_met_elsewhere_is_copied_from_then_on() -> None:
     assert stand_in.recorded == 2
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     st.lists(st.sampled_from([4, 8]), min_size=6, max_size=9),
     st.sampled_from([None, 2, 4]),

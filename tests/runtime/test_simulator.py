@@ -1,12 +1,8 @@
 """The simulator."""
 
 import operator
-import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +16,8 @@ from autoshard.ir.local import axis_index
 from autoshard.ir.mesh import Mesh
 from autoshard.runtime.simulator import simulate
 from autoshard.testing.strategies import meshes
+from tests.runtime.gloo_worker import check_reshards
+from tests.runtime.processes import report, run_checks
 
 C10D = torch.ops._c10d_functional
 ATEN = torch.ops.aten
@@ -232,19 +230,6 @@ def test_program_without_output() -> None:
         simulate(module, MESH, [RANKS])
 
 
-def test_emitted_reshards_agree_with_gloo(tmp_path: Path) -> None:
+def test_emitted_reshards_agree_with_gloo() -> None:
     """Two processes on Gloo equal the simulator, bit for bit, for every step and dtype."""
-    command = [sys.executable, str(Path(__file__).with_name("gloo_worker.py"))]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")], env=environment, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [rank.communicate(timeout=300)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
+    report(run_checks({"reshards": check_reshards}, ranks=2), "reshards")

@@ -354,6 +354,7 @@ def digest_of_two_traces() -> str:
     return trace(layer, (x,)).digest()
 
 
+@pytest.mark.slow  # programs lowered in two processes are compared in `make test`, see test_lower
 def test_text_does_not_depend_on_the_process() -> None:
     """Processes with unequal hash seeds print equal programs."""
     other = subprocess.run(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -41,15 +43,13 @@ class Tagger(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
 
 
+@cache
 def tagger(*, trained: bool, rows: int = 8, length: int = 16) -> Program:
     """Its program, with the update of AdamW or without."""
     model, inputs = Tagger(), (torch.randn(rows, length, 32), torch.randint(64, (rows, length)))
     optimizer = torch.optim.AdamW(model.parameters())
     update = describe_update(optimizer, names_of(model.named_parameters()), 1.0) if trained else None
     return tracing.trace(model, inputs, {}, update=update)
-
-
-PROGRAMS = {trained: tagger(trained=trained) for trained in (False, True)}
 
 
 def laptop(mesh: Mesh) -> Cluster:
@@ -65,8 +65,8 @@ def peak(program: Program, mesh: Mesh, constraints: dict[str, PartitionSpec], mi
 def test_micro_batches_hold_the_sums_of_gradients() -> None:
     """Several micro-batches need at most one set of gradients more than one micro-batch."""
     mesh, constraints = Mesh({"x": 2}), LAYOUTS["fully sharded"]
-    one = peak(PROGRAMS[True], mesh, constraints)
-    several = peak(PROGRAMS[True], mesh, constraints, micro_batches=4)
+    one = peak(tagger(trained=True), mesh, constraints)
+    several = peak(tagger(trained=True), mesh, constraints, micro_batches=4)
     parameters = sum(value.numel() * 4 for value in Tagger().parameters())
     assert one < several <= one + parameters
 

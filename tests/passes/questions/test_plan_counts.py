@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from random import Random
 
 import pytest
@@ -36,7 +36,7 @@ from tests.passes.questions import numeric_counts
 
 MESH = Mesh({"data": 2, "model": 2})
 TOKENS = torch.zeros(4, 8, dtype=torch.int64, device="meta")
-REQUEST = Request(dense(3), (TOKENS, TOKENS), {}, grad=True)
+REQUEST = Request(dense(2), (TOKENS, TOKENS), {}, grad=True)
 
 
 def _laptop(mesh: Mesh) -> Cluster:
@@ -51,12 +51,19 @@ def _formulas(request: Request, ratio: float = 2.0) -> PlanFormulas:
     return PlanFormulas(CountsOfPlan(_traced, request, _laptop, ratio))
 
 
-FORMULAS = _formulas(REQUEST)
-PROGRAM = _traced(REQUEST)
 PLAIN = LoweringOptions(with_overlap=False)
 
 
-@lru_cache
+@cache
+def _own_formulas() -> PlanFormulas:
+    return _formulas(REQUEST)
+
+
+def _program() -> Program:
+    return _at(*TOKENS.shape)
+
+
+@cache
 def _at(batch: int, length: int) -> Program:
     tokens = torch.zeros(batch, length, dtype=torch.int64, device="meta")
     return _traced(replace(REQUEST, args=(tokens, tokens)))
@@ -71,15 +78,15 @@ def _sent_bytes(plan: Plan, program: Program, moved: Plan) -> dict[str, float]:
     """Bytes of the lowered program of other sizes, whose reshards take the steps of the plan's own sizes."""
     steps: dict[object, tuple[ReshardStep, ...]] = {}
     cost = StepPrice(_laptop(plan.mesh), plan.mesh)
-    Lower(plan, cost, steps)(prepare_for(PROGRAM, plan))
+    Lower(plan, cost, steps)(prepare_for(_program(), plan))
     return numeric_counts.sent_bytes(SplitPhases()(Lower(moved, cost, steps)(prepare_for(program, moved))))
 
 
-@lru_cache
+@cache
 def _any_plan(seed: int) -> Plan:
     """Draw a legal plan with any strategy of each call but rings, which have no formulas."""
     random = Random(seed)
-    return greedy_plan(PROGRAM, MESH, lambda site, strategy: -_has_ring(site, strategy) or random.random())
+    return greedy_plan(_program(), MESH, lambda site, strategy: -_has_ring(site, strategy) or random.random())
 
 
 def _has_ring(site: Site, strategy: Strategy) -> bool:
@@ -88,7 +95,7 @@ def _has_ring(site: Site, strategy: Strategy) -> bool:
 
 def test_of_rings_there_is_no_formula() -> None:
     """Operations of one rank have no formula with rings; operations of all ranks are the model's."""
-    plan = replace(greedy_plan(PROGRAM, MESH, lambda *call: float(_has_ring(*call))), formulas=FORMULAS)
+    plan = replace(greedy_plan(_program(), MESH, lambda *call: float(_has_ring(*call))), formulas=_own_formulas())
     with pytest.raises(FormulaError, match="the pairing of key blocks between ranks"):
         plan.formula("rank_flops")
     assert plan.formula("step_flops")
@@ -113,7 +120,7 @@ def _check(plan: Plan, batch: int, length: int, mesh: Mesh) -> None:
     except PlanMismatchError:
         assert mesh != plan.mesh, "a plan's own mesh admits its strategies"
         return
-    plan = replace(plan, formulas=FORMULAS)
+    plan = replace(plan, formulas=_own_formulas())
     sizes = {"batch": batch, "sequence": length, **dict(mesh.axes)}
     assert _value(plan, "step_flops", sizes) == numeric_counts.flops(program.graph)
     assert _value(plan, "rank_flops", sizes) == numeric_counts.flops(phased.lowered.graph_module.graph)
@@ -147,9 +154,9 @@ def test_formulas_are_exact_where_splits_are_uneven(batch: int, length: int) -> 
         specs = (*strategy.inputs, *strategy.outputs)
         return sum(spec.dim_of("data") == 1 for spec in specs)
 
-    plan = greedy_plan(PROGRAM, MESH, prefers)
+    plan = greedy_plan(_program(), MESH, prefers)
     _check(plan, batch, length, MESH)
-    plan = replace(plan, formulas=FORMULAS)
+    plan = replace(plan, formulas=_own_formulas())
     assert plan.formula("rank_flops", fixed=("layers",)).has(sympy.ceiling)
     sizes = {"batch": 4 * batch, "sequence": 4 * length, **dict(MESH.axes)}
     assert _value(plan, "communication_bytes", sizes, even=True) == _value(plan, "communication_bytes", sizes)
@@ -157,7 +164,7 @@ def test_formulas_are_exact_where_splits_are_uneven(batch: int, length: int) -> 
 
 def test_the_predicted_step_uses_these_flops_and_bytes() -> None:
     """MFU and memory of the prediction are the formulas' at the plan's own sizes."""
-    plan = replace(most_split_plan(PROGRAM, MESH), formulas=FORMULAS)
+    plan = replace(most_split_plan(_program(), MESH), formulas=_own_formulas())
     sizes = {"batch": 4, "sequence": 8, **dict(MESH.axes)}
     assert plan.predicted.mfu is not None
     assert plan.predicted.hfu is not None
@@ -184,7 +191,7 @@ def test_axes_that_no_larger_mesh_has_are_told_apart() -> None:
 
 def test_layers_are_a_symbol_where_blocks_are_alike() -> None:
     """A deeper model has the parameters, FLOPs and bytes that the formula of a shallow one says."""
-    shallow = replace(most_split_plan(PROGRAM, MESH), formulas=FORMULAS)
+    shallow = replace(most_split_plan(_program(), MESH), formulas=_own_formulas())
     for depth in (2, 5):
         program = _traced(replace(REQUEST, model=dense(depth)))
         for name, wanted in (
@@ -215,8 +222,8 @@ def test_blocks_that_a_plan_treats_differently_are_refused() -> None:
 @pytest.mark.slow
 def test_what_is_recomputed_counts_once_in_a_step_and_again_on_ranks() -> None:
     """A rank's formula counts recomputation as the program does; the model's formula counts none."""
-    plan = most_recomputed_plan(PROGRAM, MESH)
-    phased = lower_program(PROGRAM, plan, _laptop(MESH))
-    plan, sizes = replace(plan, formulas=FORMULAS), {"batch": 4, "sequence": 8, **dict(MESH.axes)}
-    assert _value(plan, "step_flops", sizes) == numeric_counts.flops(PROGRAM.graph)
+    plan = most_recomputed_plan(_program(), MESH)
+    phased = lower_program(_program(), plan, _laptop(MESH))
+    plan, sizes = replace(plan, formulas=_own_formulas()), {"batch": 4, "sequence": 8, **dict(MESH.axes)}
+    assert _value(plan, "step_flops", sizes) == numeric_counts.flops(_program().graph)
     assert _value(plan, "rank_flops", sizes) == numeric_counts.flops(phased.lowered.graph_module.graph)

@@ -15,14 +15,14 @@ from passes.search.recipe_groups import recipe_groups
 from tests.passes.decoders import dense, priced_dense
 from tests.passes.executions import under
 
-PRICED = priced_dense(8)
 ELEMENTS = sum(parameter.numel() for parameter in dense(8).parameters())
 
 
 def _memory(recipe: Execution, in_flight: float = 1.0) -> MemoryPrice:
     cluster = Cluster("h100_sxm", max(1, recipe.devices // 8), min(8, recipe.devices))
-    prices = PRICED.counted.layer_prices(recipe, cluster)
-    stages = cut_into_stages(PRICED.folded.blocks, recipe)
+    priced = priced_dense(8)
+    prices = priced.counted.layer_prices(recipe, cluster)
+    stages = cut_into_stages(priced.folded.blocks, recipe)
     return memory_price(prices, stages, recipe, recipe_groups(recipe, cluster), (in_flight,) * recipe.pipeline)
 
 

@@ -27,9 +27,6 @@ from passes.search.recipe_groups import recipe_groups
 from tests.passes.decoders import HIDDEN, SEQUENCE, priced_dense
 from tests.passes.executions import under
 
-PRICED = priced_dense(8)
-BLOCKS = PRICED.folded.blocks
-
 
 def _cluster(recipe: Execution) -> Cluster:
     return Cluster("h100_sxm", max(1, recipe.devices // 8), min(8, recipe.devices))
@@ -37,9 +34,9 @@ def _cluster(recipe: Execution) -> Cluster:
 
 def _seconds(recipe: Execution, cluster: PricedCluster | None = None) -> float:
     cluster = cluster or _cluster(recipe)
-    prices = PRICED.counted.layer_prices(recipe, cluster)
+    prices = priced_dense(8).counted.layer_prices(recipe, cluster)
     groups = recipe_groups(recipe, cluster)
-    return Step(prices, cut_into_stages(BLOCKS, recipe), recipe, groups, cluster).time_s
+    return Step(prices, cut_into_stages(priced_dense(8).folded.blocks, recipe), recipe, groups, cluster).time_s
 
 
 def test_a_micro_batch_more_takes_its_own_time() -> None:
@@ -70,7 +67,7 @@ def test_a_part_that_is_handed_on_is_gathered_unless_the_next_stage_reads_parts(
     split = dataclasses.replace(whole, sequence_parallel=True)
     cluster = _cluster(whole)
     groups = recipe_groups(whole, cluster)
-    sent_s = [send_time(PRICED.counted.layer_prices(each, cluster), each, groups) for each in (split, whole)]
+    sent_s = [send_time(priced_dense(8).counted.layer_prices(each, cluster), each, groups) for each in (split, whole)]
     gathered_s = all_gather_time(64 * SEQUENCE * HIDDEN * 2, groups.tensor)
     assert sent_s[1] - sent_s[0] == pytest.approx(gathered_s)
 
@@ -92,9 +89,9 @@ def test_copies_to_the_host_run_beside_a_blocks_own_work(recompute: str) -> None
     recipe = under(Execution(micro_batch=64, recompute=recompute), cuda_graph=True)
     away = dataclasses.replace(recipe, offload="activations")
     cluster = _cluster(recipe)
-    prices = PRICED.counted.layer_prices(recipe, cluster)
+    prices = priced_dense(8).counted.layer_prices(recipe, cluster)
     groups = recipe_groups(recipe, cluster)
-    for name in dict.fromkeys(BLOCKS):
+    for name in dict.fromkeys(priced_dense(8).folded.blocks):
         here, there = (layer_times({name: prices[name]}, each, groups, cluster) for each in (recipe, away))
         out_s, back_s = copies_time(prices[name], away, cluster, is_block=True)
         assert out_s > 0
@@ -114,7 +111,7 @@ def test_overlap_hides_communication() -> None:
 
 def test_gradients_are_summed_only_over_several_micro_batches() -> None:
     """A single micro-batch's gradients need no sum."""
-    price = PRICED.counted.layer_prices(Execution(), _cluster(Execution()))["layers:0"]
+    price = priced_dense(8).counted.layer_prices(Execution(), _cluster(Execution()))["layers:0"]
     assert accumulation_bytes(price, Execution()) == 0
     assert accumulation_bytes(price, Execution(global_batch=2)) == 10 * price.parameters
 
@@ -123,7 +120,7 @@ def test_selective_recomputation_repeats_attentions_core_only() -> None:
     """Selective recomputation repeats attention's core, and does nothing for fused attention without kept scores."""
     recipe = Execution(recompute="selective")
     cluster = _cluster(recipe)
-    prices = PRICED.counted.layer_prices(recipe, cluster)
+    prices = priced_dense(8).counted.layer_prices(recipe, cluster)
     assert not layer_times(prices, recipe, recipe_groups(recipe, cluster), cluster).recompute_s.any()
 
 
@@ -142,7 +139,7 @@ def test_listing_costs_host_time_for_every_rank_and_matrix() -> None:
         for listed in (False, True):
             recipe = under(Execution(data=data, zero=3), listed_collectives=listed)
             cluster = _cluster(recipe)
-            price = PRICED.counted.layer_prices(recipe, cluster)["layers:0"]
+            price = priced_dense(8).counted.layer_prices(recipe, cluster)["layers:0"]
             times.append(sharded_time(price, recipe, recipe_groups(recipe, cluster))[0])
         return times[1] - times[0]
 
@@ -155,7 +152,7 @@ def test_ranks_that_keep_shards_of_gradients_reduce_those_of_each_micro_batch() 
         one, two = (under(Execution(data=8, zero=zero, global_batch=batch), overlap_gradients=False) for zero in (1, 2))
         cluster = _cluster(one)
         groups = recipe_groups(two, cluster)
-        prices = PRICED.counted.layer_prices(two, cluster).values()
+        prices = priced_dense(8).counted.layer_prices(two, cluster).values()
         reduced_s = sum(sharded_time(price, two, groups)[1] for price in prices)
         assert (reduced_s > 0) == (batch > 8) == (_seconds(two) > _seconds(one))
 

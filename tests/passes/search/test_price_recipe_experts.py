@@ -23,7 +23,6 @@ from tests.benchmarks.experts import Experts, MixtureOfExperts
 from tests.passes.decoders import Decoder, folded, priced_sparse
 from tests.passes.executions import under
 
-PRICED = priced_sparse()
 RECIPE = Execution(data=4, expert=4, micro_batch=4096)
 CLUSTER = Cluster("h100_sxm", 1, 4)
 
@@ -40,13 +39,13 @@ class Beside(nn.Module):
 
 
 def _seconds(recipe: Execution) -> float:
-    prices = PRICED.counted.layer_prices(recipe, CLUSTER)
-    stages = cut_into_stages(PRICED.folded.blocks, recipe)
+    prices = priced_sparse().counted.layer_prices(recipe, CLUSTER)
+    stages = cut_into_stages(priced_sparse().folded.blocks, recipe)
     return Step(prices, stages, recipe, recipe_groups(recipe, CLUSTER), CLUSTER).time_s
 
 
 def _exchanges(recipe: Execution) -> list[AxisTraffic]:
-    prices = PRICED.counted.layer_prices(recipe, CLUSTER).values()
+    prices = priced_sparse().counted.layer_prices(recipe, CLUSTER).values()
     phases = (phase for price in prices for phase in (price.forward, price.backward))
     return [item for phase in phases for item in phase.traffic if item.axis == "expert"]
 
@@ -60,7 +59,7 @@ def test_experts_that_are_sharded_are_gathered() -> None:
     """ZeRO-3 shards experts over ranks with the same experts, and gathers two blocks at a time."""
     recipe = Execution(data=4, expert=2, zero=3)
     groups = recipe_groups(recipe, CLUSTER)
-    prices = PRICED.counted.layer_prices(recipe, CLUSTER)
+    prices = priced_sparse().counted.layer_prices(recipe, CLUSTER)
     moe = max(prices.values(), key=lambda price: price.expert_parameters)
     dense = dataclasses.replace(moe, expert_parameters=0)
     with_experts, without = (sharded_time(price, recipe, groups) for price in (moe, dense))
@@ -71,7 +70,7 @@ def test_experts_that_are_sharded_are_gathered() -> None:
         sharded_time(dense, alone, recipe_groups(alone, CLUSTER))
     )
     sized = {name: dataclasses.replace(each, parameters=100, expert_parameters=1000) for name, each in prices.items()}
-    memory = memory_price(sized, cut_into_stages(PRICED.folded.blocks, recipe), recipe, groups, [1.0])
+    memory = memory_price(sized, cut_into_stages(priced_sparse().folded.blocks, recipe), recipe, groups, [1.0])
     assert memory.parts["gathered parameters"] == 2 * 2 * 1100
 
 
@@ -96,7 +95,7 @@ def test_separate_experts_launch_a_kernel_each() -> None:
     one = Execution(data=2, expert=2, micro_batch=4096)
     each = under(one, separate_experts=True)
     cluster = Cluster("h100_sxm", 1, 2)
-    together, apart = (PRICED.counted.layer_prices(recipe, cluster) for recipe in (one, each))
+    together, apart = (priced_sparse().counted.layer_prices(recipe, cluster) for recipe in (one, each))
     for name, price in together.items():
         before, after = price.forward.busy, apart[name].forward.busy
         products = 2 if price.expert_parameters else 0
@@ -127,7 +126,7 @@ def test_biases_of_experts_lie_with_them() -> None:
 def test_steps_in_eight_bits_have_an_interval_of_their_own() -> None:
     """Wider than that in 16 bits: no such run was fitted to."""
     one, eight = (
-        predict_recipe(PRICED.counted, dataclasses.replace(RECIPE, precision=precision), CLUSTER)
+        predict_recipe(priced_sparse().counted, dataclasses.replace(RECIPE, precision=precision), CLUSTER)
         for precision in ("bf16", "f8")
     )
     widths = [math.log(high / low) for low, high in (item.step_time_interval_s or (1, 1) for item in (one, eight))]

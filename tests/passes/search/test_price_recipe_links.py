@@ -14,8 +14,6 @@ from passes.search.recipe_plan import predict_recipe
 from tests.passes.decoders import priced_dense
 from tests.passes.executions import under
 
-PRICED = priced_dense(8)
-
 
 @st.composite
 def _recipes(draw: Any) -> Execution:
@@ -43,7 +41,7 @@ def _recipes(draw: Any) -> Execution:
 def _seconds(recipe: Execution, kind: Any) -> float:
     per_node = min(4, recipe.devices)
     cluster = Cluster(kind, nodes=recipe.devices // per_node, devices_per_node=per_node)
-    return predict_recipe(PRICED.counted, recipe, cluster).step_time_s
+    return predict_recipe(priced_dense(8).counted, recipe, cluster).step_time_s
 
 
 @settings(deadline=None)

@@ -21,7 +21,6 @@ from passes.search.recipe_problem import RecipeProblem
 from tests.passes.decoders import PRICED, dense, priced_dense, tokens
 
 MODEL, CLUSTER = dense(4), Cluster("h100_sxm", 1, 4)
-COUNTED = priced_dense(4).counted
 BASE = Execution(global_batch=4)
 
 CONSTRAINTS = st.fixed_dictionaries(
@@ -42,9 +41,9 @@ CONSTRAINTS = st.fixed_dictionaries(
 def every_recipe() -> list[tuple[float, int, Execution]]:
     """Return time and memory of all recipes of a search without constraints."""
     found = []
-    problem = RecipeProblem(COUNTED, CLUSTER, BASE, 80e9)
+    problem = RecipeProblem(priced_dense(4).counted, CLUSTER, BASE, 80e9)
     for recipe in (recipe for name in RECOMPUTE for recipe in problem.space({"recompute": (name,)}).recipes()):
-        prediction = predict_recipe(COUNTED, recipe, CLUSTER)
+        prediction = predict_recipe(priced_dense(4).counted, recipe, CLUSTER)
         found.append((prediction.step_time_s, prediction.peak_memory_bytes, recipe))
     return found
 
@@ -61,7 +60,7 @@ def keeps(recipe: Execution, constraints: dict[str, object]) -> bool:
 @given(CONSTRAINTS)
 def test_the_best_that_keeps_constraints_is_found(constraints: dict[str, object]) -> None:
     """The result is the best of all priced recipes within the constraints, at least as slow as without constraints."""
-    found = RecipeProblem(COUNTED, CLUSTER, BASE, 80e9, pinned=pinned(constraints)).best()
+    found = RecipeProblem(priced_dense(4).counted, CLUSTER, BASE, 80e9, pinned=pinned(constraints)).best()
     known = [(time, memory) for time, memory, recipe in every_recipe() if keeps(recipe, constraints)]
     assert (found.recipe is None) == (not known)
     if found.recipe is None:

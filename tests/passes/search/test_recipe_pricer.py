@@ -27,7 +27,7 @@ from tests.passes.search.problems import RUNTIMES
 
 NAMES = (BEFORE, "a", "b", AFTER)
 SECONDS = st.integers(0, 16).map(lambda number: number / 8)
-MODELS = {"dense": priced_dense().counted, "sparse": priced_sparse().counted}
+MODELS = {"dense": priced_dense, "sparse": priced_sparse}
 
 
 @st.composite
@@ -85,7 +85,7 @@ RECIPES = st.builds(
 @given(RECIPES, st.sampled_from([1, 2, 4]), st.data())
 def test_no_step_is_shorter_than_its_floors(name: str, drawn: Execution, ranks: int, data: st.DataObject) -> None:
     """The mean of ranks without any sharding, with the recipe's, and the path and ends of a rank."""
-    pricer = RecipePricer(MODELS[name], Cluster("h100_sxm", 2, 4))
+    pricer = RecipePricer(MODELS[name]().counted, Cluster("h100_sxm", 2, 4))
     group = drawn.zero_group if ranks == 1 else None
     recipe = replace(drawn, data=8 // ranks, zero_group=group, pipeline=ranks, schedule="1F1B" if ranks > 1 else None)
     blocks = len(pricer.counted.blocks)
@@ -100,7 +100,7 @@ def test_no_step_is_shorter_than_its_floors(name: str, drawn: Execution, ranks: 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_no_recipe_takes_less_memory_than_the_floors_of_its_layout_and_pipeline(name: str) -> None:
     """A layout's floor of memory bounds every schedule and sharding, and a complete bound equals the price."""
-    counted = MODELS[name]
+    counted = MODELS[name]().counted
     pricer = RecipePricer(counted, Cluster("h100_sxm", 2, 2))
     base = under(Execution(global_batch=8), master_weights=True, gradient_dtype="bf16")
     space = RecipeSpace(counted, 4, base, offloads=True, only={"micro_batch": (1, 4)})
@@ -127,8 +127,8 @@ def test_no_size_of_micro_batches_is_faster_than_the_bound_of_all_sizes(
     name: str, base: Execution, data: st.DataObject
 ) -> None:
     """One large micro-batch bounds all recipes whose layouts differ only in the micro-batch, whatever the runtime."""
-    pricer = RecipePricer(MODELS[name], Cluster("h100_sxm", 2, 2))
-    space = RecipeSpace(MODELS[name], 4, base, offloads=True)
+    pricer = RecipePricer(MODELS[name]().counted, Cluster("h100_sxm", 2, 2))
+    space = RecipeSpace(MODELS[name]().counted, 4, base, offloads=True)
     layouts = data.draw(st.sampled_from([each for each in space.layouts() if len(each) > 1]))
     size = math.lcm(*(layout.micro_batch for layout in layouts))
     policy, sharding = space.policies(layouts[0])[0], Sharding(min(1, space.most_zero))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import cache
 
 import pytest
 
@@ -13,14 +14,17 @@ from passes.search.recipe_problem import RecipeProblem, known_kinds
 from passes.search.search_recipes import FoundRecipe
 from tests.passes.decoders import priced_sparse
 
-SPARSE = priced_sparse().counted
 CLUSTER = Cluster("h100_sxm", 2, 2)
-PROBLEM = RecipeProblem(SPARSE, CLUSTER, Execution(global_batch=8), math.inf, 8)
+
+
+@cache
+def _problem() -> RecipeProblem:
+    return RecipeProblem(priced_sparse().counted, CLUSTER, Execution(global_batch=8), math.inf, 8)
 
 
 def test_no_known_kind_beats_the_best_recipe() -> None:
     """Each known kind has its own best recipe, at least as slow as the best of all recipes."""
-    best, baselines = PROBLEM.best(), PROBLEM.baselines()
+    best, baselines = _problem().best(), _problem().baselines()
     assert baselines.keys() == known_kinds(CLUSTER, has_experts=True).keys()
     assert min(found.objective for found in baselines.values()) >= best.objective
     recipes = {name: found.recipe for name, found in baselines.items() if found.recipe is not None}
@@ -33,16 +37,16 @@ def test_no_known_kind_beats_the_best_recipe() -> None:
 
 def test_a_kind_that_does_not_fit_has_no_recipe() -> None:
     """All state on every rank takes more than the least."""
-    least = PROBLEM.smallest().objective
-    assert dataclasses.replace(PROBLEM, memory_limit=least).baselines()["data parallel"].recipe is None
+    least = _problem().smallest().objective
+    assert dataclasses.replace(_problem(), memory_limit=least).baselines()["data parallel"].recipe is None
 
 
 def test_a_kind_that_no_recipe_is_is_left_out() -> None:
     """Kinds without a recipe, by few sequences or by constraints, are left out, and the best recipe is found."""
-    few = dataclasses.replace(PROBLEM, base=Execution(global_batch=2))
+    few = dataclasses.replace(_problem(), base=Execution(global_batch=2))
     assert "Megatron TP+SP" in few.baselines()
     assert few.baselines().keys().isdisjoint({"data parallel", "ZeRO-1", "FSDP", "HSDP"})
-    pinned = dataclasses.replace(PROBLEM, pinned={"zero": (2,)})
+    pinned = dataclasses.replace(_problem(), pinned={"zero": (2,)})
     found, kinds = pinned.best_of_all()
     assert not kinds
     assert found == dataclasses.replace(pinned.best(), search_time_s=found.search_time_s)
@@ -53,7 +57,7 @@ def test_a_kind_that_no_recipe_is_is_left_out() -> None:
 def test_experts_can_be_fixed(expert: int, runs: bool) -> None:
     """A constraint fixes the expert degree, also for layouts that `compile` does not run."""
     cluster = Cluster("h100_sxm", 1, 4)
-    problem = RecipeProblem(SPARSE, cluster, Execution(global_batch=4), math.inf, 8, runs=runs)
+    problem = RecipeProblem(priced_sparse().counted, cluster, Execution(global_batch=4), math.inf, 8, runs=runs)
     found, _ = dataclasses.replace(problem, pinned={"expert": (expert,)}).best_of_all()
     assert found.recipe is not None
     assert found.recipe.expert == expert
@@ -61,15 +65,15 @@ def test_experts_can_be_fixed(expert: int, runs: bool) -> None:
 
 def test_fields_can_be_fixed() -> None:
     """The best recipe with a fixed field is at least as slow, and has the price of that recipe."""
-    best = PROBLEM.best()
-    fixed = PROBLEM.best(only={"pipeline": (2,), "zero": (1,)})
+    best = _problem().best()
+    fixed = _problem().best(only={"pipeline": (2,), "zero": (1,)})
     assert fixed.recipe is not None
     assert (fixed.recipe.pipeline, fixed.recipe.zero) == (2, 1)
-    assert fixed.objective == PROBLEM.pricer.time_s(fixed.recipe) >= best.objective
-    many = PROBLEM.best(only={"pipeline": range(2, 5)})
+    assert fixed.objective == _problem().pricer.time_s(fixed.recipe) >= best.objective
+    many = _problem().best(only={"pipeline": range(2, 5)})
     assert best.objective <= many.objective <= fixed.objective
     with pytest.raises(RecipeError, match="'precision' is not searched"):
-        PROBLEM.best(only={"precision": ("f8",)})
+        _problem().best(only={"precision": ("f8",)})
 
 
 def test_ctrl_c_ends_all_searches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +88,7 @@ def test_ctrl_c_ends_all_searches(monkeypatch: pytest.MonkeyPatch) -> None:
 
     search = RecipeProblem.best
     monkeypatch.setattr(RecipeProblem, "best", best)
-    found, kinds = PROBLEM.best_of_all()
+    found, kinds = _problem().best_of_all()
     assert list(kinds) == ["data parallel", "ZeRO-1", "FSDP"]
     assert found.was_interrupted
     assert not found.is_complete

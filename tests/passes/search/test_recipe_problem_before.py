@@ -17,7 +17,7 @@ from passes.search.recipe_problem import RecipeProblem, known_recipe
 from passes.search.recipe_space import Only, RecipeSpace
 from tests.passes.decoders import PRICED, dense, priced_dense, tokens
 
-MODEL, COUNTED = dense(4), priced_dense(4).counted
+MODEL = dense(4)
 FOUR, EIGHT = Cluster("h100_sxm", 1, 4), Cluster("h100_sxm", 1, 8)
 OPTIONS = {"optimizer": "adamw", "runtime": PRICED, "global_batch": 8, "constraints": {"micro_batch": (1, 2)}}
 
@@ -31,7 +31,11 @@ def plan() -> Plan:
 def problem(cluster: Cluster, *, batch: int = 8, limit: float = 80e9, pinned: Only | None = None) -> RecipeProblem:
     """The search of `plan`, on any cluster."""
     return problem_of(
-        COUNTED, cluster, Execution(global_batch=batch), int(limit), {"micro_batch": (1, 2), **(pinned or {})}
+        priced_dense(4).counted,
+        cluster,
+        Execution(global_batch=batch),
+        int(limit),
+        {"micro_batch": (1, 2), **(pinned or {})},
     )
 
 
@@ -58,7 +62,7 @@ def test_a_recipe_that_will_do_is_the_first() -> None:
 @given(st.data(), st.sampled_from([FOUR, EIGHT]))
 def test_a_recipe_of_eight_devices_is_where_any_search_begins(data: st.DataObject, cluster: Cluster) -> None:
     """A plan of eight devices starts any search, with its recipe, a similar recipe or none, and the start fits."""
-    recipes = list(RecipeSpace(COUNTED, 8, Execution(global_batch=8)).recipes())
+    recipes = list(RecipeSpace(priced_dense(4).counted, 8, Execution(global_batch=8)).recipes())
     before, limit = data.draw(st.sampled_from(recipes)), data.draw(st.sampled_from([80e9, 3e6, 1.0]))
     here = problem(cluster, limit=limit)
     known = known_recipe(here, before)
@@ -71,7 +75,7 @@ def test_a_recipe_of_eight_devices_is_where_any_search_begins(data: st.DataObjec
 
 def test_a_faster_recipe_from_elsewhere_is_kept() -> None:
     """A faster known recipe outside of the search is kept, and no bound exceeds its time."""
-    whole = problem_of(COUNTED, FOUR, Execution(global_batch=8), int(80e9), {}).best()
+    whole = problem_of(priced_dense(4).counted, FOUR, Execution(global_batch=8), int(80e9), {}).best()
     slow = {"recompute": ("full",)}
     found, _ = problem(FOUR, pinned=slow).best_of_all(known=whole.recipe)
     assert (found.recipe, found.objective, found.lower_bound) == (whole.recipe, whole.objective, whole.objective)

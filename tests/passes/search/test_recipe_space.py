@@ -12,14 +12,22 @@ from autoshard import Cluster, RecipeError
 from autoshard.ir.execution import Execution
 from autoshard.ir.runtime import OURS, RUNTIMES
 from cost_models.schedule_orders import SCHEDULES, admits
+from passes.search.layers.price_model import CountedModel
 from passes.search.pipeline_stages import even_blocks
 from passes.search.recipe_plan import predict_recipe
 from passes.search.recipe_space import Pipe, RecipeSpace, divisors, known_pipes
 from tests.passes.decoders import priced_dense, priced_sparse
 
-DENSE, SPARSE = priced_dense(2).counted, priced_sparse().counted
 BASE = Execution(global_batch=4)
 CLUSTER = Cluster("h100_sxm", 1, 4)
+
+
+def _dense() -> CountedModel:
+    return priced_dense(2).counted
+
+
+def _sparse() -> CountedModel:
+    return priced_sparse().counted
 
 
 def _all_recipes(blocks: int) -> set[Execution]:
@@ -46,7 +54,7 @@ def _all_recipes(blocks: int) -> set[Execution]:
                     stage_layers=layers, micro_batch=micro, zero=zero, zero_group=group, schedule=schedule,
                     virtual_stages=virtual, global_batch=4, recompute="none",
                 )  # fmt: skip
-                predict_recipe(DENSE, recipe, CLUSTER)
+                predict_recipe(_dense(), recipe, CLUSTER)
             except RecipeError:
                 continue
             found.add(recipe)
@@ -56,7 +64,7 @@ def _all_recipes(blocks: int) -> set[Execution]:
 def test_it_has_all_recipes_that_can_be_priced_and_no_other() -> None:
     """On four heads and four devices, every degree divides its dim, as in a full enumeration."""
     only = {"recompute": ("none",), "zero_group": (None, 2)}
-    found = list(RecipeSpace(DENSE, 4, BASE, only=only).recipes())
+    found = list(RecipeSpace(_dense(), 4, BASE, only=only).recipes())
     assert len(found) == len(set(found))
     assert set(found) == _all_recipes(2)
 
@@ -84,15 +92,17 @@ def test_pipelines_are_listed_once(blocks: int, ranks: int) -> None:
 
 def test_every_recipe_of_a_model_with_experts_has_a_price() -> None:
     """Experts are shared out, or split as other weights are."""
-    space = RecipeSpace(SPARSE, 4, BASE, only={"recompute": ("none",), "pipeline": (1,), "micro_batch": (1,)})
+    space = RecipeSpace(_sparse(), 4, BASE, only={"recompute": ("none",), "pipeline": (1,), "micro_batch": (1,)})
     found = list(space.recipes())
     assert {(recipe.expert, recipe.expert_tensor) for recipe in found} >= {(1, 1), (4, 1), (2, 2), (1, 4)}
-    assert all(predict_recipe(SPARSE, recipe, CLUSTER).step_time_s > 0 for recipe in found)
+    assert all(predict_recipe(_sparse(), recipe, CLUSTER).step_time_s > 0 for recipe in found)
 
 
 def test_axes_divide_what_they_split() -> None:
     """Four heads are not split over eight ranks, nor 32 tokens over 64; the vocabulary of 96 may be padded."""
-    layouts = [layout for family in RecipeSpace(DENSE, 64, Execution(global_batch=64)).layouts() for layout in family]
+    layouts = [
+        layout for family in RecipeSpace(_dense(), 64, Execution(global_batch=64)).layouts() for layout in family
+    ]
     assert {layout.tensor for layout in layouts} == {1, 2, 4}
     assert max(layout.context for layout in layouts) == 32
     assert all(layout.expert == 1 for layout in layouts)
@@ -100,7 +110,7 @@ def test_axes_divide_what_they_split() -> None:
 
 def test_tensor_and_context_ranks_are_limited() -> None:
     """A layout has at most two tensor ranks, and at least 16 of 32 tokens on each context rank."""
-    space = RecipeSpace(DENSE, 64, Execution(global_batch=64), most_tensor=2, least_tokens=16)
+    space = RecipeSpace(_dense(), 64, Execution(global_batch=64), most_tensor=2, least_tokens=16)
     layouts = [layout for family in space.layouts() for layout in family]
     assert (max(layout.tensor for layout in layouts), max(layout.context for layout in layouts)) == (2, 2)
 
@@ -108,30 +118,30 @@ def test_tensor_and_context_ranks_are_limited() -> None:
 def test_fields_are_restricted() -> None:
     """A group of all replicas counts as no group, and a constraint may name its size."""
     only = {"zero": (3,), "zero_group": (2,), "tensor": (1,), "context": (1,), "schedule": (None, "1F1B")}
-    found = list(RecipeSpace(DENSE, 4, BASE, only=only).recipes())
+    found = list(RecipeSpace(_dense(), 4, BASE, only=only).recipes())
     assert {(recipe.data, recipe.zero_group) for recipe in found} == {(4, 2)}
     free = {name: values for name, values in only.items() if name != "zero_group"}
-    found = list(RecipeSpace(DENSE, 4, BASE, only=free, zero_groups=(2,)).recipes())
+    found = list(RecipeSpace(_dense(), 4, BASE, only=free, zero_groups=(2,)).recipes())
     assert {(recipe.data, recipe.zero_group) for recipe in found} == {(4, 2), (2, None)}
 
 
 def test_selective_recomputation_of_nothing_is_none() -> None:
     """Selective recomputation with fused attention counts as no recomputation, because both have one price."""
-    names = {recipe.recompute for recipe in RecipeSpace(DENSE, 4, BASE).recipes()}
+    names = {recipe.recompute for recipe in RecipeSpace(_dense(), 4, BASE).recipes()}
     assert names == {"none", "full"}
-    asked = RecipeSpace(DENSE, 4, BASE, only={"recompute": ("selective", "full")})
+    asked = RecipeSpace(_dense(), 4, BASE, only={"recompute": ("selective", "full")})
     found = [recipe for recipe in asked.recipes() if recipe.recompute == "selective"]
     for recipe in found[::20]:
         kept = dataclasses.replace(recipe, recompute="none")
-        assert predict_recipe(DENSE, recipe, CLUSTER) == predict_recipe(DENSE, kept, CLUSTER)
+        assert predict_recipe(_dense(), recipe, CLUSTER) == predict_recipe(_dense(), kept, CLUSTER)
 
 
 def test_what_is_not_searched_is_refused() -> None:
     """A constraint outside of the search is refused with the searched values."""
     with pytest.raises(RecipeError, match="'precision' is not searched; the searched fields are data, tensor"):
-        RecipeSpace(DENSE, 4, BASE, only={"precision": ("f8",)})
+        RecipeSpace(_dense(), 4, BASE, only={"precision": ("f8",)})
     with pytest.raises(RecipeError, match="needs their global_batch"):
-        RecipeSpace(DENSE, 4, Execution())
+        RecipeSpace(_dense(), 4, Execution())
 
 
 @pytest.mark.parametrize("number", [1, 2, 12, 49, 97, 360, 1_000_000_007 * 6])
@@ -148,7 +158,7 @@ def test_divisors_of_large_numbers_take_no_longer_than_their_root(number: int) -
 def test_a_profile_restricts_the_space() -> None:
     """Megatron-Core has two schedules, and shards no more than the optimizer's state with a pipeline."""
     runtime = RUNTIMES["megatron"]
-    found = list(RecipeSpace(DENSE, 8, Execution(global_batch=16, runtime=runtime), offloads=True).recipes())
+    found = list(RecipeSpace(_dense(), 8, Execution(global_batch=16, runtime=runtime), offloads=True).recipes())
     staged = [each for each in found if each.pipeline > 1]
     assert {each.schedule for each in staged} == {"1F1B", "Interleaved1F1B"}
     assert {each.zero for each in staged} == {0, 1}
@@ -166,7 +176,7 @@ def test_our_experts_are_shared_out_among_data_ranks() -> None:
             for ranks in space.pipelines(layout)
             if layout.expert > 1
         }
-        for space in (RecipeSpace(SPARSE, 4, base) for base in (BASE, dataclasses.replace(BASE, runtime=OURS)))
+        for space in (RecipeSpace(_sparse(), 4, base) for base in (BASE, dataclasses.replace(BASE, runtime=OURS)))
     )
     assert any(expert > data for _, expert, data in folded)
     assert ours

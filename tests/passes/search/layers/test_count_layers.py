@@ -13,13 +13,12 @@ from tests.benchmarks.decoder import Decoder as RunDecoder
 from tests.benchmarks.decoder import DecoderShape
 from tests.passes.decoders import HIDDEN, SEQUENCE, VOCAB, folded, priced_dense
 
-PRICED = priced_dense()
 SIZES = {"tensor": 2, "context": 1, "expert": 1}
 
 
 def _layers(*, tensor: bool = False, fused: bool = True, sequence_parallel: bool = False) -> dict[str, LayerClass]:
     kind = RecipeKind(tensor, sequence_parallel, context=False, expert=False, expert_tensor=False, fused=fused)
-    return dict(PRICED.layers(kind))
+    return dict(priced_dense().layers(kind))
 
 
 def _flops(layer: LayerClass, phase: str, batch: int) -> float:

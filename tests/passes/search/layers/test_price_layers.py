@@ -14,13 +14,16 @@ from cost_models.hardware import Cluster
 from passes.search.layers.count_layers import LayerKernel
 from passes.search.layers.fold_program import AFTER, BEFORE
 from passes.search.layers.price_layers import Busy, KernelPricer, LayerPrice, LayerPricer
-from passes.search.layers.price_model import RecipeKind
+from passes.search.layers.price_model import CountedModel, RecipeKind
 from tests.passes.decoders import HIDDEN, SEQUENCE, priced_sparse
 
-MODEL = priced_sparse().counted
 DEVICE = Cluster("h100_sxm", 1, 8).device
 USED = LayerPricer(KernelPricer(DEVICE, "bf16"))
 SIZES = st.sampled_from([1, 2, 4])
+
+
+def _model() -> CountedModel:
+    return priced_sparse().counted
 
 
 @given(st.integers(1, 3), SIZES, SIZES, SIZES, st.booleans(), st.booleans())
@@ -31,7 +34,7 @@ def test_a_pricer_that_was_used_gives_the_prices_of_a_new_one(
     kind = RecipeKind(tensor > 1, parallel and tensor > 1, context > 1, expert > 1, split and tensor > 1, fused=True)
     sizes = {"tensor": tensor, "context": context, "expert": expert}
     new = LayerPricer(KernelPricer(DEVICE, "bf16"))
-    for name, layer in MODEL.count(kind).items():
+    for name, layer in _model().count(kind).items():
         is_block = name not in (BEFORE, AFTER)
         price = USED.price((kind, name), layer, batch, sizes)
         assert _numbers(price) == _numbers(new.price((kind, name), layer, batch, sizes))
@@ -62,7 +65,7 @@ def test_what_a_batch_does_not_change_is_priced_once(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(KernelPricer, "price", counted)
     pricer, sizes = LayerPricer(KernelPricer(DEVICE, "bf16")), {"tensor": 1, "context": 1, "expert": 1}
-    layer = MODEL.count(RecipeKind(False, False, False, False, False, fused=True))[BEFORE]
+    layer = _model().count(RecipeKind(False, False, False, False, False, fused=True))[BEFORE]
     counts = []
     for batch in (1, 2, 1):
         priced.clear()
@@ -75,7 +78,7 @@ def test_what_a_batch_does_not_change_is_priced_once(monkeypatch: pytest.MonkeyP
 
 def test_products_with_weights_are_faster_in_8_bits_and_those_of_attention_are_not() -> None:
     """Forward, where a weight is read, and in both gradients."""
-    layer = MODEL.count(RecipeKind(False, False, False, False, False, fused=True))["layers:0"]
+    layer = _model().count(RecipeKind(False, False, False, False, False, fused=True))["layers:0"]
     narrow, wide = (
         [
             [
@@ -94,7 +97,9 @@ def test_of_experts_gradients_a_rank_holds_its_share() -> None:
     """A rank has the gradients of its own experts, and receives tokens from other ranks."""
     stack_bytes, token_bytes = 4 * HIDDEN * 2 * HIDDEN * 2, 2 * SEQUENCE * 2 * HIDDEN * 2
     workspaces = [
-        MODEL.layer_prices(Execution(data=4, expert=expert), Cluster("h100_sxm", 1, 4))["layers:1"].workspace_bytes
+        priced_sparse()
+        .counted.layer_prices(Execution(data=4, expert=expert), Cluster("h100_sxm", 1, 4))["layers:1"]
+        .workspace_bytes
         for expert in (1, 2, 4)
     ]
     assert workspaces == [stack_bytes // expert + token_bytes for expert in (1, 2, 4)]
@@ -103,8 +108,10 @@ def test_of_experts_gradients_a_rank_holds_its_share() -> None:
 def test_operands_of_products_in_8_bits_are_kept_so() -> None:
     """Products in 8 bits keep one byte per element in blocks, and the neighbouring layers keep as much as before."""
     cluster = Cluster("h100_sxm", 1, 4)
-    wide, narrow = (MODEL.layer_prices(Execution(data=4, precision=precision), cluster) for precision in ("bf16", "f8"))
-    for name, layer in MODEL.count(RecipeKind.of(Execution())).items():
+    wide, narrow = (
+        _model().layer_prices(Execution(data=4, precision=precision), cluster) for precision in ("bf16", "f8")
+    )
+    for name, layer in _model().count(RecipeKind.of(Execution())).items():
         operands = sum(item.value.local_bytes(1, {}) for item in layer.saved if item.is_operand)
         less = operands // 2 if name not in (BEFORE, AFTER) else 0
         assert wide[name].saved_bytes - narrow[name].saved_bytes == less

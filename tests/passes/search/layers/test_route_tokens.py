@@ -15,22 +15,21 @@ from passes.search.layers.route_tokens import routed_calls
 from tests.models import mixtral
 from tests.passes.decoders import priced_sparse
 
-PRICED = priced_sparse()
 SPARSE = "layers:1"
 SPLIT = (Execution(data=2, context=2, expert=4, micro_batch=64),
          Execution(data=2, tensor=2, sequence_parallel=True, expert=4, micro_batch=64))  # fmt: skip
 
 
 def _experts(recipe: Execution) -> LayerPrice:
-    return PRICED.counted.layer_prices(recipe, Cluster("h100_sxm", 1, 4))[SPARSE]
+    return priced_sparse().counted.layer_prices(recipe, Cluster("h100_sxm", 1, 4))[SPARSE]
 
 
 def test_calls_between_the_two_permutations_are_routed() -> None:
     """Sorts, selections and products between the two permutations are routed; the router and the sums are not."""
-    nodes = PRICED.folded.single.nodes_by_name()
-    found = [nodes[name] for name in routed_calls(PRICED.folded, AXIS)]
+    nodes = priced_sparse().folded.single.nodes_by_name()
+    found = [nodes[name] for name in routed_calls(priced_sparse().folded, AXIS)]
     forward = [node.target for node in found
-               if node.meta["phase"] == "forward" and PRICED.folded.layer_of[node.name] == SPARSE]  # fmt: skip
+               if node.meta["phase"] == "forward" and priced_sparse().folded.layer_of[node.name] == SPARSE]  # fmt: skip
     aten = torch.ops.aten
     for target in (aten.sort.default, aten.index_select.default, aten.bmm.default):
         assert forward.count(target) == 2
@@ -39,8 +38,8 @@ def test_calls_between_the_two_permutations_are_routed() -> None:
 
 def test_tokens_are_split_and_weights_are_not() -> None:
     """Tokens are split and weights are whole, so a weight's gradient is a sum over ranks."""
-    nodes = PRICED.folded.single.nodes_by_name()
-    products = {name: strategy for name, strategy in routed_calls(PRICED.folded, AXIS).items()
+    nodes = priced_sparse().folded.single.nodes_by_name()
+    products = {name: strategy for name, strategy in routed_calls(priced_sparse().folded, AXIS).items()
                 if nodes[name].target is torch.ops.aten.bmm.default}  # fmt: skip
     for name, strategy in products.items():
         weight_read = any(spec == P() for spec in strategy.inputs)
