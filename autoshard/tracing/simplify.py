@@ -22,8 +22,8 @@ from torch import Tensor, fx
 
 from autoshard.errors import TraceError
 from autoshard.graphs.lazy_module import lazy_module
-from autoshard.graphs.number_nodes import number_nodes
 from autoshard.ir.program import InputKind, InputSlot
+from autoshard.tracing.number_nodes import number_nodes
 
 _ATEN = torch.ops.aten
 _IDENTITIES = frozenset({_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh_copy.default, _ATEN.lift.default})

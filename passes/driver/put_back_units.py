@@ -18,10 +18,10 @@ from typing import NamedTuple
 from torch import fx
 
 from autoshard.graphs.lazy_module import lazy_module
-from autoshard.graphs.number_nodes import number_nodes
 from autoshard.ir.program import OWNERS, InputSlot, OutputSlot, Program, describe
 from autoshard.ir.repeat import Repeat, names_represented_by
 from autoshard.tracing.copy_node import copy_node
+from autoshard.tracing.number_nodes import number_nodes
 from autoshard.tracing.simplify import input_name
 from passes.strategies.fold_blocks import module_paths
 from passes.strategies.repeated import AFTER_GAP, BEFORE_GAP, NotAlikeError, Spot
@@ -40,7 +40,7 @@ def put_back_units(program: Program) -> Program:
     return _PuttingBack(program).run()
 
 
-class _Run(NamedTuple):
+class _UnitRun(NamedTuple):
     """A part of a program in which the units of a repeat follow each other, such as the forward.
 
     Args:
@@ -81,7 +81,7 @@ class _PuttingBack:
     def run(self) -> Program:
         slots = {slot.node: slot for slot in self.program.inputs}
         self._find_spots()
-        ahead, behind = dict[fx.Node, _Run](), dict[fx.Node, _Run]()
+        ahead, behind = dict[fx.Node, _UnitRun](), dict[fx.Node, _UnitRun]()
         order = {node: number for number, node in enumerate(self.program.graph.nodes)}
         for run in self._runs(slots):
             self._check_alike(run)
@@ -111,7 +111,7 @@ class _PuttingBack:
                     self.spots[node] = Spot(number, unit, counts[number, unit])
                     counts[number, unit] += 1
 
-    def _runs(self, slots: Mapping[str, InputSlot]) -> Iterator[_Run]:
+    def _runs(self, slots: Mapping[str, InputSlot]) -> Iterator[_UnitRun]:
         def part(node: fx.Node) -> tuple[int, str]:
             return self.spots[node].unit, slots[node.name].kind if node.op == "placeholder" else node.meta["phase"]
 
@@ -122,9 +122,9 @@ class _PuttingBack:
                 found[unit].append(list(run))
             if len(found[BEFORE_GAP]) != len(found[AFTER_GAP]):
                 raise NotAlikeError(f"the units beside the gap of {repeat} run in different numbers of parts")
-            yield from (_Run(number, *pair) for pair in zip(found[BEFORE_GAP], found[AFTER_GAP], strict=True))
+            yield from (_UnitRun(number, *pair) for pair in zip(found[BEFORE_GAP], found[AFTER_GAP], strict=True))
 
-    def _check_alike(self, run: _Run) -> None:
+    def _check_alike(self, run: _UnitRun) -> None:
         """Raise `NotAlikeError` unless both units of a run have the same nodes, which read corresponding values."""
         if list(map(self._form, run.before)) != list(map(self._form, run.standing)):
             raise NotAlikeError(f"the units beside the gap of {self.program.repeats[run.repeat]} run different nodes")
@@ -144,7 +144,7 @@ class _PuttingBack:
         arguments = str(fx.map_arg((node.args, dict(node.kwargs)), corresponding))
         return path, here.place, node.op, target, describe(node.meta.get("val")), arguments
 
-    def _put_back(self, run: _Run, slots: Mapping[str, InputSlot]) -> None:
+    def _put_back(self, run: _UnitRun, slots: Mapping[str, InputSlot]) -> None:
         """Copy the nodes of a run for each left-out unit."""
         repeat = self.program.repeats[run.repeat]
         indices = range(repeat.left_out)
