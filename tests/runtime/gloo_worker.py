@@ -1,4 +1,4 @@
-"""What each of two processes runs to compare emitted reshards on Gloo with the simulator; see `test_simulator.py`."""
+"""Compare emitted reshards on Gloo with the simulator, on each of two processes; see `code`."""
 
 from itertools import product
 
