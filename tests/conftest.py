@@ -1,5 +1,6 @@
 """Set-up of every test: Hypothesis profiles, one thread per process, what is collected, the skipping of GPU tests."""
 
+import atexit
 import gc
 import os
 from collections.abc import Iterator
@@ -84,8 +85,9 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_sessionfinish() -> None:
-    """Spare the end of a worker its collections, which take half a minute after many tests."""
+    """Spare the end of a worker the five collections of pytest, which take seconds after many tests."""
     gc.freeze()
+    atexit.register(gc.unfreeze)  # some libraries report what is never collected
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves the slow ones out
