@@ -38,7 +38,7 @@ LAYERS = 2
 @cache
 def case() -> tuple[Program, Plan]:
     """Mixtral with two layers whose tokens are exchanged between two ranks."""
-    model, inputs = built("mixtral")
+    model, inputs = built("mixtral", LAYERS)
     return trace(model, (), inputs), plan_with(EXCHANGED, model, inputs, PAIR)
 
 
