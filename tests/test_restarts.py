@@ -125,7 +125,7 @@ def test_a_signal_and_other_ranks(tmp_path: Path, whole: dict[int, float]) -> No
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        pytest.param("gpt", 1, id="gpt"),
+        pytest.param("gpt", 1, id="gpt", marks=pytest.mark.slow),
         *(pytest.param(name, 7, id=f"{name}, each place", marks=pytest.mark.slow) for name in MODELS),
     ],
 )
