@@ -48,6 +48,7 @@ SLOW = {
     *("why_this_plan", "how_plans_are_found", "plans", "pipelines_and_experts"),  # plan many times
     *("accelerate", "adapters", "lightning", "transformers_trainer"),  # as tests/integrations and test_adapters
     *("profile_a_step", "test_your_plans", "formulas", "watch_a_run"),  # as the tests of what they show
+    *("stop_and_resume", "from_ddp_fsdp_accelerate"),  # as tests/checkpoints and tests/examples/test_ddp.py
 }
 
 

@@ -77,9 +77,8 @@ def check(name: str) -> None:
     assert shares[1] >= LEAST > shares[0] + 0.5, shares
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "ZeRO-3" else pytest.mark.slow) for name in PLANS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANS)
 def test_what_can_be_hidden_is(name: str) -> None:
     """Processes wait for each collective as the program's order predicts, and hide 85 % of the hideable time."""
     report(run_checks({name: partial(check, name)}, ranks=2), name)

@@ -319,7 +319,7 @@ def outcomes(folder: Path) -> dict[str, str]:
     return {f"{name} on 4": found for name, found in four.items()} | {f"{name} on 2": it for name, it in two.items()}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*(f"{name} on 4" for name in ON_FOUR), *(f"{name} on 2" for name in ON_TWO)])
 def test_on_processes(outcomes: dict[str, str], name: str) -> None:
     """The check passes on every rank, of four and of two."""

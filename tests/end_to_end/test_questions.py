@@ -175,6 +175,7 @@ def check_specs(name: str, place: str, mesh: str, question: str, number: int) ->
 SPEC_QUESTIONS = [question for question in ("explain", *NAMES) if question != "hsdp"]
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @example("convolutions", "a node", "square", "data", 0)  # the batch was split at rest alone, and gathered for all else
 @given(

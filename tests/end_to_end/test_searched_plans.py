@@ -113,6 +113,7 @@ def test_without_a_program_there_is_no_plan(options: dict[str, Any], words: str)
         autoshard.compile(model, price.mesh, optimizer=ADAMW(model.parameters()), plan=price)
 
 
+@pytest.mark.slow
 def test_momentum_by_name_has_a_plan() -> None:
     """SGD with a momentum of 0.9 has a plan, which a step runs."""
     model, inputs = decoder(replace(SHAPE, layers=LAYERS))

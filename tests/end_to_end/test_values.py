@@ -176,7 +176,7 @@ def test_parameters_changed_by_hand_are_seen() -> None:
     assert len(sharded.programs) == 2
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["skips", "hit"])
 def test_experts_that_python_chooses(how: str) -> None:
     """There is one program for each set of experts with rows, two in this test, whatever the numbers of rows."""

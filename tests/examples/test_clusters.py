@@ -140,6 +140,7 @@ def test_the_sbatch_script_runs(folder: Path) -> None:
     assert [item[:2] for item in submit(folder, "localhost,127.0.0.1", 2)] == [(0, 2), (1, 2)]
 
 
+@pytest.mark.slow
 def test_two_jobs_on_two_hosts(folder: Path) -> None:
     """On hosts with network stacks of their own and a slow link, a second job goes on where the first one ended."""
     with ExitStack() as stack:

@@ -55,6 +55,7 @@ def test_pretraining_along_four_axes_equals_one_device(launcher: tuple[str, ...]
         assert drawn in page
 
 
+@pytest.mark.slow
 def test_plan_llama_prints_a_plan(tmp_path: Path) -> None:
     """The example plans for 64 devices without any device."""
     text = run_python(_example("plan_llama.py"), "--layers", "2", folder=tmp_path)

@@ -34,11 +34,9 @@ QUICK: dict[str, dict[str, Any]] = {
 }
 """Architectures of this test, and the options that make each smaller than in the table."""
 
-_MARKS = dict.fromkeys(("falcon_mamba", "gpt_bigcode", "patchtst", "phi", "wav2vec2"), pytest.mark.slow)
 
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=_MARKS.get(name, ())) for name in QUICK])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
 def test_a_sharded_architecture_equals_one_device(name: str) -> None:
     """Training and evaluation of a proven plan near the smallest memory equal one device."""
     architecture = ARCHITECTURES[name]

@@ -79,6 +79,7 @@ def check_runs(model: nn.Module, plan: Plan) -> None:
         torch.testing.assert_close(found.detach(), after[name], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
 @pytest.mark.parametrize("name", MODELS)
 def test_alike_stages_have_the_plans_that_each_has_alone(

@@ -38,7 +38,7 @@ def make_plan(**arguments: object) -> Plan:
     return autoshard.plan(Model(), CLUSTER.mesh(MESH), example_inputs=(tokens,), **arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "share", "optimizer"),
     [
