@@ -276,7 +276,7 @@ outcomes = checked_once(CHECKS, ranks=2, deadline_s=200)
 _SLOW = ["deepcopy_of_a_training_step", "what_does_not_fit", "names_of_a_state", "own_extra_state"]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", named(CHECKS, slow=_SLOW))
 def test_on_two_processes(outcomes: dict[str, str], name: str) -> None:
     """The check passes on every rank."""

@@ -326,6 +326,7 @@ def test_two_processes(name: str, outcomes_of_two: dict[str, str]) -> None:
     report(outcomes_of_two, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", named(CHECKS_OF_FOUR, slow=["four stages", "with model"]))
 def test_four_processes(name: str, outcomes_of_four: dict[str, str]) -> None:
     """Four Gloo processes, alone or in pairs on a stage, equal one device."""

@@ -311,6 +311,7 @@ CHECKS = {recipe.words: partial(check_on_gloo, recipe) for recipe in GLOO}
 outcomes = checked_once(CHECKS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_four_processes(outcomes: dict[str, str], name: str) -> None:
     """A plan runs on Gloo, and equals one device."""

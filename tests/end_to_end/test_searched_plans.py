@@ -122,6 +122,7 @@ def test_momentum_by_name_has_a_plan() -> None:
     assert autoshard.prove(model, plan, example_inputs=inputs, optimizer=optimizer).values > 0
 
 
+@pytest.mark.slow
 def test_stages_have_a_plan_when_time_is_short() -> None:
     """A search that its time limit ends returns a plan of its best recipe, which runs."""
     plan = searched(Cluster("h100_sxm", 1, 4), constraints={"pipeline": 4}, time_budget_s=5.0)

@@ -341,6 +341,7 @@ def test_with_two_processes(outcomes_of_two: dict[str, str], name: str) -> None:
     report(outcomes_of_two, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", named(ON_FOUR, slow=list(PAIRS)[1:]))
 def test_with_four_processes(outcomes_of_four: dict[str, str], name: str) -> None:
     """The check passes on every rank."""

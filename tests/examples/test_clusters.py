@@ -187,6 +187,7 @@ def test_the_job_of_kubernetes() -> None:
     assert {item["name"] for item in container["volumeMounts"]} == {item["name"] for item in pod["volumes"]}
 
 
+@pytest.mark.slow
 def test_the_script_for_ray(folder: Path) -> None:
     """Under a trainer that makes the process group and calls the function in a thread, as Ray's does, ranks train."""
     (folder / "ray" / "train").mkdir(parents=True)

@@ -216,7 +216,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 outcomes = checked_once(CHECKS, ranks=2)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKS)
 def test_with_a_process_per_rank(outcomes: dict[str, str], name: str) -> None:
     """The checks pass on two ranks, each with rows of every matrix."""
