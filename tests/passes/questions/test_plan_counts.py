@@ -36,7 +36,7 @@ from tests.passes.questions import numeric_counts
 
 MESH = Mesh({"data": 2, "model": 2})
 TOKENS = torch.zeros(4, 8, dtype=torch.int64, device="meta")
-REQUEST = Request(dense(2), (TOKENS, TOKENS), {}, grad=True)
+REQUEST = Request(dense(3), (TOKENS, TOKENS), {}, grad=True)
 
 
 def _laptop(mesh: Mesh) -> Cluster:
