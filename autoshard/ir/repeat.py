@@ -34,12 +34,24 @@ class Repeat:
     @property
     def left_out(self) -> int:
         """Number of units that the program leaves out."""
-        return (self.behind - self.before) // self.period - 1
+        return len(self.inner)
+
+    @property
+    def inner(self) -> range:
+        """Numbers of the first blocks of the left-out units."""
+        return range(self.before + self.period, self.behind, self.period)
 
     @property
     def units(self) -> tuple[int, ...]:
         """Indices of the first blocks of four units, two ahead of the gap and two behind the gap."""
         return self.before - self.period, self.before, self.behind, self.behind + self.period
+
+    def distance(self, here: int, there: int) -> int:
+        """Return the number of units from `here` to `there`, the first blocks of two of `units`.
+
+        Left-out units do not count.
+        """
+        return self.units.index(there) - self.units.index(here)
 
     def place(self, path: str) -> tuple[int, str] | None:
         """Return the place of a module or parameter in `units`: index of the unit, and path in the unit.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from torch import fx
 
@@ -26,6 +26,7 @@ from passes.lowering.lower import check_digest
 from passes.lowering.lower_program import prepare
 from passes.recomputation.recompute import InsertRecompute
 from passes.strategies.fold_blocks import module_paths
+from passes.strategies.node_spots import node_spots
 from passes.strategies.repeated import NotAlikeError
 
 _Unit = tuple[int, int]
@@ -84,20 +85,6 @@ def _running(plan: Plan, prepared: Program) -> Program:
 _Restored = TypeVar("_Restored", bound=RestoredNode)
 
 
-class _NodeSpot(NamedTuple):
-    """The position of a node in a repeated unit.
-
-    Args:
-        repeat: index of the `Repeat` in the program's repeats.
-        first: number of the first block of the unit.
-        place: index of the node among the nodes of the unit.
-    """
-
-    repeat: int
-    first: int
-    place: int
-
-
 @dataclass(frozen=True, slots=True)
 class _ExpandedRecompute:
     """Expands the recomputed and offloaded values of a plan to all units.
@@ -116,7 +103,10 @@ class _ExpandedRecompute:
         known, nodes = {item.name: item for item in items}, self.whole.nodes_by_name()
         matches = match_nodes(self.short, self.whole)
         alone = {match: name for name, match in matches.items()}
-        here, there = (_spots(program, self.short.repeats) for program in (self.short, self.whole))
+        here, there = (
+            {node.name: spot for node, spot in node_spots(program, self.short.repeats, module_paths(program)).items()}
+            for program in (self.short, self.whole)
+        )
         at = {spot: name for name, spot in there.items()}
         found = []
         for name, node in nodes.items():
@@ -127,8 +117,8 @@ class _ExpandedRecompute:
             before = alone[item.before]
             if own is not None and later is not None and own.repeat == later.repeat:
                 repeat = self.short.repeats[own.repeat]
-                units = repeat.units.index(later.first) - repeat.units.index(own.first)
-                before = at[later._replace(first=there[name].first + units * repeat.period)]
+                first = there[name].first + repeat.distance(own.first, later.first) * repeat.period
+                before = at[later._replace(first=first)]
             found.append(replace(item, name=name, before=before, module=node.meta.get("module", "")))
         return tuple(found)
 
@@ -194,21 +184,8 @@ def _places(program: Program) -> dict[str, object]:
 
     The value is (index of the repeat, index in the unit). For a node outside of units, the value is the node's name.
     """
-    spots = _spots(program, program.repeats)
-    return {name: (spots[name].repeat, spots[name].place) if name in spots else name for name in module_paths(program)}
-
-
-def _spots(program: Program, repeats: tuple[Repeat, ...]) -> dict[str, _NodeSpot]:
-    """Return the positions of nodes in repeated units, by name.
-
-    The units are the left-out units, and two units on each side of the gap.
-    """
-    counts: dict[_Unit, int] = defaultdict(int)
-    spots: dict[str, _NodeSpot] = {}
-    for name, path in module_paths(program).items():
-        for number, repeat in enumerate(repeats):
-            first = repeat.first_block(path)
-            if first is not None:
-                spots[name] = _NodeSpot(number, first, counts[number, first])
-                counts[number, first] += 1
-    return spots
+    spots = node_spots(program, program.repeats, module_paths(program))
+    return {
+        node.name: (spots[node].repeat, spots[node].place) if node in spots else node.name
+        for node in program.graph.nodes
+    }

@@ -20,6 +20,7 @@ from autoshard.ir.repeat import Repeat
 from autoshard.tracing.copy_node import copy_node
 from autoshard.tracing.leave_out_blocks import inner_runs
 from passes.strategies.fold_blocks import module_paths
+from passes.strategies.node_spots import NodeSpot, node_spots
 
 _BLOCK = re.compile(r"((?:.*?\.)??[^.]+)\.(\d+)(?:\.(.*))?$")
 
@@ -39,7 +40,7 @@ def leave_out_units(program: Program, margin: int) -> Program | None:
     if not repeats:
         return None
     try:
-        return _LeavingOut(program, repeats, paths).run()
+        return _LeavingOut(program, repeats, node_spots(program, repeats, paths)).run()
     except _CannotLeaveOutError:
         return None
 
@@ -70,25 +71,19 @@ def _repeats(program: Program, paths: Mapping[str, str], margin: int) -> Iterato
             yield Repeat(path, period, numbers[before], numbers[behind])
 
 
-_Spot = tuple[int, int, int]
-"""The position of a node: the index of its repeat, its unit, and its index in the unit.
-
-Unit 0 is the first of the two units kept in front of the gap.
-"""
-
-
 @dataclass(slots=True)
 class _LeavingOut:
-    """Copies a program without the units that its repeats leave out."""
+    """Copies a program without the units that its repeats leave out. `at` has the nodes of units by their positions."""
 
     program: Program
     repeats: Sequence[Repeat]
-    paths: Mapping[str, str]
-    spots: dict[fx.Node, _Spot] = field(default_factory=dict)
-    at: dict[_Spot, fx.Node] = field(default_factory=dict)
+    spots: Mapping[fx.Node, NodeSpot]
+    at: dict[NodeSpot, fx.Node] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.at = {spot: node for node, spot in self.spots.items()}
 
     def run(self) -> Program:
-        self._find_spots()
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         names = self.program.nodes_by_name()
         kept = [slot for slot in self.program.outputs if not self._is_left_out(names[slot.node])]
@@ -103,21 +98,9 @@ class _LeavingOut:
         made = lazy_module(self.program.graph_module, graph)
         return replace(self.program, graph_module=made, inputs=inputs, outputs=tuple(kept), repeats=tuple(self.repeats))
 
-    def _find_spots(self) -> None:
-        counts: dict[tuple[int, int], int] = defaultdict(int)
-        for node in self.program.graph.nodes:
-            for number, repeat in enumerate(self.repeats):
-                first = repeat.first_block(self.paths[node.name])
-                if first is None:
-                    continue
-                unit = (first - repeat.units[0]) // repeat.period
-                spot = number, unit, counts[number, unit]
-                counts[number, unit] += 1
-                self.spots[node], self.at[spot] = spot, node
-
     def _is_left_out(self, node: fx.Node) -> bool:
         spot = self.spots.get(node)
-        return spot is not None and 2 <= spot[1] < 2 + self.repeats[spot[0]].left_out
+        return spot is not None and spot.first not in self.repeats[spot.repeat].units
 
     def _read(self, reader: fx.Node, operand: fx.Node) -> fx.Node:
         """Return the node that the copy of `reader` reads instead of `operand`.
@@ -127,18 +110,14 @@ class _LeavingOut:
         itself.
         """
         here, there = self.spots.get(reader), self.spots.get(operand)
-        if there is None or here is None or here[0] != there[0]:
-            if self._is_left_out(operand):
-                raise _CannotLeaveOutError
-            return operand
-        gap = self.repeats[here[0]].left_out
-        own = here[1] if here[1] < 2 else here[1] - gap
-        unit = own + there[1] - here[1]
-        if not 0 <= unit < 4:
-            if self._is_left_out(operand):
-                raise _CannotLeaveOutError
-            return operand
-        found = self.at.get((there[0], unit if unit < 2 else unit + gap, there[2]))
-        if found is None:
+        if there is not None and here is not None and here.repeat == there.repeat:
+            repeat = self.repeats[here.repeat]
+            unit = repeat.units.index(here.first) + (there.first - here.first) // repeat.period
+            if 0 <= unit < len(repeat.units):
+                found = self.at.get(there._replace(first=repeat.units[unit]))
+                if found is None:
+                    raise _CannotLeaveOutError
+                return found
+        if self._is_left_out(operand):
             raise _CannotLeaveOutError
-        return found
+        return operand

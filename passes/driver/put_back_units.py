@@ -24,7 +24,8 @@ from autoshard.tracing.copy_node import copy_node
 from autoshard.tracing.number_nodes import number_nodes
 from autoshard.tracing.simplify import input_name
 from passes.strategies.fold_blocks import module_paths
-from passes.strategies.repeated import AFTER_GAP, BEFORE_GAP, NotAlikeError, Spot
+from passes.strategies.node_spots import NodeSpot, node_spots
+from passes.strategies.repeated import NotAlikeError
 
 
 def put_back_units(program: Program) -> Program:
@@ -62,25 +63,24 @@ class _PuttingBack:
         paths: the module path of each node, by name.
         spots: the position of each node in the four units of a repeat.
         copies: for each node of the program, its copy in `graph`.
-        at: the nodes of `graph` in units. The key is (index of the repeat, number of the unit, index in the unit). Unit
-            0 is the first of the two units in front of the gap, and left-out units are counted.
+        at: the nodes of `graph` in units, by their positions in the whole model.
         inputs: the placeholders of `graph` so far, with their slots.
     """
 
     program: Program
     paths: dict[str, str] = field(init=False)
-    spots: dict[fx.Node, Spot] = field(default_factory=dict)
+    spots: dict[fx.Node, NodeSpot] = field(init=False)
     graph: fx.Graph = field(default_factory=fx.Graph)
     copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    at: dict[tuple[int, int, int], fx.Node] = field(default_factory=dict)
+    at: dict[NodeSpot, fx.Node] = field(default_factory=dict)
     inputs: list[tuple[fx.Node, InputSlot]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.paths = module_paths(self.program)
+        self.spots = node_spots(self.program, self.program.repeats, self.paths)
 
     def run(self) -> Program:
         slots = {slot.node: slot for slot in self.program.inputs}
-        self._find_spots()
         ahead, behind = dict[fx.Node, _UnitRun](), dict[fx.Node, _UnitRun]()
         order = {node: number for number, node in enumerate(self.program.graph.nodes)}
         for run in self._runs(slots):
@@ -94,35 +94,26 @@ class _PuttingBack:
                 continue
             if node in ahead:
                 self._put_back(ahead[node], slots)
-            self.copies[node] = self._copy(node, self._unit_of(node))
+            self.copies[node] = self._copy(node, self.spots.get(node))
             if node.op == "placeholder":
                 self.inputs.append((self.copies[node], slots[node.name]))
             if node in behind:
                 self._put_back(behind[node], slots)
         return self._finished()
 
-    def _find_spots(self) -> None:
-        counts: dict[tuple[int, int], int] = defaultdict(int)
-        for node in self.program.graph.nodes:
-            for number, repeat in enumerate(self.program.repeats):
-                block = repeat.first_block(self.paths[node.name])
-                if block is not None:
-                    unit = repeat.units.index(block)
-                    self.spots[node] = Spot(number, unit, counts[number, unit])
-                    counts[number, unit] += 1
-
     def _runs(self, slots: Mapping[str, InputSlot]) -> Iterator[_UnitRun]:
         def part(node: fx.Node) -> tuple[int, str]:
-            return self.spots[node].unit, slots[node.name].kind if node.op == "placeholder" else node.meta["phase"]
+            return self.spots[node].first, slots[node.name].kind if node.op == "placeholder" else node.meta["phase"]
 
         for number, repeat in enumerate(self.program.repeats):
             nodes = [node for node, spot in self.spots.items() if spot.repeat == number]
             found: dict[int, list[list[fx.Node]]] = defaultdict(list)
-            for (unit, _), run in groupby(nodes, part):
-                found[unit].append(list(run))
-            if len(found[BEFORE_GAP]) != len(found[AFTER_GAP]):
+            for (first, _), run in groupby(nodes, part):
+                found[first].append(list(run))
+            before, standing = found[repeat.before], found[repeat.behind]
+            if len(before) != len(standing):
                 raise NotAlikeError(f"the units beside the gap of {repeat} run in different numbers of parts")
-            yield from (_UnitRun(number, *pair) for pair in zip(found[BEFORE_GAP], found[AFTER_GAP], strict=True))
+            yield from (_UnitRun(number, *pair) for pair in zip(before, standing, strict=True))
 
     def _check_alike(self, run: _UnitRun) -> None:
         """Raise `NotAlikeError` unless both units of a run have the same nodes, which read corresponding values."""
@@ -132,13 +123,14 @@ class _PuttingBack:
     def _form(self, node: fx.Node) -> Hashable:
         """Return a value that is equal for nodes at the same place of two units that read corresponding values."""
         here = self.spots[node]
-        _, path = self.program.repeats[here.repeat].place(self.paths[node.name]) or (0, "")
+        repeat = self.program.repeats[here.repeat]
+        _, path = repeat.place(self.paths[node.name]) or (0, "")
 
         def corresponding(operand: fx.Node) -> str:
             there = self.spots.get(operand)
             if there is None or there.repeat != here.repeat:
                 return operand.name
-            return f"unit {there.unit - here.unit}, place {there.place}"
+            return f"{repeat.distance(here.first, there.first)} units on, place {there.place}"
 
         target = "" if node.op == "placeholder" else str(node.target)
         arguments = str(fx.map_arg((node.args, dict(node.kwargs)), corresponding))
@@ -147,32 +139,26 @@ class _PuttingBack:
     def _put_back(self, run: _UnitRun, slots: Mapping[str, InputSlot]) -> None:
         """Copy the nodes of a run for each left-out unit."""
         repeat = self.program.repeats[run.repeat]
-        indices = range(repeat.left_out)
-        for index in reversed(indices) if run.standing[0] in self.copies else indices:
+        is_behind = run.standing[0] in self.copies
+        for index, first in sorted(enumerate(repeat.inner), reverse=is_behind):
             for node in run.standing:
-                made = self._copy(node, AFTER_GAP + index)
+                made = self._copy(node, self.spots[node]._replace(first=first))
                 if node.op == "placeholder":
                     slot = _slot_of_unit(slots[node.name], repeat, index)
-                    made.target = made.name = input_name(slot.kind, slot.name)
+                    made.target = input_name(slot.kind, slot.name)
                     self.inputs.append((made, slot))
                 else:
                     made.meta["module"] = repeat.represented_by(node.meta["module"])[index]
 
-    def _unit_of(self, node: fx.Node) -> int | None:
-        """Return the number, in the whole model, of a node's unit; None outside of all units."""
-        spot = self.spots.get(node)
-        if spot is None:
-            return None
-        return spot.unit + (self.program.repeats[spot.repeat].left_out if spot.unit >= AFTER_GAP else 0)
-
-    def _copy(self, node: fx.Node, unit: int | None) -> fx.Node:
-        """Copy a node. `unit` is the number of the copy's unit in the whole model; None outside of all units."""
-        spot = self.spots.get(node)
+    def _copy(self, node: fx.Node, spot: NodeSpot | None) -> fx.Node:
+        """Copy a node. `spot` is the position of the copy in the whole model; None outside of all units."""
 
         def read(operand: fx.Node) -> fx.Node:
             there = self.spots.get(operand)
-            if spot is not None and unit is not None and there is not None and there.repeat == spot.repeat:
-                found = self.at.get((spot.repeat, unit + there.unit - spot.unit, there.place))
+            if spot is not None and there is not None and there.repeat == spot.repeat:
+                repeat = self.program.repeats[spot.repeat]
+                units = repeat.distance(self.spots[node].first, there.first)
+                found = self.at.get(there._replace(first=spot.first + units * repeat.period))
             else:
                 self._check_is_outside(operand)
                 found = self.copies.get(operand)
@@ -181,27 +167,30 @@ class _PuttingBack:
             return found
 
         made = copy_node(self.graph, node, read)
-        if spot is not None and unit is not None:
-            self.at[spot.repeat, unit, spot.place] = made
+        if spot is not None:
+            self.at[spot] = made
         return made
 
     def _check_is_outside(self, node: fx.Node) -> None:
         """Raise `NotAlikeError` if a node stands for nodes of left-out units, or is in the last unit before them."""
         spot = self.spots.get(node)
-        if spot is not None and spot.unit in (BEFORE_GAP, AFTER_GAP):
-            raise NotAlikeError(f"{node.name} of a repeated block is read outside of the repeated blocks")
+        if spot is not None:
+            repeat = self.program.repeats[spot.repeat]
+            if spot.first in (repeat.before, repeat.behind):
+                raise NotAlikeError(f"{node.name} of a repeated block is read outside of the repeated blocks")
 
     def _outputs(self) -> Iterator[tuple[fx.Node, OutputSlot]]:
+        """Yield the nodes of `graph` that the whole program returns, with their slots."""
         nodes = self.program.nodes_by_name()
         for (number, _), group in groupby(self.program.outputs, lambda slot: (self._stands_in(slot), slot.kind)):
             slots = list(group)
-            for index, slot in product(range(0 if number is None else self.program.repeats[number].left_out), slots):
-                assert number is not None, "it stands for left-out units"
+            repeat = None if number is None else self.program.repeats[number]
+            for (index, first), slot in product(enumerate(repeat.inner if repeat else ()), slots):
                 spot = self.spots.get(nodes[slot.node])
-                if spot is None or spot[:2] != (number, AFTER_GAP):
+                if repeat is None or spot is None or spot[:2] != (number, repeat.behind):
                     raise NotAlikeError(f"{slot.name} is computed outside of its block")
-                names = names_represented_by(self.program.repeats, slot.name)
-                yield self.at[number, AFTER_GAP + index, spot.place], replace(slot, name=names[index])
+                name = names_represented_by((repeat,), slot.name)[index]
+                yield self.at[spot._replace(first=first)], replace(slot, name=name)
             for slot in slots:
                 if slot.kind not in OWNERS:
                     self._check_is_outside(nodes[slot.node])

@@ -36,7 +36,7 @@ from tests.checkpoints.runs import (
 )
 from tests.runtime.processes import report, run_checks
 
-SAVED, MORE = 3, 4
+SAVED, MORE = 3, 10
 SAVERS: dict[str, tuple[str, Any, Any]] = {
     "traced": ("traced", LINE, ZERO_3),
     "momentum": ("momentum", SQUARE, TENSOR),
@@ -57,9 +57,11 @@ def check_saving(folder: Path, name: str) -> None:
     checkpoints.wait()
     if dist.get_rank() == 0:
         torch.save((values, losses), folder / f"{name}.expected")
-    assert checkpoints.load(run.step, schedule=run.schedule) == SAVED
-    assert_same(run.values(), values)
-    assert run.train(SAVED, SAVED + MORE) == losses
+    again = Run(*SAVERS[name], seed=1)
+    again.train(0, 1)
+    assert checkpoints.load(again.step, schedule=again.schedule) == SAVED
+    assert_same(again.values(), values)
+    assert again.train(SAVED, SAVED + MORE) == losses
 
 
 def check_loading(folder: Path, name: str, where: tuple[Any, Any], *, planned: bool = True) -> None:

@@ -160,11 +160,11 @@ def on_two_hosts(folder: Path, slots: int, *words: str) -> subprocess.Popen[str]
 
 
 def test_two_hosts_meet(folder: Path) -> None:
-    """Two hosts add over their ranks."""
-    process = on_two_hosts(folder, 1, "--", "sum")
+    """Two hosts add over three ranks."""
+    process = on_two_hosts(folder, 2, "--", "sum")
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert [(folder / f"sum.{rank}").read_text() for rank in range(2)] == ["2.0"] * 2
+    assert [(folder / f"sum.{rank}").read_text() for rank in range(3)] == ["3.0"] * 3
 
 
 def test_a_failing_host_ends_the_run(folder: Path) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 import autoshard
 from autoshard import Mesh, P
 from tests.end_to_end.training import assert_close, whole
-from tests.runtime.processes import checked_once, named, report, shared_folder
+from tests.runtime.processes import checked_once, report, shared_folder
 
 PAIR = Mesh({"data": 2})
 SPLIT = {"up.weight": P("data"), "down.weight": P(None, "data")}
@@ -273,11 +273,8 @@ def test_on_the_simulator(name: str) -> None:
 outcomes = checked_once(CHECKS, ranks=2, deadline_s=200)
 
 
-_SLOW = ["deepcopy_of_a_training_step", "what_does_not_fit", "names_of_a_state", "own_extra_state"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", named(CHECKS, slow=_SLOW))
+@pytest.mark.parametrize("name", CHECKS)
 def test_on_two_processes(outcomes: dict[str, str], name: str) -> None:
     """The check passes on every rank."""
     report(outcomes, name)

@@ -301,7 +301,7 @@ def _holds_its_stage() -> None:
 
 CHECKS_OF_TWO = {
     "1F1B": partial(_trains, "skips", {"pipeline": 2}),
-    "zero bubble": partial(_trains, "skips", {"pipeline": 2}, recipe=Recipe(schedule="InterleavedZeroBubble")),
+    "zero bubble": partial(_trains, "gpt2", {"pipeline": 2}, recipe=Recipe(schedule="InterleavedZeroBubble")),
     "V": partial(_trains, "skips", {"pipeline": 2}, recipe=Recipe(schedule="ZBVZeroBubble")),
     "interleaved": partial(_trains, "skips", {"pipeline": 2}, recipe=Recipe(virtual_stages=2)),
     "a DeviceMesh of a pipeline alone": _trains_behind_slow_links,
@@ -327,7 +327,7 @@ def test_two_processes(name: str, outcomes_of_two: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", named(CHECKS_OF_FOUR, slow=["four stages", "with model"]))
+@pytest.mark.parametrize("name", CHECKS_OF_FOUR)
 def test_four_processes(name: str, outcomes_of_four: dict[str, str]) -> None:
     """Four Gloo processes, alone or in pairs on a stage, equal one device."""
     report(outcomes_of_four, name)

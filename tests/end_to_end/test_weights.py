@@ -342,7 +342,7 @@ def test_with_two_processes(outcomes_of_two: dict[str, str], name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", named(ON_FOUR, slow=list(PAIRS)[1:]))
+@pytest.mark.parametrize("name", ON_FOUR)
 def test_with_four_processes(outcomes_of_four: dict[str, str], name: str) -> None:
     """The check passes on every rank."""
     report(outcomes_of_four, name)

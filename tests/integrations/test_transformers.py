@@ -17,7 +17,7 @@ from autoshard import Cluster, Mesh, NotAvailableError
 from autoshard.integrations.transformers import Trainer
 from autoshard.integrations.transformers.arguments import as_one_device, check_arguments, precision_of
 from tests.examples.scripts import run_python
-from tests.integrations.trainer_runs import DRAWN, SAVED, arguments, gpt2, losses, rows, trainer, whole_run
+from tests.integrations.trainer_runs import SAVED, arguments, gpt2, losses, masked, rows, trainer, whole_run
 
 PAIR = Mesh({"ranks": 2})
 
@@ -45,11 +45,6 @@ def assert_runs_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     torch.testing.assert_close(found["metrics"], expected["metrics"], rtol=1e-5, atol=1e-5)
 
 
-def trained(found: list[Any]) -> list[Any]:
-    """Without losses of evaluation, which a checkpoint's log has too."""
-    return [entry for entry in found if entry[1] != "eval_loss"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_simulated_mesh_has_the_losses_of_one_device(plain: Any, tmp_path: Path, accumulated: int) -> None:
@@ -60,29 +55,27 @@ def test_a_simulated_mesh_has_the_losses_of_one_device(plain: Any, tmp_path: Pat
 
 def test_two_ranks_have_the_losses_of_one_device(plain: Any, tmp_path: Path) -> None:
     """Under torchrun. A checkpoint of two ranks resumes on one rank, and that of one on two; workers draw alike."""
-    saved = SAVED | {"eval_strategy": "no"}
-    one = trainer(tmp_path / "one", Mesh({"ranks": 1}), **saved)
-    one.train()
+    whole_run(tmp_path / "one", Mesh({"ranks": 1}))
+    checkpoint = tmp_path / "one" / "first" / "checkpoint-2"
     start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    checkpoint = str(tmp_path / "one" / "checkpoint-2")
-    run_python(*start, "-m", "tests.integrations.trainer_runs", str(tmp_path), checkpoint, folder=tmp_path)
+    run_python(*start, "-m", "tests.integrations.trainer_runs", str(tmp_path), str(checkpoint), folder=tmp_path)
     found = json.loads((tmp_path / "found.json").read_text())
     assert_runs_equal(found["plain"], plain(1))
-    drawn = trainer(tmp_path / "one_drawn", **DRAWN)
+    assert_near(found["accumulated"], [entry for entry in plain(2)["losses"] if entry[1] != "eval_loss"])
+    assert_near(found["other"], plain(1)["losses"])
+    drawn = trainer(tmp_path / "one_drawn", data_collator=masked, dataloader_num_workers=1, max_steps=2)
     drawn.train()
     assert_near(found["drawn"], losses(drawn))
-    expected = trained(plain(1)["losses"])
-    assert_near(trained(found["other"]), expected)
-    one.train(resume_from_checkpoint=str(tmp_path / "plain" / "first" / "checkpoint-2"))
-    assert_near(trained(losses(one)), expected)
+    alone = trainer(tmp_path / "alone", Mesh({"ranks": 1}), **SAVED)
+    alone.train(resume_from_checkpoint=str(tmp_path / "plain" / "first" / "checkpoint-2"))
+    assert_near(losses(alone), plain(1)["losses"])
 
 
 def test_the_best_checkpoint_is_loaded_and_old_ones_are_deleted(tmp_path: Path) -> None:
     """With a callback that stops early; the folder loads in transformers."""
     given = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": False}
     kept = {**SAVED, "save_total_limit": 1, **given, "learning_rate": 0.1, "max_steps": 12}
-    data = {"train_dataset": rows(24), "eval_dataset": rows(4)}  # batches of one size, which compile once
-    found = trainer(tmp_path, PAIR, callbacks=[EarlyStoppingCallback(1)], **data, **kept)
+    found = trainer(tmp_path, PAIR, callbacks=[EarlyStoppingCallback(1)], **kept)
     found.train()
     best = found.state.best_model_checkpoint
     assert [folder.name for folder in tmp_path.iterdir()] == [Path(best).name]
@@ -97,7 +90,7 @@ def test_predictions_are_those_of_one_device(tmp_path: Path) -> None:
     """Before and after training, and with a second `train`."""
     results = []
     for mesh in (None, PAIR):
-        found = trainer(tmp_path / str(mesh is None), mesh, max_steps=2)
+        found = trainer(tmp_path / str(mesh is None), mesh, num_train_epochs=1)
         before = found.predict(rows(6))
         found.train()
         found.train()

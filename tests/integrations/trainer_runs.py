@@ -16,7 +16,7 @@ from transformers import EvalPrediction, GPT2Config, GPT2LMHeadModel, TrainingAr
 
 import autoshard
 
-SIZES = {"vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16, "bos_token_id": 0}
+SIZES = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16, "bos_token_id": 0}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 Losses = list[tuple[int, str, float]]
@@ -83,22 +83,14 @@ def masked(samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor
 SAVED = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 5}
 
 
-DRAWN: dict[str, Any] = {
-    "gradient_accumulation_steps": 2,
-    "data_collator": masked,
-    "dataloader_num_workers": 1,
-    "max_steps": 3,
-}
-"""Accumulated batches, the last of which is short, with tokens that a worker hides."""
-
-
 def whole_run(folder: Path, mesh: Any, **changes: Any) -> dict[str, Any]:
-    """Train with checkpoints and metrics, evaluate, and resume from the first checkpoint; return what was found."""
-    found = trainer(folder / "first", mesh, compute_metrics=accuracy, **SAVED, **changes)
-    found.train()
-    trained, metrics = losses(found), found.evaluate()
-    found.train(resume_from_checkpoint=str(folder / "first" / "checkpoint-2"))
-    return {"losses": trained, "resumed": losses(found), "metrics": [metrics["eval_loss"], metrics["eval_hits"]]}
+    """Train with checkpoints and metrics, resume from the first checkpoint, and evaluate; return what was found."""
+    first = trainer(folder / "first", mesh, compute_metrics=accuracy, **SAVED, **changes)
+    first.train()
+    trained, metrics = losses(first), first.evaluate()
+    second = trainer(folder / "second", mesh, **SAVED, **changes)
+    second.train(resume_from_checkpoint=str(folder / "first" / "checkpoint-2"))
+    return {"losses": trained, "resumed": losses(second), "metrics": [metrics["eval_loss"], metrics["eval_hits"]]}
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -106,12 +98,15 @@ def main(arguments: Sequence[str]) -> None:
     folder, other = map(Path, arguments)
     mesh = autoshard.Mesh({"ranks": 2})
     found: dict[str, Any] = {"plain": whole_run(folder / "plain", mesh)}
-    drawn = trainer(folder / "drawn", mesh, **DRAWN)
-    drawn.train()
-    found["drawn"] = losses(drawn)
-    resumed = trainer(folder / "other", mesh, **SAVED | {"eval_strategy": "no"})
+    accumulated = trainer(folder / "accumulated", mesh, gradient_accumulation_steps=2, max_steps=5)
+    accumulated.train()
+    found["accumulated"] = losses(accumulated)
+    resumed = trainer(folder / "other", mesh, **SAVED)
     resumed.train(resume_from_checkpoint=str(other))
     found["other"] = losses(resumed)
+    drawn = trainer(folder / "drawn", mesh, data_collator=masked, dataloader_num_workers=1, max_steps=2)
+    drawn.train()
+    found["drawn"] = losses(drawn)
     if os.environ["RANK"] == "0":
         (folder / "found.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()

@@ -250,7 +250,7 @@ def _recorded(function: Callable[[], Any], keep: Callable[[Any], bool]) -> dict[
 def check_database(
     names: Collection[str] | None,
     *,
-    limit: int | None = 2,
+    limit: int | None = 3,
     meshes: Sequence[Mesh] = DATABASE_MESHES,
     most: int | None = None,
 ) -> Tally:

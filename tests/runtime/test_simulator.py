@@ -16,7 +16,7 @@ from autoshard.ir.local import axis_index
 from autoshard.ir.mesh import Mesh
 from autoshard.runtime.simulator import simulate
 from autoshard.testing.strategies import meshes
-from tests.runtime.gloo_worker import check_reshards
+from tests.runtime.gloo_reshards import check_reshards
 from tests.runtime.processes import report, run_checks
 
 C10D = torch.ops._c10d_functional

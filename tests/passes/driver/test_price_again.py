@@ -129,7 +129,6 @@ def test_what_is_not_answered_is_said() -> None:
         make_plan("dense").explain("words.weight")
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["dense", pytest.param("sparse", marks=pytest.mark.slow)])
 def test_limits_are_those_of_planning_with_more(name: str) -> None:
     """`limits` gives the figures of new plans, the value of memory follows from them, and no change slows the step."""

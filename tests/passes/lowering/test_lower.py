@@ -172,8 +172,8 @@ def test_group_norms_get_memory_in_the_usual_order_where_a_reshard_changed_it() 
 
 
 def texts() -> str:
-    """The lowered programs of two layouts."""
-    return "".join(f"{lowered_with(LAYOUTS[name]).lowered.graph_module.graph}\n" for name in ("fully sharded", "mixed"))
+    """The lowered programs of all layouts."""
+    return "".join(f"{lowered_with(constraints).lowered.graph_module.graph}\n" for constraints in LAYOUTS.values())
 
 
 SCRIPT = "from tests.passes.lowering.test_lower import texts; print(texts(), end='')"

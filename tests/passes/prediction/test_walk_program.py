@@ -160,7 +160,7 @@ def test_members_of_buckets_are_copied_into_order() -> None:
 def test_micro_batches_repeat_forward_and_backward() -> None:
     """The update runs once a step."""
     model = alike(2)
-    planning = problem_of(step(model, adamw(model, 1.0)), PAIR)
+    planning = problem_of(step(model, adamw(model, 1.0)), SQUARE)
     phased = phased_of(planning, drawn_choice(planning, 1))
     one, three = walk(planning, phased), walk(planning, phased, micro_batches=3)
     times, thrice = (simulate_streams(item.segments).compute_s for item in (one, three))

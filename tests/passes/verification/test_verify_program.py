@@ -230,7 +230,7 @@ def test_any_plan_of_any_program_is_proven_and_its_mutations_are_not(data: st.Da
     known = prepare(program)
     verify_program(known, both.lowered)
     verify_phases(both)
-    for _ in range(6):
+    for _ in range(12):
         module = copy_of(both.lowered.graph_module)
         mutation = data.draw(st.sampled_from(MUTATIONS))
         what = tried(mutation, module.graph, Random(data.draw(st.integers(0, 10**6))), mesh)
