@@ -213,11 +213,9 @@ class DualState:
         return choice
 
     def _saving_changes(self, row: MemoryRow, choice: Sequence[int], wanted: float) -> list[tuple[int, int]]:
-        """Return changes of one option that save bytes in `row`, as (variable, new option).
+        """Return changes to one allowed option that save bytes in `row`, as (variable, new option).
 
-        The cheapest per byte is first.
-
-        A variable has at most one change. Bytes saved beyond `wanted` do not count.
+        The cheapest per byte is first. A variable has at most one change. Bytes saved beyond `wanted` do not count.
         """
         found: list[tuple[float, int, int]] = []
         for variable, sizes in row.variables.items():
@@ -227,7 +225,8 @@ class DualState:
                 with np.errstate(divide="ignore", invalid="ignore"):
                     price = np.where(saved > 0, (costs - costs[choice[variable]]) / saved, np.inf)
                 option = int(price.argmin())
-                found.append((float(price[option]), variable, option))
+                if np.isfinite(price[option]):
+                    found.append((float(price[option]), variable, option))
         return [(variable, option) for _, variable, option in sorted(found)]
 
     def polish(self) -> None:

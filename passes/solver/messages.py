@@ -190,13 +190,13 @@ class Messages:
     def costs_given_neighbours(self, variable: int, choice: Sequence[int]) -> Floats:
         """Return the cost of each option of `variable` if all other variables take `choice`, in seconds, [options].
 
-        Costs do not include bytes.
+        Costs do not include bytes. A forbidden option costs infinity; a forbidden pair adds a large finite cost.
         """
         allowed = list(choice)
         for number in (*self._earlier[variable], *self._later[variable]):
             for end in self._ends[number]:
                 allowed[end] = self._allowed_index(end, choice[end])
-        costs = np.full(len(self._problem.costs[variable]), self._cap)
+        costs = np.full(len(self._problem.costs[variable]), np.inf)
         costs[self._kept[variable]] = self._given_neighbours(variable, allowed, self._base, self._base_tables)
         return costs
 

@@ -104,3 +104,14 @@ def test_a_choice_that_nearly_fits_is_repaired() -> None:
     found = DualSearch(max_rounds=1)(problem, usage_of(problem), lambda point: row)
     assert found is not None
     assert (found.choice, found.cost) == ((1, 1, 0), 3.0)
+
+
+def test_a_repair_never_takes_a_forbidden_option() -> None:
+    """The first variable's only other option is forbidden, though it would save the most bytes for its cost."""
+    costs = (np.array([0.0, np.inf]), np.array([0.0, 3.0]), np.array([0.0, 9.0]))
+    row = MemoryRow(0.0, {0: np.array([10.0, 0.0]), **dict.fromkeys((1, 2), np.array([10.0, 9.0]))}, {})
+    edges = (Edge(0, 1, np.zeros((2, 2))), Edge(1, 2, np.zeros((2, 2))))
+    for limit, wanted in ((29.0, ((0, 1, 0), 3.0)), (28.0, ((0, 1, 1), 12.0)), (19.0, None)):
+        problem = Assignment(costs, edges, (row,), limit=limit)
+        found = DualSearch(max_rounds=1)(problem, usage_of(problem), lambda point: row)
+        assert (None if found is None else (found.choice, found.cost)) == wanted
