@@ -39,12 +39,13 @@ def why_not_text(answer: WhyNot) -> str:
 
 
 def _answer(answer: WhyNot) -> str:
+    missing = answer.missing.rstrip(".")
     if answer.used:
-        ways = "in other ways:" if answer.variants or not answer.missing else f"without: {answer.missing}"
+        ways = "other plans:" if answer.variants or not missing else f"no other plan: {missing}."
         return f"The plan does use {answer.feature}, {answer.used}; {ways}"
     fitting = [item for item in answer.variants if item.fits]
     if not answer.variants:
-        return f"{answer.feature}: {answer.missing}."
+        return f"{answer.feature}: {missing}."
     if not fitting:
         return f"{answer.feature}: no plan with it fits in memory."
     best, other = fitting[0], answer.chosen

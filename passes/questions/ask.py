@@ -91,7 +91,8 @@ class Questions:
         problems = self.replan.problems() if feature in (*ROLES, "hsdp") else ()
         if ways := list(_ways(problems, feature)):
             used, variants = self._on_axes(plan, problems, feature, ways)
-            return _answer(plan, feature, used, variants, "no axis of the mesh could be used so")
+            axis = "other axis" if used else "axis"
+            return _answer(plan, feature, used, variants, f"no {axis} of the mesh can be used so")
         asked = FEATURES[feature]
         if used := _use(plan, feature):
             others, missing = self._tried(plan, [(f"without {feature}", fields) for fields in asked.without])
