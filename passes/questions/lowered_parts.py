@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from autoshard.ir.collectives import is_collective, is_wait
 from autoshard.ir.communicators import group_axes
 from autoshard.ir.lowered import LocalSlot, PhasedProgram
 from autoshard.ir.program import InputKind, OutputKind
+from autoshard.ir.spec import PartitionSpec
 from cost_models.formulas import Size
 from cost_models.operators import work
 from cost_models.work import Kind, TensorInfo
@@ -50,11 +51,13 @@ class CountedPart:
         label: the operation or value in words.
         dims: the dims on a rank that the part depends on.
         count: returns the FLOPs or bytes for given dims, which may be expressions.
+        spec: the spec of the first result of the traced node, if `dims` are its shape on a rank; else None.
     """
 
     label: str
     dims: tuple[int, ...]
     count: Callable[[Sequence[Size]], Size]
+    spec: PartitionSpec | None = None
 
 
 Parts = Iterator[tuple[str, CountedPart]]
@@ -194,7 +197,7 @@ _READERS: Mapping[str, Read] = {
 
 def _slot(phased: PhasedProgram, item: LocalSlot, times: int = 1) -> tuple[str, CountedPart]:
     shape = item.spec.local_shape(item.shape, phased.lowered.mesh)
-    return item.slot.node, _bytes(item.slot.name, shape, times * item.dtype.itemsize)
+    return item.slot.node, replace(_bytes(item.slot.name, shape, times * item.dtype.itemsize), spec=item.spec)
 
 
 def _owned(phased: PhasedProgram, names: Sequence[str]) -> Parts:

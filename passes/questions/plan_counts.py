@@ -118,7 +118,7 @@ class PlanCounts:
                 )
             for index, part in enumerate(parts):
                 seen = {n: found[n][1][site][index].dims for n in alike}
-                yield self.fitted.places.get(site), part.count(self._dims_of(site, seen, part.label))
+                yield self.fitted.places.get(site), part.count(self._dims_of(site, seen, part))
 
     # Lowered programs.
 
@@ -147,10 +147,12 @@ class PlanCounts:
                     )
                 changed.append(found)
             every = tuple(point[place] for place, (point, _) in enumerate(changed))
+            large = [tuple(factor * value for value in own) for factor in (2, 4)]  # more ranks need more of each input
             of_axes = [
-                self._first((point, each) for point in (own, every) for each in _resized(mesh, [axis])) for axis in free
+                self._first((point, each) for point in (own, every, *large) for each in _resized(mesh, [axis]))
+                for axis in free
             ]
-            of_all = self._first((every, each) for each in _resized(mesh, free))
+            of_all = self._first((point, each) for point in (every, *large) for each in _resized(mesh, free))
             for point, each in filter(None, ((own, mesh), *changed, *of_axes, of_all)):
                 at: Any = {size_symbol(size.name): value for size, value in zip(sizes, point, strict=True)}
                 at |= {self.axes[axis]: each.axis_size(axis) for axis in free}
@@ -175,14 +177,17 @@ class PlanCounts:
 
     # Local sizes.
 
-    def _dims_of(self, site: str, seen: Mapping[int, tuple[int, ...]], label: str) -> Sequence[Size]:
+    def _dims_of(self, site: str, seen: Mapping[int, tuple[int, ...]], part: CountedPart) -> Sequence[Size]:
         """Return an expression for each dim of a part.
 
-        `seen` has the dims of the part in lowered programs, by the index of the program. If the local shape of one of
-        the site's values agrees with `seen`, the result is this shape. Otherwise each dim is matched alone (`_dim`).
+        `seen` has the dims of the part in lowered programs, by the index of the program. If the part's own spec, or the
+        local shape of one of the site's values, agrees with `seen`, the result is this shape. Otherwise each dim is
+        matched alone (`_dim`).
         """
-        shapes = sorted(self._local_shapes(site), key=lambda pair: not label.endswith(f"over {pair[0]}"))
-        for _, shape in shapes:
+        label = part.label
+        own = [] if part.spec is None else [self._local(self.fitted.shapes[site][0], part.spec)]
+        pairs = sorted(self._local_shapes(site), key=lambda pair: not label.endswith(f"over {pair[0]}"))
+        for shape in (*own, *(shape for _, shape in pairs)):
             if all([self._values(dim)[n] for dim in shape] == list(dims) for n, dims in seen.items()):
                 return shape
         columns = zip(*seen.values(), strict=True)

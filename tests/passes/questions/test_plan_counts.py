@@ -84,9 +84,13 @@ def _sent_bytes(plan: Plan, program: Program, moved: Plan) -> dict[str, float]:
 
 @cache
 def _any_plan(seed: int) -> Plan:
+    return _drawn_plan(_program(), seed)
+
+
+def _drawn_plan(program: Program, seed: int) -> Plan:
     """Draw a legal plan with any strategy of each call but rings, which have no formulas."""
     random = Random(seed)
-    return greedy_plan(_program(), MESH, lambda site, strategy: -_has_ring(site, strategy) or random.random())
+    return greedy_plan(program, MESH, lambda site, strategy: -_has_ring(site, strategy) or random.random())
 
 
 def _has_ring(site: Site, strategy: Strategy) -> bool:
@@ -145,6 +149,18 @@ def test_formulas_of_any_plan_equal_counting(seed: int, batch: int, length: int,
     _check(_any_plan(seed), batch, length, Mesh(dict(zip(MESH.axis_names, shape, strict=True))))
 
 
+@pytest.mark.slow
+def test_gradients_follow_their_specs_where_a_larger_mesh_needs_larger_inputs() -> None:
+    """A drawn plan of two blocks splits gradients over one axis or over both. Its inputs are too small for data=4."""
+    request = replace(REQUEST, model=dense(2))
+    plan = replace(_drawn_plan(_traced(request), 1), formulas=_formulas(request))
+    tokens = torch.zeros(16, 16, dtype=torch.int64, device="meta")
+    program, mesh = _traced(replace(request, args=(tokens, tokens))), Mesh({"data": 4, "model": 2})
+    phased = lower_program(program, _moved(plan, program, mesh), _laptop(mesh), PLAIN)
+    sizes = {"batch": 16, "sequence": 16, **dict(mesh.axes)}
+    assert _value(plan, "gradient_bytes", sizes) == numeric_counts.gradient_bytes(phased)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("batch", "length"), [(4, 8), (6, 7), (5, 9)])
 def test_formulas_are_exact_where_splits_are_uneven(batch: int, length: int) -> None:
@@ -187,6 +203,7 @@ def test_axes_that_no_larger_mesh_has_are_told_apart() -> None:
     mesh = Mesh({"data": 8, "model": 4})
     found = sum(4 * math.prod(item.spec.local_shape(item.shape, mesh)) for item in plan.parameters.values())
     assert _at_sizes(plan.formula("parameter_bytes"), dict(mesh.axes)) == found
+    assert _at_sizes(plan.formula("gradient_bytes"), {"batch": 8, **dict(mesh.axes)}) == found
 
 
 def test_layers_are_a_symbol_where_blocks_are_alike() -> None:
