@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from autoshard.graphs.copy_nodes import copied
 from autoshard.graphs.lazy_module import lazy_module
 
 _aten = torch.ops.aten
@@ -39,10 +40,7 @@ def adding(graph: fx.Graph, owned: Sequence[bool]) -> fx.Graph:
 
     `owned` has an entry for each of these results: whether its sum is changed in place.
     """
-    made = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        copies[node] = made.node_copy(node, copies.__getitem__)
+    made, _ = copied(graph.nodes)
     output = made.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
     last = [node for node in made.nodes if node.op == "placeholder"][-1:]

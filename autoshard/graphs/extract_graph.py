@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from torch import fx
 
-CopyNode = Callable[[fx.Graph, fx.Node, Callable[[fx.Node], fx.Node]], fx.Node]
+from autoshard.graphs.copy_nodes import copy_node
 
 
 def placeholder_like(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -21,16 +21,11 @@ def extract_graph(
     inputs: Sequence[fx.Node],
     calls: Collection[fx.Node],
     results: Sequence[fx.Node],
-    copy_node: CopyNode = fx.Graph.node_copy,
 ) -> fx.Graph:
     """Return a new graph that computes `results` from `inputs` with copies of `calls`, all of them nodes of `whole`.
 
     `inputs` become the placeholders, in order. Scalars, constants and other nodes that the calls read are copied too.
     Unused calls are left out.
-
-    Args:
-        copy_node: `copy_node(graph, node, copy_of)` adds a copy of `node` to `graph`, where `copy_of` maps an operand
-            to its copy.
     """
     graph = fx.Graph()
     copies = {node: placeholder_like(graph, node) for node in inputs}

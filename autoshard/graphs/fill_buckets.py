@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.graphs.copy_nodes import copy_node
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.collectives import ALL_REDUCE, REDUCE_SCATTER
 
@@ -159,8 +160,7 @@ class _Filling:
                 continue
             places = written.get(node, [])
             if not any(self.buckets[packed][index].computed for packed, index in places):
-                self.copies[node] = self.made.node_copy(node, self.copies.__getitem__)
-                self.copies[node].meta = dict(node.meta)
+                self.copies[node] = copy_node(self.made, node, self.copies.__getitem__)
             for packed, index in places:
                 self._write(packed, index)
         return self.made

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autoshard.graphs.aliases import aliased_operands
+from autoshard.graphs.copy_nodes import copied
 from autoshard.graphs.lazy_module import lazy_module
 
 _aten = torch.ops.aten
@@ -42,10 +43,7 @@ def written_in_place(graph: fx.Graph, written: Mapping[int, int]) -> fx.Graph:
 
     `written` maps the index of a result to the index of the placeholder that the result overwrites.
     """
-    made = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        copies[node] = made.node_copy(node, copies.__getitem__)
+    made, _ = copied(graph.nodes)
     _Writing(made, dict(written)).run()
     return made
 

@@ -14,6 +14,8 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
+from autoshard.graphs.copy_nodes import copy_node
+
 _full = torch.ops.aten.full.default
 
 
@@ -44,7 +46,7 @@ def without_tangents(
             if absent.issuperset(flowing):
                 absent.add(node)
                 continue
-        copies[node] = graph.node_copy(node, value)
+        copies[node] = copy_node(graph, node, value)
     graph.eliminate_dead_code()
     return fx.GraphModule(root, graph)
 

@@ -17,6 +17,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import NotAvailableError
+from autoshard.graphs.copy_nodes import copy_node
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.collectives import reduces_in_place
 from autoshard.ir.communicators import group_axes
@@ -172,7 +173,7 @@ def taking_from_a_list(graph_module: fx.GraphModule) -> fx.GraphModule:
         if node.op == "placeholder":
             copies[node] = graph.call_method("pop", (values,))
         else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = copy_node(graph, node, copies.__getitem__)
     return fx.GraphModule(graph_module, graph)
 
 

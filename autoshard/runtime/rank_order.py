@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from autoshard.graphs.copy_nodes import copy_node
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.communicators import Purpose, group_axes
 from autoshard.ir.mesh import Mesh
@@ -83,7 +84,7 @@ class _Rewriter:
             return _noted(self._start_reduce_scatter(node), node)
         if node.target is _c10d.all_reduce.default and self._is_ours(node) and self._depends_on_order(node):
             return _noted(self._start_all_reduce(node), node)
-        return self._graph.node_copy(node, self._copies.__getitem__)
+        return copy_node(self._graph, node, self._copies.__getitem__)
 
     def _is_ours(self, node: fx.Node) -> bool:
         return self._of_gloo or str(node.args[-1]).endswith(f"/{Purpose.NARROW_GRADIENTS}")

@@ -21,11 +21,11 @@ from torch import fx, nn
 from torch._functorch._aot_autograd import descriptors as aot
 
 from autoshard.errors import TraceError
+from autoshard.graphs.copy_nodes import copy_node
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.program import Guard, InputKind, InputSlot, OutputKind, OutputSlot, Program
 from autoshard.tracing.calling import TracedCall
 from autoshard.tracing.checks import tie_checks
-from autoshard.tracing.copy_node import copy_node
 from autoshard.tracing.joint import JointGraph
 from autoshard.tracing.operand_types import refuse_types
 from autoshard.tracing.provenance import attribute_nodes

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from autoshard.graphs.copy_nodes import copy_node
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.program import OWNERS, Program, describe
 from autoshard.ir.repeat import Repeat
-from autoshard.tracing.copy_node import copy_node
 from autoshard.tracing.leave_out_blocks import inner_runs
 from passes.strategies.fold_blocks import module_paths
 from passes.strategies.node_spots import NodeSpot, node_spots

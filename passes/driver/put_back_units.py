@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from torch import fx
 
+from autoshard.graphs.copy_nodes import copy_node
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.program import OWNERS, InputSlot, OutputSlot, Program, describe
 from autoshard.ir.repeat import Repeat, names_represented_by
-from autoshard.tracing.copy_node import copy_node
 from autoshard.tracing.number_nodes import number_nodes
 from autoshard.tracing.simplify import input_name
 from passes.strategies.fold_blocks import module_paths

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.graphs.copy_nodes import copy_node
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, is_collective, is_wait
 from autoshard.ir.communicators import group_axes
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
-from autoshard.tracing.copy_node import copy_node
 from passes.lowering.rewrite_phases import rewrite_phases
 from passes.strategies.local_tracer import TIMES_AS_LARGE, LocalTracer
 from passes.strategies.local_units import LocalUnits

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autoshard.graphs.copy_nodes import copy_node
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.graphs.write_in_place import roots_of
 from autoshard.kernels.optimizers import MANY, tensors_of
-from autoshard.tracing.copy_node import copy_node
 from passes.verification.verify_in_place import written_operands
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.graphs.copy_nodes import copy_node
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.lowered import PhasedProgram
-from autoshard.tracing.copy_node import copy_node
 from passes.lowering.rewrite_phases import rewrite_phases
 
 _aten = torch.ops.aten

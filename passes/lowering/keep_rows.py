@@ -31,11 +31,11 @@ from typing import Any
 from torch import fx
 
 import autoshard.kernels as kernels
+from autoshard.graphs.copy_nodes import copy_node
 from autoshard.graphs.extract_graph import placeholder_like
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.recompute import PHASE
-from autoshard.tracing.copy_node import copy_node
 from cost_models.experts import busiest_rows
 from passes.memory.lowered_memory import peak_bytes
 from passes.memory.stage_load import ONE_STAGE, StageLoad

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.graphs.copy_nodes import copy_node
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.communicators import Purpose, for_purpose
 from autoshard.ir.lowered import PhasedProgram
-from autoshard.tracing.copy_node import copy_node
 from passes.preparation.canonicalize import is_view
 from passes.strategies.local_tracer import LocalTracer
 

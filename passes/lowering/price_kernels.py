@@ -27,17 +27,16 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from autoshard.graphs.copy_nodes import copied, copy_node
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.kernels import Kernels, KernelUse
 from autoshard.ir.lowered import PhasedProgram
-from autoshard.tracing.copy_node import copy_node
 from cost_models.compute import memory_time, work_time
 from cost_models.device import Device
 from cost_models.operators import work
 from passes.lowering.choose_groups import ChosenGroup, choose_groups
 from passes.lowering.count_launches import Traffic, is_launch, traffic_of
 from passes.lowering.rewrite_phases import rewrite_phases
-from passes.preparation.rewriting import copied
 from passes.strategies.local_tracer import EMITTED_AT, IS_RESHARD, KERNEL, PART_LEFT
 from passes.strategies.local_units import LocalUnits
 from passes.strategies.operator_names import operator_name

@@ -20,7 +20,6 @@ from autoshard.graphs.extract_graph import extract_graph
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.ir.program import InputKind, OutputKind
-from autoshard.tracing.copy_node import copy_node
 from passes.lowering.save_least import computed_again
 
 FORWARD_RESULTS = (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)
@@ -138,4 +137,4 @@ def _extract(
     lowered: LoweredProgram, inputs: Sequence[fx.Node], members: set[fx.Node], results: Sequence[fx.Node]
 ) -> fx.GraphModule:
     whole = lowered.graph_module
-    return lazy_module(whole, extract_graph(whole.graph, inputs, members, results, copy_node))
+    return lazy_module(whole, extract_graph(whole.graph, inputs, members, results))

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from autoshard.graphs.copy_nodes import copy_node
 from autoshard.ir.program import Program
-from autoshard.tracing.copy_node import copy_node
 from passes.preparation.rewriting import copy_program, insert_call, replace_slot_node
 
 aten = torch.ops.aten

@@ -9,24 +9,12 @@ from typing import Any
 
 from torch import fx
 
+from autoshard.graphs.copy_nodes import copied
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.collectives import is_collective
 from autoshard.ir.program import Program
-from autoshard.tracing.copy_node import copy_node
 
 _INHERITED = ("phase", "module", "source")
-
-
-def copied(nodes: Iterable[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """Copy nodes into a new graph. Return the graph, and a dict from each node to its copy.
-
-    Operands must come before their readers in `nodes`.
-    """
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in nodes:
-        copies[node] = copy_node(graph, node, copies.__getitem__)
-    return graph, copies
 
 
 def copy_program(program: Program) -> Program:

@@ -16,10 +16,10 @@ import torch
 from torch import fx
 
 from autoshard.errors import NotAvailableError
+from autoshard.graphs.copy_nodes import copy_node
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.program import InputKind, InputSlot, OutputKind, OutputSlot, Program
 from autoshard.ir.staged import Crossing, CutProgram, crossing_name
-from autoshard.tracing.copy_node import copy_node
 from passes.preparation.assign_stages import NodeSeconds, StageAssignment, assign_stages
 
 

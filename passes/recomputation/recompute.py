@@ -24,11 +24,11 @@ import torch
 from torch import fx
 
 from autoshard.errors import PlanMismatchError
+from autoshard.graphs.copy_nodes import copy_node
 from autoshard.ir.offload import OffloadedNode
 from autoshard.ir.program import Program
 from autoshard.ir.recompute import PHASE, RecomputedNode
 from autoshard.kernels.offload import from_host, to_host
-from autoshard.tracing.copy_node import copy_node
 from passes.preparation.rewriting import copy_program, insert_call
 
 _ORIGINAL = "recomputes"

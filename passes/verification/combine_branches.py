@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.graphs.copy_nodes import copy_node
 from autoshard.ir.loss_weights import Branches
 from autoshard.ir.program import InputKind, Program
 from autoshard.ir.spec import Reduction
-from autoshard.tracing.copy_node import copy_node
 from passes.verification.batch_states import SlicedDim, State
 
 aten = torch.ops.aten

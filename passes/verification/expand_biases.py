@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from autoshard.graphs.copy_nodes import copy_node
 from autoshard.graphs.lazy_module import lazy_module
-from autoshard.tracing.copy_node import copy_node
 
 _aten = torch.ops.aten
 

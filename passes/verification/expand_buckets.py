@@ -13,9 +13,9 @@ import torch
 from torch import fx
 
 from autoshard.errors import VerificationError
+from autoshard.graphs.copy_nodes import copy_node
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.kernels.optimizers import MANY, tensors_of
-from autoshard.tracing.copy_node import copy_node
 
 _ONE: Mapping[Any, Any] = MappingProxyType({many: one for one, many in MANY.items()})
 _TRITON_ADAM = "autoshard::triton_adam_updates_"

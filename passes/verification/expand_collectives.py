@@ -20,9 +20,9 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autoshard.errors import VerificationError
+from autoshard.graphs.copy_nodes import copy_node
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
-from autoshard.tracing.copy_node import copy_node
 
 _aten = torch.ops.aten
 _SPLIT, _SPLIT_ROWS = _aten.split_with_sizes.default, _aten.split_with_sizes_copy.default

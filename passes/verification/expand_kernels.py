@@ -19,12 +19,12 @@ from torch._ops import OpOverload
 from torch.fx.proxy import GraphAppendingTracer
 
 from autoshard.errors import VerificationError
+from autoshard.graphs.copy_nodes import copy_node
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.kernels.generated.define import generated_kernel
 from autoshard.kernels.generated.group import Group
 from autoshard.kernels.kernel import FusedKernel
 from autoshard.kernels.registry import FUSED, KERNELS
-from autoshard.tracing.copy_node import copy_node
 
 FORM = "form"
 """Key of `node.meta` of a fused kernel's call: the index of its form in `FusedKernel.forms`."""

@@ -23,10 +23,10 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from autoshard.graphs.copy_nodes import copy_node
 from autoshard.graphs.fill_buckets import INTO
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.collectives import ALL_REDUCE, REDUCE_SCATTER
-from autoshard.tracing.copy_node import copy_node
 
 _aten = torch.ops.aten
 _SPLIT = _aten.split_with_sizes.default

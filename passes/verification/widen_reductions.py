@@ -13,9 +13,9 @@ import torch
 from torch import fx
 
 from autoshard.errors import VerificationError
+from autoshard.graphs.copy_nodes import copy_node
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.communicators import Purpose, without_purpose
-from autoshard.tracing.copy_node import copy_node
 
 _TO_COPY = torch.ops.aten._to_copy.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default

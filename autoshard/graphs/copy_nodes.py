@@ -1,4 +1,4 @@
-"""Copy of a node into another graph, in a third of the time of `torch.fx.Graph.node_copy`.
+"""Copies of nodes in another graph, in a third of the time of `torch.fx.Graph.node_copy`.
 
 A compile copies graphs some hundred times, node by node. Since torch 2.13, `create_node` searches all arguments for raw
 symbolic numbers. A copy needs no search, because its original was searched.
@@ -6,7 +6,7 @@ symbolic numbers. A copy needs no search, because its original was searched.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import fx
 
@@ -26,3 +26,15 @@ def copy_node(graph: fx.Graph, node: fx.Node, copy_of: Callable[[fx.Node], fx.No
     graph._len += 1
     made.meta.update(node.meta)
     return made
+
+
+def copied(nodes: Iterable[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """Copy nodes into a new graph. Return the graph, and a dict from each node to its copy.
+
+    Operands must come before their readers in `nodes`.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        copies[node] = copy_node(graph, node, copies.__getitem__)
+    return graph, copies
