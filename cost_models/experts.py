@@ -55,7 +55,7 @@ def _backward(inputs: Tensors, outputs: Tensors, rows: float) -> Work:
 
 
 def _gradients(first: MatmulShape, second: MatmulShape) -> tuple[MatmulShape, ...]:
-    """Return the products for gradients of rows, then those for gradients of matrices."""
+    """Return the matrix products of the backward: for the gradients of the layer's rows, then of its two matrices."""
     shapes = (first, second)
     return (*map(_turned, shapes), *(MatmulShape(s.k, s.n, s.m, s.batch) for s in shapes))
 

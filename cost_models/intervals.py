@@ -40,8 +40,8 @@ RECIPES, EIGHT_BITS, KERNELS, MEASURED = "gpu", "gpu_f8", "gpu_kernels", "cpu"
 def step_time_uncertainty(kind: str) -> Uncertainty | None:
     """Return the uncertainty of predicted step times of `kind`, from past errors; None without past predictions.
 
-    A kind, such as "gpu", is the name of tables in `data/runtime/step_time.toml`: `[gpu.log_half_width]` and
-    `[gpu.coverage]`, both without unit.
+    The file `data/runtime/step_time.toml` has two tables for a kind such as "gpu". `[gpu.log_half_width]` is the
+    logarithm of the interval's factor, and `[gpu.coverage]` the share of past steps within the interval.
     """
     if "step_time" not in constants.names("runtime"):
         return None

@@ -97,13 +97,13 @@ class Protocol:
 class MeasuredCollective:
     """Measured times of one collective on one link.
 
-    With n members, it takes start + (n - 1) * latency + (n - 1)/n * bytes / bandwidth.
+    A collective of n ranks takes start + (n - 1) * latency + (n - 1)/n * bytes / bandwidth seconds.
 
     Args:
-        name: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all". Its `bytes` are those in `collectives`.
-        start_s: seconds that it takes once.
-        latency_s: seconds for each member but the first.
-        bandwidth_bytes_per_s: bandwidth of all phases together.
+        name: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all". `collectives` says which bytes count.
+        start_s: seconds that any number of ranks takes.
+        latency_s: further seconds for each rank but the first.
+        bandwidth_bytes_per_s: bandwidth of all phases of the collective together.
     """
 
     name: str
@@ -361,9 +361,9 @@ def _spine(
 ) -> tuple[int, Link | None]:
     """Return the number of pods that a group spans, and a device's share of the uplink to the spine.
 
-    The result is (1, None) for nodes without pods, for a group in one pod, and for an uplink as wide as the pod's
-    cards. If the number of members differs between pods or between groups, each of a group's `touched` nodes counts as
-    a pod.
+    The result is (1, None) for nodes without pods, and for a group in one pod. It is also (1, None) if the uplink has
+    the bandwidth of all network cards of a pod. If pods or groups have different numbers of members, the number of pods
+    is not known. Then `touched`, the number of nodes of a group, is returned in its place.
     """
     if wiring.nodes_per_pod == 0 or wiring.oversubscription <= 1:
         return 1, None

@@ -31,7 +31,10 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """The first rank's decision before a save: the folder to write, and the keywords whose objects differ by rank."""
+    """The first rank's decision before a save.
+
+    `folder` is the folder to write. `differing` has the keyword arguments of `save` whose objects differ between ranks.
+    """
 
     folder: Path
     differing: frozenset[str]

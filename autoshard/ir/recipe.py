@@ -218,7 +218,7 @@ def named_schedule(recipe: Recipe) -> str:
 
 
 def least_stages(recipe: Recipe) -> int:
-    """Return the number of stages on each pipeline rank: `virtual_stages`, or the fewest that the schedule takes."""
+    """Return the stages on each pipeline rank: `virtual_stages`, or the schedule's minimum if this is None."""
     return recipe.virtual_stages or SCHEDULES[named_schedule(recipe)].least_stages
 
 

@@ -103,7 +103,10 @@ class StagedProgram:
     results: Mapping[str, int]
 
     def digest(self) -> str:
-        """Return a hash of all stages' text, their crossings and the order, 16 hex digits, equal on all ranks."""
+        """Return a hash of 16 hex digits, which is equal on all ranks.
+
+        It covers the programs of all stages, the values sent between stages, and the order of tasks.
+        """
         parts = [*(stage.phased.digest() for stage in self.stages), str(self.order), str(self.crossings)]
         halves = (stage.phased.halves for stage in self.stages if stage.phased.halves is not None)
         parts += [str(half.graph) for pair in halves for half in (pair.inputs, pair.weights)]

@@ -162,7 +162,7 @@ class ExpertWeights:
         return u if self.gate_up_bias is None else u + groups.of_each(self.gate_up_bias.flatten(1))
 
     def results(self, u: Tensor, groups: ExpertGroups) -> Tensor:
-        """Return the experts' results [R, H] before weighting, from u [R, g I]."""
+        """Return the experts' results [R, H] before weighting. `u` [R, g I] is the result of `first_products`."""
         return groups.products(self._gate.forward(u), self._down)
 
     def results_of_all(self, x: Tensor, is_chosen: Tensor) -> Tensor:

@@ -208,9 +208,9 @@ def _narrow(like: Tensor, x: Any) -> Any:
 
 
 def _cast_gradient(like: Tensor, x: Any, dtype: torch.dtype) -> Any:
-    """Return `x` cast to `dtype`, as autograd writes the gradient of a cast. `like` has the model's dtype.
+    """Return `x` cast to `dtype`, by the call that autograd makes for the gradient of a cast.
 
-    If the model's dtype is float32, there is no cast, and `x` is returned.
+    `like` has the model's dtype. A model in float32 has no casts, so `x` itself is returned.
     """
     if like.dtype == torch.float32:
         return x

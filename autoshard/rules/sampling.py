@@ -219,7 +219,7 @@ def agree(found: Tensor, expected: Tensor) -> bool:
 
 
 def is_additive(x: Tensor) -> bool:
-    """Whether `x` has floats or complex numbers, so that random addends of `x` can be drawn and compared."""
+    """Whether `x` has floats or complex numbers. Such a tensor can be written as a sum of random tensors."""
     return _is_float(x)
 
 

@@ -173,7 +173,7 @@ class Lengths:
         return call.exact is None or self._proofs.get(executable) is not None
 
     def cut(self, executable: Executable, outputs: Any, call: FlatCall) -> Any:
-        """Cut the padding off the outputs of a padded call, and return them. Other outputs are returned unchanged."""
+        """Return the outputs of a call without padding. If the call was not padded, the outputs stay as they are."""
         if call.exact is None:
             return outputs
         proof, length = self._proofs.get(executable), self._length_of(call.exact)

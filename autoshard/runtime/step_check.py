@@ -66,7 +66,7 @@ class StepCheck:
         self._failed_ranks = FailedRanks(control)
 
     def begin(self) -> None:
-        """Begin a step: forget the norm of the last step."""
+        """Begin a step: `norm`, the gradient norm of the last step, becomes None."""
         self.norm = None
 
     def end(self) -> None:

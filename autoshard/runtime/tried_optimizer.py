@@ -33,8 +33,8 @@ _ON_SHARDS = (
 def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer) -> float:
     """Return the bytes of state that an optimizer keeps per byte of a float32 parameter: 2.0 for AdamW, 0.0 for SGD.
 
-    If the optimizer has no state yet, a copy takes one step on a small parameter, with the first group's options. For
-    joined optimizers, each takes this step, and the result is the greatest of their numbers.
+    If the optimizer has no state yet, a copy takes one step on a small parameter, with the first group's options. Each
+    part of a `JoinedOptimizer` takes such a step, and the largest result counts.
 
     Raises:
         NotAvailableError: the trial step fails.

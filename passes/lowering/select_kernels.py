@@ -18,7 +18,7 @@ from passes.preparation.rewriting import with_targets
 
 @dataclass(frozen=True, slots=True)
 class SelectKernels:
-    """Replaces semantic operators by operators that run torch's fused kernels."""
+    """Replaces operators of ours, such as `autoshard.attention`, by operators that run torch's fused kernels."""
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
         selected: dict[str, Any] = {name: with_targets(phase, NATIVE) for name, phase in phased.phases.items()}

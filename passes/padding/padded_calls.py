@@ -105,7 +105,10 @@ class PaddedCall:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A function of the table, and the arguments (positions or names) that may differ between padded and exact call."""
+    """The function that proves padded calls of one operator, as `padded_call` registers it.
+
+    `sizes` has the arguments that may differ between the padded and the exact call, by position or name.
+    """
 
     function: CallFunction
     sizes: frozenset[int | str]

@@ -105,9 +105,9 @@ class _Blocks(ForwardCalls):
         return {name: anchors[self.segment[name]] for name in wanted}
 
     def moved(self, remade: dict[str, str]) -> dict[str, str]:
-        """Return the calls whose values go to the host, each with the site before which the value comes back.
+        """Return the calls whose values are offloaded to the host, each with the site that needs its value again.
 
-        `remade` is the result of the method of this name.
+        The value is copied back before this site. `remade` is the result of the method `remade`.
         """
         found: dict[str, str] = {}
         for name in self.segment:

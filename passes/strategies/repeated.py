@@ -76,9 +76,9 @@ class AlikeSites:
 
 @dataclass(frozen=True, slots=True)
 class AlikeLinks:
-    """Four links that correspond to each other, one into each of the four units.
+    """Four links between sites, at the same place in each of the four units that a repeat keeps.
 
-    `stand_in` is the index of the link that stands for the links into the `left_out` missing units too.
+    `stand_in` is the index of the link that also stands for the links in the `left_out` units that the program lacks.
     """
 
     stand_in: int

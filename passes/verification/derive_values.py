@@ -136,7 +136,7 @@ class Derivation:
     def _derive_call(self, number: int, node: fx.Node) -> None:
         """Record the local values that hold a traced call's results.
 
-        They are found for each strategy of the call whose operands are held, and whose calls the lowered program makes.
+        A strategy of the call counts if local values hold its operands, and if the lowered program makes its calls.
         """
         found: list[fx.Node] = []
         fx.map_arg((node.args, node.kwargs), found.append)  # repeated where a value is used twice

@@ -241,12 +241,12 @@ class LocalForms:
     def of_reshards(
         self, value: torch.Tensor, spec: PartitionSpec, readers: Collection[Any]
     ) -> Iterator[tuple[PartitionSpec, LocalForm]]:
-        """Yield each spec that one reshard step can make from `spec`, with a local form of the step.
+        """Yield (new spec, local calls) of each reshard step from `spec`.
 
         Args:
-            value: the fake value, with global shape.
-            readers: operators that read the local values of `value` in the program. Only steps that may begin with one
-                of these operators are yielded.
+            value: the resharded value, a fake tensor with global shape.
+            readers: operators that read the local values of `value` in the program. A step is left out if it begins
+                with another operator.
         """
         is_empty = 0 in value.shape
         if not is_empty and all(openings.isdisjoint(readers) for openings in _OPENINGS.values()):

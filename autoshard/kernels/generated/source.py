@@ -153,7 +153,7 @@ def splittable_sums(group: Group, loops: Loops) -> tuple[int, ...]:
 
 
 def _reduces(group: Group, index: int) -> bool:
-    """Whether value number `index` is the result of a reduction over more than one element."""
+    """Whether `group.values[index]` is the result of a reduction over more than one element, such as a sum."""
     step = group.step_of(index)
     if kind_of(step.target) is not IndexKind.REDUCTION:
         return False

@@ -138,8 +138,8 @@ class ControlGroup:
     def working(self, action: str) -> Iterator[None]:
         """Within the context, other ranks wait for this rank without a time limit, and fail if it fails.
 
-        After an error of this rank, they raise `RankMismatchError` (`telling_errors`). `action` is the work of this
-        rank, for messages.
+        If this rank raises an error, the other ranks raise `RankMismatchError`, see `telling_errors`. `action` is the
+        work of this rank, for messages.
         """
         with self.telling_errors(), self.channel.showing_life(action):
             yield

@@ -114,10 +114,10 @@ class Policy:
 
 
 def axis_space(program: Program) -> SearchSpace:
-    """Return the strategies of each call of a canonical program on one axis.
+    """Return the strategies of each call of a program on one mesh axis. `Canonicalize` has prepared the program.
 
-    Strategies that communicate inside a call (ring attention, the exchange of experts) are left out, because they have
-    no price here. The expert axis gets its exchanges from `route_tokens.shared_layers`.
+    Ring attention and the exchange of tokens between experts communicate inside a call. They are left out, because
+    recipes have no price for them here. `route_tokens.shared_layers` adds the exchanges on the expert axis.
     """
     space = EnumerateStrategies(MESH)(program)
     return replace(space, sites={name: _without_exchanges(site) for name, site in space.sites.items()})
