@@ -38,18 +38,21 @@ def _errors_of_ours() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Cluster(PricedCluster):
-    """Nodes of one kind on one network: the hardware to price plans for.
+    """Nodes of one kind on one network: the hardware for which `autoshard.plan` predicts times.
 
-    Hardware without a name is put together from parts with `of`, or from a node type with another network:
-    `Cluster(node_type("h100_sxm").with_network("roce_v2", bytes_per_s_per_device=25e9), nodes=8)`.
+    For hardware without a file of its own, use `Cluster.of`, or change a node type's network:
+    `Cluster(node_type("h100_sxm").with_network("roce_v2", bytes_per_s_per_device=25e9), nodes=8)`. Here `node_type` is
+    imported from `cost_models.hardware`.
 
     Args:
-        node: the name of a node type ("h100_sxm"), or a `cost_models.hardware.NodeType`.
-        nodes: number of nodes.
-        devices_per_node: number of devices to use in each node. None: all devices of the node type.
+        node: name of a node type, a file of `cost_models/data/nodes` ("h100_sxm"); or a
+            `cost_models.hardware.NodeType`.
+        nodes: number of nodes, at least 1. Default: 1.
+        devices_per_node: number of devices to use in each node. None (default): all devices of the node type.
 
     Raises:
-        UnknownHardwareError: the node type is unknown, or has fewer devices.
+        UnknownHardwareError: the node type is unknown, which lists the known names. Also if a node has fewer devices,
+            or if several nodes have no network.
 
     Example:
         >>> Cluster("h100_sxm", nodes=8, devices_per_node=8).size
@@ -62,16 +65,19 @@ class Cluster(PricedCluster):
 
     @classmethod
     def of(cls, unit: str | Device, devices: int, **parts: Unpack[NodeParts]) -> Self:
-        """Return a cluster of `devices` devices put together from parts.
+        """Return a cluster of `devices` devices, put together from parts.
 
         Args:
-            unit: a device of the data files ("a100_sxm_40gb"), or a `cost_models.device.Device`.
+            unit: the device: the name of a file of `cost_models/data/devices` ("a100_sxm_40gb"), or a
+                `cost_models.device.Device`.
             devices: number of devices in all nodes together.
-            parts: `devices_per_node`, `fabric`, `network` and `network_bytes_per_s_per_device`. Default: the device's
-                usual parts; see `cost_models.hardware.NodeParts`.
+            parts: `devices_per_node` is required. `fabric` (default: the device's usual fabric) and `network` (default:
+                none) are names of files of `cost_models/data`. `network_bytes_per_s_per_device` is a device's share of
+                its node's network in each direction (default: the network's own).
 
         Raises:
-            UnknownHardwareError: a part is unknown, several nodes have no network, or the counts do not fit together.
+            UnknownHardwareError: a part is unknown or missing, or several nodes have no network. Also if `devices` is
+                above `devices_per_node`, but not a multiple of it.
 
         Example:
             >>> Cluster.of("a100_sxm_40gb", 64, devices_per_node=8, network="roce_v2",
@@ -86,10 +92,11 @@ class Cluster(PricedCluster):
         """Return a mesh of these devices, for `autoshard.plan` with given axes.
 
         Args:
-            axes: size of each axis by name, the outermost axis first; or a mesh.
+            axes: size of each axis by name, in row-major order, so neighbours on the last axis share a node first. An
+                `autoshard.Mesh` or a torch `DeviceMesh` with names works too.
 
         Raises:
-            MeshError: the sizes do not multiply to the number of devices.
+            MeshError: the product of the sizes is not the number of devices.
 
         Example:
             >>> str(Cluster("h100_sxm", nodes=8).mesh({"data": 8, "model": 8}))
@@ -101,7 +108,11 @@ class Cluster(PricedCluster):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a cluster file of `save` or `autoshard calibrate`. Raises `UnknownHardwareError` for any other file."""
+        """Read a cluster file that `Cluster.save`, `Calibration.save` or `autoshard calibrate --out` wrote.
+
+        Raises:
+            UnknownHardwareError: there is no such file, or another program wrote it.
+        """
         with _errors_of_ours():
             found = PricedCluster.load(path)
         return cls(found.node, found.nodes, found.devices_per_node)

@@ -10,15 +10,26 @@ from typing import Any
 
 
 class AutoshardError(Exception):
-    """Base class of every error that autoshard raises on purpose."""
+    """Base class of all errors in `autoshard.errors`, so `except autoshard.AutoshardError` catches each of them.
+
+    `CostArgumentError`, which `autoshard.vectorise` raises, is not among them: it belongs to `cost_models`, and is a
+    `ValueError`.
+    """
 
 
 class MeshError(AutoshardError):
-    """A mesh is malformed, or does not match the processes that run."""
+    """A mesh is malformed, or does not match the processes of the run or the devices of a cluster.
+
+    A malformed `autoshard.testing.Link` raises this error too.
+    """
 
 
 class InvalidSpecError(AutoshardError):
-    """A partition spec is wrong: an axis twice, an unknown axis, or more dims than the tensor has."""
+    """A partition spec, an entry of `constraints`, or the notation of a sharding rule is invalid.
+
+    For example, a spec names an axis twice, an axis that the mesh lacks, or more dims than the tensor has.
+    `Plan.explain` raises this error for an unknown value, and `Plan.why_not` for an unknown feature.
+    """
 
 
 class TraceError(AutoshardError):
@@ -26,11 +37,17 @@ class TraceError(AutoshardError):
 
 
 class ChangedInPlaceError(AutoshardError, RuntimeError):
-    """A tensor of the forward was changed in place, and the backward needs its old value."""
+    """Your code changed a parameter, buffer or input in place after the forward, and the backward needs its old value.
+
+    Call `backward` before the change, or change a clone of the tensor.
+    """
 
 
 class NoShardingRuleError(AutoshardError):
-    """An operator has no sharding rule, and `strict=True` forbids to run the operator whole on every rank."""
+    """An operator has no sharding rule, and `strict=True` forbids to run the operator whole on every rank.
+
+    Add a rule with `autoshard.sharding_rule` or `autoshard.infer_rule`, or pass `strict=False`.
+    """
 
 
 class OperatorError(AutoshardError, ValueError):
@@ -42,9 +59,10 @@ class RuleInferenceError(AutoshardError):
 
 
 class DoesNotFitError(AutoshardError):
-    """No plan fits in the memory limit.
+    """No plan was found that fits in the memory of a device, or in `memory_budget`.
 
-    `smallest_bytes` is the smallest memory limit per device for which a plan is known; 0 if there is no such plan.
+    Use more devices, a smaller batch or fewer constraints, or leave `recompute` in a recipe None. `smallest_bytes` is
+    the smallest memory per device, in bytes, for which the search knows a plan or recipe; 0 if it knows none.
     """
 
     def __init__(self, message: str, *, smallest_bytes: int) -> None:
@@ -61,7 +79,11 @@ class RecipeError(AutoshardError):
 
 
 class PlanMismatchError(AutoshardError):
-    """A plan was made for another model, mesh or input signature, or its file cannot be read."""
+    """A plan does not belong to the model, the mesh, the inputs or another argument of the call.
+
+    Also raised if the file of a plan is missing, damaged or of another schema version. Plan again with the arguments of
+    the call, or leave `plan=` out.
+    """
 
 
 class VerificationError(AutoshardError):
@@ -69,11 +91,19 @@ class VerificationError(AutoshardError):
 
 
 class RankMismatchError(AutoshardError):
-    """Ranks of one run disagree about the plan, the program or the versions they run."""
+    """Ranks of one run make different calls, or another rank failed while this rank waited for it.
+
+    The message names the values that differ, with their ranks. Build the same model on every rank, from one seed or
+    one checkpoint. Then make the same calls, in the same mode, with the same inputs and hyperparameters.
+    """
 
 
 class LostRankError(AutoshardError):
-    """Another rank of the run stopped, or did not answer in time, during a communication."""
+    """Another rank of the run ended, or did not answer within the time limit.
+
+    The cause is in the log of that rank, whose own error came first. The time limit is usually `Options(timeout_s=)`.
+    Start the run again from its last checkpoint.
+    """
 
 
 class UnknownHardwareError(AutoshardError):
@@ -81,11 +111,19 @@ class UnknownHardwareError(AutoshardError):
 
 
 class CheckpointError(AutoshardError):
-    """A checkpoint cannot be written, is damaged, or is of another model; the message names file and tensor."""
+    """A checkpoint cannot be written or loaded, or an argument of `Checkpoints` or its methods is invalid.
+
+    Usual reasons are a full disk, a damaged file, and a checkpoint of another model. The message names the file or the
+    argument, and the tensors.
+    """
 
 
 class FormulaError(AutoshardError):
-    """A plan has no such formula, or a cost is no expression in the given sizes."""
+    """`Plan.formula` has no answer, for one of three reasons.
+
+    An argument is unknown, the plan does not hold its model, or the cost is not a polynomial in a size. In the last
+    case, `fixed=` keeps the plan's own value of that size.
+    """
 
 
 class KernelError(AutoshardError):
@@ -97,8 +135,15 @@ class WeightsError(AutoshardError):
 
 
 class NonFiniteError(AutoshardError):
-    """The loss or a gradient of a training step is infinite or not a number (`Options(on_nonfinite="raise")`)."""
+    """Under `Options(on_nonfinite="raise")`, the loss or the gradient norm of a step is infinite or NaN on some rank.
+
+    All ranks raise it before the update, so parameters and optimizer state are those before the step.
+    """
 
 
 class NotAvailableError(AutoshardError):
-    """An argument is out of range, or this release or this machine does not have the requested feature."""
+    """An argument is out of range, or the request needs a feature that is missing here.
+
+    The feature may be missing in this release, for this model or plan, or on this machine, such as a GPU. The message
+    names the way out.
+    """

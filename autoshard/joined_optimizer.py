@@ -18,10 +18,10 @@ class JoinedOptimizer(torch.optim.Optimizer):
     schedule of one of the optimizers works too.
 
     Args:
-        optimizers: optimizers without a common parameter, before their first step.
+        optimizers: optimizers that share no parameter and have not stepped yet.
 
     Raises:
-        TraceError: there is no argument, an argument is no optimizer, or two optimizers update one parameter.
+        TraceError: no argument is given, an argument is not a torch optimizer, or two optimizers share a parameter.
 
     Example:
         >>> layer = torch.nn.Linear(4, 4)

@@ -52,23 +52,25 @@ class _Saving:
 
 
 class Checkpoints:
-    """The checkpoints of a run in one folder, which all ranks see.
+    """Saves and loads the checkpoints of a run, in one folder on a file system that all ranks share.
 
-    A checkpoint holds the model, its optimizer, the scale of the loss, random numbers, the number of steps and the
-    plan. It also holds every object passed by keyword. No file of a checkpoint is pickled, so loading a stranger's
-    checkpoint runs no code. A checkpoint is complete or invisible. If a run crashes during a save, the previous
-    checkpoint stays the latest (docs/reference/checkpoints.md).
+    A checkpoint holds the model, its optimizer, the loss scale, random states, the number of steps done and the plan.
+    It also holds the objects that you pass by keyword to `save`. This release writes no pickles, and `load` runs no
+    code from a file unless `trust_pickle` is True. If a run crashes during a save, the previous checkpoint stays the
+    latest; see docs/reference/checkpoints.md.
 
     Args:
-        folder: the folder of all checkpoints; each checkpoint is a folder in it, such as `step-1000`.
-        every: `save` saves when `at`, the number of steps done, is a multiple of `every`.
-        keep: the number of checkpoints to keep; older checkpoints are deleted. None keeps all.
-        asynchronous: `save` copies this rank's shards to the host's memory, returns, and writes them in a thread.
-            False: `save` writes without a copy, and returns when the checkpoint is complete.
-        timeout_s: seconds to wait for a rank that shows no sign of life. Default: the value of `Options(timeout_s=)`;
-            60 for a plain module.
-        trust_pickle: `load` also reads checkpoints of earlier releases. They are pickles, and loading a pickle runs
-            the code in it. Checkpoints of this release contain no pickles.
+        folder: folder of all checkpoints. Each checkpoint is a folder in it, such as `step-1000` after 1,000 steps.
+        every: number of steps between two checkpoints. `save` writes only if the number of steps done is a multiple.
+            Default: 1.
+        keep: number of checkpoints to keep. Older checkpoints are deleted as soon as a new checkpoint is complete.
+            None (default) keeps all.
+        asynchronous: True (default): `save` copies this rank's shards to host memory and returns; a thread writes the
+            copy. False: `save` writes without a copy, and returns when the checkpoint is complete.
+        timeout_s: seconds to wait for another rank. A rank that is still reading or writing does not count as late.
+            None (default): the value of `Options(timeout_s=)`; 60 for a plain module.
+        trust_pickle: True: `load` also reads checkpoints of earlier releases, which are pickles. Loading a pickle runs
+            the code in it, so trust its writer. Default: False.
 
     Raises:
         CheckpointError: `every` or `keep` is not a whole number above 0, or `timeout_s` is not above 0.
@@ -110,30 +112,32 @@ class Checkpoints:
 
     @property
     def latest(self) -> Path | None:
-        """The folder of the latest complete checkpoint that this process sees; it contains the plan as `plan.json`."""
+        """The folder of the latest complete checkpoint that this process sees; None if there is none.
+
+        If the saved model was compiled, the folder contains its plan as `plan.json`.
+        """
         return folders.latest(self.folder)
 
     def save(self, step: TrainStep | nn.Module, /, *, at: int, force: bool = False, **stateful: Any) -> bool:
-        """Save a checkpoint if `at` is a multiple of `every`. All ranks call `save`.
+        """Save a checkpoint if `at` is a multiple of `every`. All ranks must call this, with the same `at`.
 
-        With `asynchronous`, training goes on during the write. One checkpoint is written at a time, so `save` waits for
-        the previous checkpoint if it is still being written.
+        With `asynchronous`, training goes on during the write. If the previous checkpoint is still being written,
+        `save` first waits for it.
 
         Args:
             step: the result of `compile`, or a plain module.
-            at: the number of steps done.
-            force: save although `at` is no multiple of `every`.
-            stateful: further objects to save, with `state_dict` and `load_state_dict`: a schedule, an optimizer of
-                your own, a data loader.
+            at: number of steps done, counted from the start of the whole run.
+            force: save even if `at` is not a multiple of `every`.
+            stateful: further objects to save, by keyword, each with `state_dict` and `load_state_dict`. Examples are a
+                learning rate schedule, a data loader, or the optimizer of a model that was compiled without one.
 
         Returns:
-            True if this call saves a checkpoint; False if `at` is no multiple of `every`, without `force`.
+            True if this call saves a checkpoint; False if the call is not due.
 
         Raises:
-            CheckpointError: the *previous* checkpoint could not be written; the message names file and tensor. The
-                present checkpoint is being written, and training can go on. With `asynchronous=False`, the present
-                checkpoint could not be written.
-            LostRankError: a rank ended, or showed no sign of life for `timeout_s`; the message names the rank.
+            CheckpointError: with `asynchronous`, the previous save failed; the checkpoint of this call is still being
+                written, and training can go on. Otherwise this save failed. Also if an argument is invalid.
+            LostRankError: another rank ended, or did not come within `timeout_s`. The message names the rank.
         """
         if isinstance(at, bool) or not isinstance(at, int) or at < 0:
             raise CheckpointError(f"at={at!r}: pass the number of steps that are done.")
@@ -146,32 +150,38 @@ class Checkpoints:
         return True
 
     def wait(self) -> None:
-        """Wait until the last save is complete.
+        """Wait until the last save is complete; return at once if nothing is being written.
+
+        Call this on all ranks at the end of a run, before `destroy_process_group`. A program that ends without `wait`
+        still finishes the write, but nobody hears of its errors.
 
         Raises:
-            CheckpointError: the checkpoint could not be written.
-            LostRankError: a rank ended, or showed no sign of life for `timeout_s`.
+            CheckpointError: the last save failed.
+            LostRankError: another rank ended, or did not come within `timeout_s`.
         """
         failure = self._end()
         if failure is not None:
             raise failure
 
     def load(self, step: TrainStep | nn.Module, /, **stateful: Any) -> int:
-        """Load the latest complete checkpoint in place, on any mesh, plan and number of ranks.
+        """Load the latest complete checkpoint in place. All ranks must call this.
 
-        Each rank reads its shards. Pass `example_inputs=` to `compile`, so that parameters are sharded before `load`.
+        Mesh, plan and number of ranks may differ from those of the save. Pass `example_inputs=` to `compile`, so that
+        each rank reads only its shards. Otherwise each rank reads whole parameters, and a model on the meta device
+        cannot be loaded.
 
         Args:
             step: the result of `compile`, or a plain module.
-            stateful: saved objects to load, under the keywords of `save`.
+            stateful: objects to load in place, under the keywords with which they were saved. Saved objects that you do
+                not name are ignored.
 
         Returns:
-            The number of steps done at the save; 0 if there is no checkpoint.
+            The number of steps done at the save; 0 if there is no checkpoint, and nothing is changed.
 
         Raises:
-            CheckpointError: on every rank: the checkpoint is damaged, or of another model, or the last `save` failed.
-                Nothing has been changed.
-            LostRankError: a rank ended, or showed no sign of life for `timeout_s`.
+            CheckpointError: on every rank: the checkpoint is damaged, of another model, or lacks a keyword. Or the last
+                `save` failed. Nothing has been changed, unless a `load_state_dict` of your own failed.
+            LostRankError: another rank ended, or did not come within `timeout_s`.
         """
         self.wait()
         state, ranks = TrainingState(step, stateful), self._ranks_of(step)

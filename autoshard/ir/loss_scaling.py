@@ -21,16 +21,16 @@ SMALLEST_SCALE, LARGEST_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(tor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScaling:
-    """Settings of the scale of the loss under `precision="f16"`, with the names of `torch.amp.GradScaler`.
+    """Settings of the loss scale under `precision="f16"`, with names and defaults of `torch.amp.GradScaler`.
 
-    A step whose gradients are not all finite is skipped, and the scale falls. After enough steps without a skip, the
-    scale rises.
+    If a gradient of a step is not finite, the step skips its update, and the loss scale falls. After enough updates in
+    a row, the loss scale rises.
 
     Args:
-        init_scale: the scale of the first step, between 1.2e-38 and 3.4e38.
-        growth_factor: the scale rises by this factor, above 1.
-        backoff_factor: the scale falls by this factor, between 0 and 1.
-        growth_interval: number of consecutive steps without a skip after which the scale rises.
+        init_scale: loss scale of the first step, above 1.2e-38 and below 3.4e38. Default: 65536.
+        growth_factor: factor by which the loss scale rises, above 1. Default: 2.
+        backoff_factor: factor by which the loss scale falls, above 0 and below 1. Default: 0.5.
+        growth_interval: number of updates in a row after which the loss scale rises, at least 1. Default: 2000.
 
     Raises:
         NotAvailableError: a value is out of its range.

@@ -24,13 +24,14 @@ MAX_RANKS = 2**20
 
 @dataclass(frozen=True, slots=True, init=False)
 class Mesh:
-    """Named axes and their sizes, major to minor.
+    """Named axes and their sizes. Ranks are numbered in row-major order, so the last axis varies fastest.
 
     Args:
         axes: axis name to size (at least 1), in order, e.g. `{"data": 2, "model": 4}`.
 
     Raises:
-        MeshError: the mesh has no axis, a name is no identifier, a size is below one, or ranks exceed `MAX_RANKS`.
+        MeshError: there is no axis, a name is not a Python identifier, a size is below 1, or the mesh has more than
+            2**20 ranks.
 
     Example:
         >>> mesh = Mesh({"data": 2, "model": 4})
@@ -69,12 +70,12 @@ class Mesh:
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        """The names of the axes, major to minor."""
+        """The names of the axes, in row-major order."""
         return tuple(name for name, _ in self.axes)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The sizes of the axes, major to minor."""
+        """The sizes of the axes, in row-major order."""
         return tuple(size for _, size in self.axes)
 
     @property
@@ -83,14 +84,14 @@ class Mesh:
         return math.prod(self.shape)
 
     def axis_size(self, axis: str) -> int:
-        """Return the number of ranks along `axis`; raise `MeshError` for an unknown axis."""
+        """Return the number of ranks along `axis`. Raises `MeshError` for an unknown axis."""
         for name, size in self.axes:
             if name == axis:
                 return size
         raise MeshError(f"{self} has no axis {axis!r}; its axes are {', '.join(map(repr, self.axis_names))}.")
 
     def shards(self, axes: Sequence[str]) -> int:
-        """Return the number of pieces into which `axes` together split a dim."""
+        """Return the number of pieces into which `axes` together split a dim, the product of their sizes."""
         return math.prod(self.axis_size(axis) for axis in axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -113,7 +114,10 @@ class Mesh:
         return rank
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of ranks that communicate along `axes`. In a group, the last of `axes` varies fastest."""
+        """Return the groups of ranks whose coordinates differ only along `axes`.
+
+        Within a group, ranks are in row-major order over `axes` as given. Raises `MeshError` for an unknown axis.
+        """
         for axis in axes:
             self.axis_size(axis)
         others = [name for name in self.axis_names if name not in axes]

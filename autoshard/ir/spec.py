@@ -37,15 +37,19 @@ DimAxes = str | Sequence[str] | None
 
 @dataclass(frozen=True, slots=True, init=False)
 class PartitionSpec:
-    """Layout of a tensor over the axes of a mesh, usually written `P(...)`.
+    """Layout of a tensor over the axes of a mesh. `autoshard.P` is a short name of `PartitionSpec`.
+
+    A value is partial over an axis if each rank along the axis holds one term of its reduction, such as an addend.
+    Ranks along an axis that the spec does not name hold copies.
 
     Args:
-        *dims: for each dim, the axis that splits it, a tuple of axes (major to minor), or None. Missing trailing dims
-            are not split.
-        partial: axis to reduction ("sum", "max", "min", "product") over which the value is partial.
+        *dims: for each dim, the axis that splits the dim, a tuple of axes in row-major order, or None for a whole dim.
+            Missing trailing dims are whole.
+        partial: from each axis over which the value is partial to the reduction: "sum", "max", "min" or "product".
+            Default: the value is not partial.
 
     Raises:
-        InvalidSpecError: an axis is used twice, or a reduction is unknown.
+        InvalidSpecError: an axis is used twice, a name is not an identifier, or a reduction is unknown.
 
     Example:
         >>> P("data", None, ("model", "expert"))
@@ -78,7 +82,7 @@ class PartitionSpec:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that split a dim, then the axes over which the value is partial."""
+        """The axes that the spec names: those that split a dim, then those over which the value is partial."""
         return (*self.sharded_axes, *(axis for axis, _ in self.partial))
 
     @property
@@ -88,27 +92,27 @@ class PartitionSpec:
 
     @property
     def is_partial(self) -> bool:
-        """Whether the value is partial over some axis."""
+        """Whether the value is partial over some axis: each rank along the axis holds one term of a reduction."""
         return bool(self.partial)
 
     @property
     def is_fully_replicated(self) -> bool:
-        """Whether every rank holds the whole value: no axis splits a dim or is partial."""
+        """Whether every rank holds the whole value. No axis splits a dim, and the value is partial over no axis."""
         return not self.dims and not self.partial
 
     def axes_of(self, dim: int) -> tuple[str, ...]:
-        """Return the axes that split `dim` (counted from the front), major to minor."""
+        """Return the axes that split `dim` (counted from 0), in row-major order; empty if no axis splits `dim`."""
         return self.dims[dim] if dim < len(self.dims) else ()
 
     def dim_of(self, axis: str) -> int | None:
-        """Return the dim that `axis` splits, or None."""
+        """Return the dim that `axis` splits; None if `axis` splits no dim."""
         for dim, axes in enumerate(self.dims):
             if axis in axes:
                 return dim
         return None
 
     def reduction_over(self, axis: str) -> Reduction | None:
-        """Return the reduction for which the value is partial over `axis`, or None."""
+        """Return the reduction over `axis` of which each rank holds one term; None if `axis` is not partial."""
         return dict(self.partial).get(axis)
 
     def check(self, mesh: Mesh, ndim: int) -> None:
@@ -123,7 +127,10 @@ class PartitionSpec:
             raise InvalidSpecError(f"{self!r} splits {len(self.dims)} dims, but the tensor has ndim={ndim}.")
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-        """Return the padded shape, equal on all ranks, of the local tensors of a tensor of global `shape`."""
+        """Return the shape of each rank's local tensor, for a tensor of global `shape`.
+
+        The shape includes padding, so it is equal on all ranks: an axis of size a leaves `ceil(n / a)` elements of n.
+        """
         return tuple(self._local_size(dim, size, mesh) for dim, size in enumerate(shape))
 
     def _local_size(self, dim: int, size: int, mesh: Mesh) -> int:
@@ -132,14 +139,15 @@ class PartitionSpec:
         return size
 
     def is_even(self, shape: Sequence[int], mesh: Mesh) -> bool:
-        """Whether every split divides its dim of global `shape`, so that no rank holds padding."""
+        """Whether the spec splits a tensor of global `shape` into pieces of equal size, so no rank holds padding."""
         return all(size % mesh.shards(self.axes_of(dim)) == 0 for dim, size in enumerate(shape))
 
     def to_placements(self, mesh: Mesh) -> tuple[Placement, ...]:
-        """Return the torch DTensor placements, one per mesh axis in the order of the mesh.
+        """Return the torch DTensor placements, one for each axis of `mesh`, in mesh order.
 
         Raises:
-            InvalidSpecError: axes split a dim in another order than the mesh's, which placements cannot express.
+            InvalidSpecError: a dim lists its axes out of mesh order, which placements cannot express. List them in mesh
+                order.
         """
         self._check_mesh_order(mesh)
         return tuple(self._placement(axis) for axis in mesh.axis_names)
@@ -161,9 +169,9 @@ class PartitionSpec:
 
     @classmethod
     def from_placements(cls, placements: Sequence[Placement], mesh: Mesh) -> PartitionSpec:
-        """Return the spec of DTensor `placements`, one per axis of `mesh`.
+        """Return the spec of DTensor `placements`, one for each axis of `mesh`, in mesh order.
 
-        Raises InvalidSpecError for placements other than `Shard`, `Replicate` and `Partial`.
+        Raises `InvalidSpecError` for placements other than `Shard`, `Replicate` and `Partial`.
         """
         dims: dict[int, list[str]] = {}
         partial: dict[str, str] = {}
