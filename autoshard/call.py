@@ -43,40 +43,40 @@ LossFunction = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Settings of the calls of a compiled model.
+    """Settings of a compiled model, `autoshard.compile(..., options=Options(...))`. Pass each field by keyword.
 
     Args:
-        reduce_dtype: "bf16" sends gradients of float32 parameters between ranks in 16 bits and adds them in float32;
-            see docs/reference/precision.md. None sends each gradient in its own type.
-        dynamic_lengths: from the name of an argument to its padding value: {"input_ids": 0, "attention_mask": 0,
-            "labels": -100}. Dim 1 of these arguments is padded to one of a few lengths, by at most half its size, and
-            results are cut back. Calls of many lengths then share few programs. Before a program is compiled, autoshard
-            proves that padding reaches no result. If the proof fails, each length is compiled without padding, with a
-            warning.
-        max_programs: number of programs to keep, each for calls of one kind. The least recently used program is
-            dropped first.
-        check: "always" compares each call between processes, "first" the first call of each program, "off" no call. A
-            comparison covers program, mode, hyperparameters, inputs and parameters; see docs/reference/running.md.
-        timeout_s: seconds to wait for a process that neither calls nor compiles; then all other processes raise
-            `LostRankError`.
-        outputs: "all" returns all outputs of the model; "loss" returns the first floating scalar among them. With
-            "loss", nothing is computed or kept for the other outputs. A `TrainStep` always returns the loss alone.
-        gather_outputs: return whole outputs, except outputs in `constraints`. By default, with processes, an output
-            that is not a scalar is a DTensor, placed by the plan; see docs/reference/running.md.
-        cuda_graph: with a traced optimizer and processes on GPUs: from the third step on, launch forward and backward
-            of a micro-batch as one CUDA graph. A graph helps if the host launches kernels more slowly than the device
-            computes; see docs/reference/running.md.
-        on_nonfinite: with an optimizer: "raise" raises `NonFiniteError` on all ranks, before the update, if the loss or
-            the gradient norm is not finite on any rank. "skip" leaves out the update and counts `step.skipped_steps`.
-            None checks nothing; see docs/how_to/watch_a_run.md.
-        name_ranges: name each operator by module, and each collective by axis, in every `torch.profiler` trace and as
-            NVTX ranges on GPUs. It costs a few microseconds a call; see docs/how_to/profile_a_step.md.
-        grad_norm: with an optimizer: compute `step.last_grad_norm` even without `max_grad_norm`.
-        loss_scaling: with an optimizer and `precision="f16"`: settings of the scale of the loss. None: the defaults of
-            `torch.amp.GradScaler`; see docs/reference/precision.md.
+        reduce_dtype: "bf16": ranks send gradients of float32 parameters in bfloat16, and add them in float32. None
+            (default): ranks send each gradient in its own type; see docs/reference/precision.md.
+        dynamic_lengths: padding value of each argument whose dim 1 varies in size: {"input_ids": 0, "labels": -100}.
+            Dim 1 is padded to 8, 12, 16, 24, 32, 48 and so on, and results are cut back, so few programs serve all
+            lengths. If autoshard cannot prove that padding changes no result, each length gets its own program, with a
+            warning. None (default): no padding.
+        max_programs: number of compiled programs to keep, one for each kind of call. The least recently used program
+            is dropped, and compiled again when needed. Default: 32.
+        check: calls that ranks compare under `torchrun`: "always" (default), "first" (only the first call of each
+            program), or "off" (only compilations). A comparison covers program, mode, hyperparameters, inputs and
+            parameters. If ranks differ, all raise `RankMismatchError`; see docs/reference/running.md.
+        timeout_s: under `torchrun`: seconds to wait for a rank that neither calls the model nor compiles. All other
+            ranks then raise `LostRankError`. Default: 60.
+        outputs: "all" (default): calls return all outputs of the model. "loss": calls return only the loss, the first
+            floating-point scalar of the outputs, and compute nothing else. A `TrainStep` always returns only the loss.
+        gather_outputs: True: each rank returns whole tensors, except outputs in `constraints`. False (default): under
+            `torchrun`, an output that is not a scalar is a DTensor, sharded by the plan. No effect on a loss alone.
+        cuda_graph: True: from the third step on, launch forward and backward of a micro-batch as one CUDA graph. Needs
+            `optimizer=` SGD, Adam, AdamW or Muon, and GPUs under `torchrun` without a pipeline. Default: False.
+        on_nonfinite: response of a `TrainStep` to a loss or gradient norm that is not finite on some rank. "raise": all
+            ranks raise `NonFiniteError` before the update. "skip": all ranks skip the update, and count
+            `step.skipped_steps`. None (default): no check. Under `precision="f16"`, an overflow of gradients always
+            skips the update. "raise" then raises only for the loss, or at a loss scale of 1 or less.
+        name_ranges: True: name each operator by module, and each collective by axis, in every `torch.profiler` trace
+            and as NVTX ranges on GPUs. A call then takes a few microseconds longer. Default: False.
+        grad_norm: True, with `optimizer=`: compute `step.last_grad_norm` even without `max_grad_norm`. Default: False.
+        loss_scaling: with `optimizer=` and `precision="f16"`: settings of the loss scale, an `autoshard.LossScaling`.
+            None (default): `LossScaling()`.
 
     Raises:
-        NotAvailableError: an option has an invalid value.
+        NotAvailableError: an option has an invalid value. `compile` raises it for `reduce_dtype` and `cuda_graph`.
     """
 
     reduce_dtype: str | None = None
@@ -94,7 +94,7 @@ class Options:
 
     @property
     def returns_norm(self) -> bool:
-        """Whether a step computes the norm of its gradients even without clipping."""
+        """Whether steps compute the gradient norm even without `max_grad_norm`: with `grad_norm` or `on_nonfinite`."""
         return self.grad_norm or self.on_nonfinite is not None
 
     def __post_init__(self) -> None:

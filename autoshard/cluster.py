@@ -71,9 +71,9 @@ class Cluster(PricedCluster):
             unit: the device: the name of a file of `cost_models/data/devices` ("a100_sxm_40gb"), or a
                 `cost_models.device.Device`.
             devices: number of devices in all nodes together.
-            parts: `devices_per_node` is required. `fabric` (default: the device's usual fabric) and `network` (default:
-                none) are names of files of `cost_models/data`. `network_bytes_per_s_per_device` is a device's share of
-                its node's network in each direction (default: the network's own).
+            parts: `devices_per_node` is required. `fabric` and `network` name files of `cost_models/data`; by default,
+                a cluster has the device's usual fabric and no network. `network_bytes_per_s_per_device` is a device's
+                share of its node's network in each direction, by default the network's own.
 
         Raises:
             UnknownHardwareError: a part is unknown or missing, or several nodes have no network. Also if `devices` is
@@ -111,7 +111,7 @@ class Cluster(PricedCluster):
         """Read a cluster file that `Cluster.save`, `Calibration.save` or `autoshard calibrate --out` wrote.
 
         Raises:
-            UnknownHardwareError: there is no such file, or another program wrote it.
+            UnknownHardwareError: there is no such file, or the file does not describe a cluster.
         """
         with _errors_of_ours():
             found = PricedCluster.load(path)
