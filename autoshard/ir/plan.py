@@ -91,45 +91,45 @@ class Alternatives(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A program's layout on a mesh, with its predicted cost.
+    """A program's layout on a mesh, with its predicted cost. `autoshard.plan` makes it; it prints as tables.
 
     Args:
-        mesh: axes and sizes of the mesh, with the axis of the pipeline.
+        mesh: axes and sizes of the mesh, including the axis "pipeline".
         program_digest: digest of the traced program that the plan belongs to.
-        inputs: for each input name, the text `dtype[shape]`, such as "f32[2, 8]". Error messages compare a call's
-            inputs with these texts.
+        inputs: for each input name, the text `dtype[shape]`, such as "f32[2, 8]". A call that runs the plan must match.
         nodes: specs of operands and results of every node of the traced program, by node name.
-        outputs: spec of every result of the program, by "kind name" ("gradient wte.weight", "output output:0").
+        outputs: spec of every result of the program, by kind and name: "gradient wte.weight", or "output output:0" for
+            the first output of the model.
         parameters: layout of each parameter, by qualified name.
-        predicted: predicted time and memory of a step.
-        objective: the sum that the search minimised, in seconds; `lower_bound`: its proven bound, or None.
+        predicted: predicted time and memory of a step, with overlap of communication and computation.
+        objective: the sum that the search minimised, in seconds: operators, reshards, recompute and offload, without
+            overlap. With `stages` or another `runtime`, the predicted step time.
+        lower_bound: proven lower bound of the objective within the searched space, in seconds; None without a proof.
         search_time_s: wall time of the search, in seconds.
-        baselines: predicted step of known recipes, in seconds, each on its fastest mesh; None where the recipe fits on
+        baselines: predicted step of known recipes, in seconds, each on its fastest mesh; None for a recipe that fits on
             no mesh. The step of a recipe far slower than the plan is computed when it is first read.
         hardware: name of the cluster for which the plan's times are predicted.
-        memory_budget: memory limit of a device in bytes, or None.
-        precision: "bf16", "f16" or "f32" where the program casts wider parameters; None where the model computes in its
-            own types.
-        recompute: nodes of the forward that the backward computes a second time. `nodes` has both copies.
-        offload: nodes of the forward whose values wait in host memory for the backward. `nodes` has their copies to the
-            host and back.
-        replicated_operators: operators without a sharding rule, as pairs (operator, source line). They run whole on
+        memory_budget: memory limit of a device in bytes; None if there was no limit.
+        precision: "bf16", "f16" or "f32": the program computes in this type. None: in the model's own types.
+        recompute: forward nodes that the backward recomputes. `nodes` has specs of the node and of its copy.
+        offload: forward nodes whose values wait in host memory for the backward. `nodes` has specs of both copies.
+        replicated_operators: pairs (operator, source line) of operators without a sharding rule, which run whole on
             every rank.
-        operators: layout and time of each operator on each source line, the most expensive first; see `coverage`.
+        operators: layout and time of each operator on each source line, the most expensive of each stage first.
         repeats: blocks that the plan's program leaves out because they equal the blocks that follow. `nodes`,
             `recompute` and `offload` omit the nodes of these blocks; all other fields describe the whole model.
-        recipe: the recipe that restricted the search or was priced; None where all specs were searched.
+        recipe: the recipe that restricted the search or was priced; None if all specs were searched.
         runtime: "autoshard" for plans that `compile` runs. A plan under another `Runtime` only predicts costs.
-        micro_batches: micro-batches of a step; `inputs` and `nodes` describe one micro-batch.
+        micro_batches: number of micro-batches of a step. `inputs` and `nodes` describe one micro-batch.
         was_interrupted: Ctrl-C ended the search; the plan is the best found until then.
         was_cut: `time_budget_s` ended the search; more time or a faster machine may find another plan.
-        stages: on a mesh with an axis "pipeline", the plan of each stage on the other axes. `nodes` is then empty, and
-            the figures are those of the whole step.
+        stages: on a mesh with an axis "pipeline", the plan of each pipeline stage on the other axes. `nodes` is then
+            empty, and all figures are those of the whole step. Empty without a pipeline.
         order: tasks of each pipeline rank in a step, in running order; None without stages.
-        schedule: name of the order ("1F1B"); "" without stages.
+        schedule: name of the pipeline schedule ("1F1B"); "" without stages.
         cuts: for each stage after the first, the name of its first node in the traced forward.
-        formulas, alternatives: objects that answer `formula`, and `explain`, `why_not` and `limits`. None for plans
-            from files, other processes, `autoshard.price` or `compile`. `formulas` is None under any other runtime.
+        formulas, alternatives: objects behind `formula`, and behind `explain`, `why_not` and `limits`. None for plans
+            from files, other processes or `compile`. `alternatives` is None for a price of a given recipe too.
     """
 
     mesh: Mesh
@@ -169,10 +169,10 @@ class Plan:
 
     @property
     def coverage(self) -> Mapping[str, tuple[OperatorCoverage, ...]]:
-        """Entries of `operators` by layout, the most expensive first.
+        """Entries of `operators`, in the same order, under the keys "split", "replicated" and "without rule".
 
-        The keys are "split" (over some axis), "replicated" (whole on every rank, by choice) and "without rule" (whole,
-        for want of a sharding rule).
+        An axis splits "split" operators. All others run whole on every rank: by the planner's choice, or because no
+        sharding rule exists. A key without operators has an empty tuple.
         """
         return {
             "split": tuple(item for item in self.operators if item.is_split),
@@ -182,9 +182,10 @@ class Plan:
 
     @property
     def speedup_over_previous(self) -> float | None:
-        """Predicted step time of the plan `previous`, divided by that of this plan, both for this plan's hardware.
+        """Predicted step time of the plan passed as `previous=`, divided by this plan's. Above 1, this plan is faster.
 
-        Above 1, this plan is faster. None if the plan was made without `previous`, or if `previous` does not fit.
+        Both times are for this plan's hardware. None if `previous` was not given or does not fit, and for plans with
+        `global_batch=` on a cluster or with pipeline stages.
         """
         before_s, own_s = self.baselines.get(BEFORE), self.predicted.step_time_s
         return before_s / own_s if before_s is not None and own_s > 0 else None
@@ -196,14 +197,14 @@ class Plan:
 
     @property
     def runs(self) -> bool:
-        """Whether `compile` can run the plan; False for a price under another runtime."""
+        """Whether `compile(plan=)` can run the plan; False if it only predicts costs under another `runtime`."""
         return self.runtime == AUTOSHARD
 
     @property
     def layouts(self) -> Mapping[str, int]:
-        """Number of parameter elements under each layout, the largest number first; empty without an update.
+        """Number of parameter elements under each layout, the largest first; empty for a plan without an optimizer.
 
-        A layout says in words where parameter, gradient and optimizer state lie, as in `{"ZeRO-3 over data; split over
+        A layout says in words how parameter, gradient and optimizer state are sharded: `{"ZeRO-3 over data; split over
         model": 8000000000, "copied over data, model": 4096}`.
         """
         counts: dict[str, int] = {}
@@ -214,26 +215,26 @@ class Plan:
 
     @property
     def recomputed(self) -> Mapping[str, tuple[str, ...]]:
-        """Names of forward nodes that the backward computes again, by module path, left-out blocks included."""
+        """Module path → its forward nodes that the backward recomputes, by name; with `stages`, ask each stage's plan."""
         return by_module(self.recompute.nodes, self.repeats)
 
     @property
     def offloaded(self) -> Mapping[str, tuple[str, ...]]:
-        """Names of forward nodes whose values wait in host memory, by module path, left-out blocks included."""
+        """Module path → its forward nodes whose values wait in host memory; with `stages`, ask each stage's plan."""
         return by_module(self.offload.nodes, self.repeats)
 
     @property
     def gap(self) -> float | None:
-        """Relative gap between objective and proven bound, `1 - lower_bound / objective`; None without a bound.
+        """Distance of `objective` from `lower_bound`, a fraction of `objective` from 0 to 1; None without a bound.
 
-        The objective is a sum of predicted seconds; in a plan under another runtime, a predicted step time.
+        It is `1 - lower_bound / objective`. At 0, no plan of the searched space has a smaller objective.
         """
         if self.lower_bound is None:
             return None
         return 0.0 if self.objective <= 0 else max(0.0, 1.0 - self.lower_bound / self.objective)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as a JSON file. Raises `NotAvailableError` if the file cannot be written."""
+        """Write the plan as a JSON file, for `load`. Raises `NotAvailableError` if the file cannot be written."""
         write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
@@ -241,7 +242,7 @@ class Plan:
         """Read a plan that `save` wrote.
 
         Raises:
-            PlanMismatchError: the file is missing, is no plan, or has another schema version.
+            PlanMismatchError: the file is missing, is not a plan, or has the schema version of another release.
         """
         text, refused = read_text(path), f"{os.fspath(path)!r} is not a plan that autoshard wrote"
         try:
@@ -256,12 +257,12 @@ class Plan:
             raise PlanMismatchError(f"{path}: {error}") from error
 
     def trace(self, path: str | Path) -> None:
-        """Write the timeline of the predicted step as a file for ui.perfetto.dev and chrome://tracing.
+        """Write the timeline of the predicted step as a file, to open at ui.perfetto.dev or chrome://tracing.
 
-        Ranks with equal timelines share one process; each stream is a thread.
+        Ranks with equal timelines are shown as one process, and each stream as a thread.
 
         Raises:
-            NotAvailableError: the plan has no timeline, because it only predicts costs under another runtime.
+            NotAvailableError: the plan only predicts costs under another runtime, or the file cannot be written.
         """
         if self.predicted.timeline is None:
             raise NotAvailableError(
@@ -271,10 +272,10 @@ class Plan:
         self.predicted.timeline.write(path)
 
     def report(self, path: str | Path) -> None:
-        """Write the plan as one page of HTML, which opens without a network.
+        """Write the plan as one HTML file that a browser shows offline.
 
-        The page draws the parts of the step's time, the memory at its peak, and the timeline. Tables list the known
-        recipes, the layouts of parameters, the operators and every spec.
+        Charts show the parts of the step time, the peak memory and the timeline. Tables list known recipes, layouts of
+        parameters, operators and specs. Raises `NotAvailableError` if the file cannot be written.
         """
         write_text(path, page_of(self))
 
@@ -288,25 +289,24 @@ class Plan:
     ) -> sympy.Expr:
         """Return a cost of this plan as an expression in sizes of inputs, numbers of blocks and sizes of mesh axes.
 
-        The first call traces and lowers the model at a few more sizes. Specs stay the plan's own. The formulas are
-        explained in docs/reference/formulas.md.
+        The first call traces the model at a few more sizes. Specs stay as planned; see docs/reference/formulas.md.
 
         Args:
-            name: "step_flops", "rank_flops", "communication_bytes" (of one axis: "communication_bytes_data"),
-                "parameters", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes" or "tokens".
-            dims: for each symbol, the dim whose size it stands for: one index for all inputs, or a dict from input to
-                index (`{"height": {"input:0": 2}}`). Default: `batch` is dim 0, `sequence` is dim 1 of inputs that look
-                like sequences.
-            fixed: symbols that keep the plan's own sizes.
-            even: leave out the ceilings of uneven splits. The expression then holds where all splits are even.
+            name: "step_flops" (of a step on all ranks), "rank_flops" (of one rank), "communication_bytes" (over one
+                axis: "communication_bytes_data"), "parameters", "parameter_bytes", "gradient_bytes", "optimizer_bytes",
+                "activation_bytes" or "tokens".
+            dims: symbol → the dim of the inputs with this size: one index for all inputs, or a dict from input to index
+                (`{"height": {"input:0": 2}}`). By default, `batch` is dim 0, and `sequence` is dim 1 of integer or
+                three-dimensional inputs.
+            fixed: names of symbols to replace by the plan's own sizes, such as `("sequence",)`.
+            even: leave out the ceilings of uneven splits. The expression then holds only if all splits are even.
 
         Returns:
-            An expression in symbols such as `sympy.Symbol("batch")`. `autoshard.vectorise` turns the expression into a
-            numpy function.
+            An expression in symbols such as `sympy.Symbol("batch")`, for `autoshard.vectorise`.
 
         Raises:
-            FormulaError: no formula has this name, the cost is no polynomial in a size, or the plan has no model at
-                hand.
+            FormulaError: an argument is unknown, or the cost is not a polynomial in a size. Or the plan does not hold
+                its model, because it came from a file, another process or `compile`.
         """
         if self.formulas is None:
             raise FormulaError(
@@ -319,18 +319,18 @@ class Plan:
     def explain(self, name: str) -> Explanation:
         """Explain the spec of a value: each possible spec, with the cost of the best plan that has it.
 
-        Each alternative is planned as `autoshard.plan` would with the spec as a constraint, within the plan's memory
-        limit and constraints. All other specs may change. With pipeline stages, only specs of the value's own stage may
-        change. Print the result.
+        Each other spec takes a new search of at most the plan's `time_budget_s`, with the same mesh, memory limit and
+        constraints. All other specs may change; with pipeline stages, only those of the value's stage. The returned
+        object prints as a table.
 
         Args:
-            name: qualified name of a parameter or buffer, "input:0", "output:0", "exp_avg:w" (optimizer state), or a
-                node of `nodes`.
+            name: qualified name of a parameter or buffer, "input:0", "output:0", "exp_avg:w" (optimizer state of `w`),
+                or a key of `nodes`.
 
         Raises:
             InvalidSpecError: the plan has no value of this name.
-            NotAvailableError: the plan has no model at hand, because it came from a file, `autoshard.price` or
-                `compile`; or the plan only predicts costs under another runtime.
+            NotAvailableError: the plan does not hold its model, because it came from a file, another process,
+                `autoshard.price` or `compile`. Or it only predicts costs under another runtime.
         """
         return self._alternatives(f"explain({name!r})").explain(self, name)
 
@@ -338,21 +338,20 @@ class Plan:
     def why_not(self, feature: str) -> WhyNot:
         """Explain why the plan lacks a feature: the cost of the best plan for each way to have the feature.
 
-        Each figure is the predicted step of a plan made for the question, within the same memory limit and constraints.
-        A feature that needs another mesh, such as a pipeline, is planned on other meshes of the same devices and batch.
-        Print the result.
+        Each way takes a new search within the same memory limit and constraints. A feature that needs another mesh,
+        such as a pipeline, is planned on other meshes of the same devices and batch. If the plan has the feature, the
+        answer is the best plan without it. The returned object prints as a table.
 
         Args:
-            feature: one of "data" (parameters copied over an axis), "zero-1", "zero-2", "fsdp", "hsdp", "tensor",
-                "sequence", "context", "expert", "pipeline", "recompute", "offload". Usual synonyms work too: "ddp",
-                "zero-3", "tp", "sp", "cp", "ep", "pp", "checkpointing". If the plan has the
-                feature already, the answer is the best plan without it.
+            feature: "data" (plain data parallelism, as in DDP), "zero-1", "zero-2", "fsdp", "hsdp", "tensor",
+                "sequence", "context", "expert", "pipeline", "recompute" or "offload". Usual synonyms work too: "ddp",
+                "zero-3", "tp", "sp", "cp", "ep", "pp", "checkpointing".
 
         Raises:
             InvalidSpecError: no feature has this name.
-            NotAvailableError: the plan has no model at hand, because it came from a file, `autoshard.price` or
-                `compile`. Also if the question needs other meshes, and the plan has constraints or no optimizer. The
-                message names the call to make instead.
+            NotAvailableError: the plan does not hold its model, because it came from a file, another process,
+                `autoshard.price` or `compile`. Also if the question needs another mesh, and the plan has constraints or
+                no optimizer. The message names the call to make instead.
         """
         return self._alternatives(f"why_not({feature!r})").why_not(self, feature)
 
@@ -360,11 +359,12 @@ class Plan:
     def limits(self) -> Limits:
         """Find the resource that limits the plan: the time saved by more memory, or by a faster part of the hardware.
 
-        Each change is planned by a new search. Print the result; `binding` names the change that saves the most time.
+        Each change takes a new search: 10 % more, twice or unlimited memory, and 10 % faster matrix products, device
+        memory, links or network. The result prints as a table; `binding` names the change that saves most time.
 
         Raises:
-            NotAvailableError: the plan has no model at hand, because it came from a file, `autoshard.price` or
-                `compile`.
+            NotAvailableError: the plan does not hold its model, because it came from a file, another process,
+                `autoshard.price` or `compile`.
         """
         return self._alternatives("limits()").limits(self)
 
@@ -377,10 +377,9 @@ class Plan:
         return self.alternatives
 
     def compare(self, other: Plan) -> Comparison:
-        """Compare with another plan of the model: times, memory, and differing specs. Print the result.
+        """Compare with another plan of the same model: times, memory and differing specs. The result prints as tables.
 
-        Raises:
-            PlanMismatchError: `other` is no plan.
+        A plan of another model is not refused. Raises `PlanMismatchError` if `other` is not a `Plan`.
         """
         if not isinstance(other, Plan):
             raise PlanMismatchError(
@@ -399,21 +398,22 @@ class Plan:
         save_s: float | None = None,
         restart_s: float | None = None,
     ) -> RunEstimate:
-        """Predict a whole run: days, device-hours, best distance of checkpoints, time lost to failures. Print it.
+        """Estimate a whole training run: days, device-hours, steps between checkpoints, time lost to failures.
 
-        The distance is by Daly 2006 (`cost_models/restarts.py`); docs/reference/plans.md explains the figures.
+        Pass exactly one of `tokens` and `steps`. The returned object prints as a table; see docs/reference/plans.md.
 
         Args:
-            tokens: number of tokens to train on. Pass `steps` instead if the inputs of the model are no tokens.
+            tokens: number of tokens to train on, for a model with an integer input.
             steps: number of steps.
             mtbf_hours: mean hours between failures of the whole cluster that stop the run. Default: no failures.
-            checkpoint_bytes: bytes of a checkpoint. Default: parameters, and each state as large as its parameter.
+            checkpoint_bytes: bytes of a checkpoint. Default: the parameters, and as many for each optimizer state.
             save_s: seconds that training waits for a save. Default: all devices write at 122 MB/s each.
             restart_s: seconds from a failure to the first new step. Default: 600.
 
         Raises:
-            NotAvailableError: an argument is no number above 0, or failures come too fast. Or the plan counts no
-                tokens, or has no optimizer and `checkpoint_bytes` is missing.
+            NotAvailableError: `tokens` and `steps` are both given or both missing, a number is not above 0, or failures
+                come too fast. Also if the model has no integer input to count `tokens`, or if the plan has no optimizer
+                and `checkpoint_bytes` is missing.
         """
         count, of_tokens = steps_of(self.predicted, tokens, steps)
         given = {"mtbf_hours": mtbf_hours, "save_s": save_s, "restart_s": restart_s}
@@ -423,8 +423,8 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON data, with specs as text.
 
-        The keys are the fields of this class without `formulas` and `alternatives`, the schema version and the
-        timeline.
+        The keys are the fields of this class except `formulas` and `alternatives`, and two more: "autoshard_plan" (the
+        schema version) and "timeline".
         """
         return {
             _VERSION: SCHEMA_VERSION,
@@ -464,8 +464,8 @@ class Plan:
         """Read the data that `to_json` returns. Missing optional fields take their defaults.
 
         Raises:
-            PlanMismatchError: the data is no plan or has another schema version, or a field is missing, unknown or of
-                the wrong type. The message names the field.
+            PlanMismatchError: the data is not a plan or has another schema version, or a field is missing, unknown or
+                of the wrong type. The message names the field.
         """
         check_version(data.get(_VERSION), SCHEMA_VERSION)
         kinds = {**get_type_hints(cls), **_OF_OTHER_FORM}

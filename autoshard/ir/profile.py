@@ -111,14 +111,14 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Measured steps of all ranks beside the predicted step. `step.profile` makes it; print the profile.
+    """Measured steps of all ranks beside the predicted step: `step.profile(...).result`. A profile prints as a table.
 
     Args:
-        ranks: the measured steps of each rank, in the order of ranks. If one process simulates all ranks, they are one
-            rank here.
-        predicted: the predicted steps.
-        pipeline_ranks: for each rank, the index of its predicted step.
-        is_simulated: whether one process simulated all ranks.
+        ranks: the measured steps of each rank, in rank order. If one process simulates all ranks, there is one entry.
+        predicted: the predicted step of each pipeline rank; without a pipeline, one step for all ranks.
+        pipeline_ranks: for each entry of `ranks`, its index in the predicted steps.
+        is_simulated: whether one process simulated all ranks, so that measured times say nothing about hardware.
+            Default: False.
     """
 
     ranks: tuple[tuple[StepSpans, ...], ...]
@@ -133,19 +133,20 @@ class Profile:
 
     @property
     def step_time_s(self) -> float:
-        """Measured seconds of a step, the mean over steps and ranks."""
+        """Measured seconds of a step, the mean over steps and ranks; compare with `predicted_step_time_s`."""
         return statistics.fmean(step.duration_ns for steps in self.ranks for step in steps) / 1e9
 
     @property
     def predicted_step_time_s(self) -> float:
-        """Predicted seconds of a step, on the pipeline rank that takes longest."""
+        """Predicted seconds of a step. With a pipeline, those of the pipeline rank that takes longest."""
         return max(step.duration_ns for step in self.predicted.steps) / 1e9
 
     @property
     def parts(self) -> dict[str, tuple[float, float]]:
-        """Measured and predicted seconds of each part of a step, means over steps and ranks.
+        """Part of a step → its measured and predicted seconds, each the mean over steps and ranks.
 
         Example: `{"forward": (0.011, 0.010), "communication over data": (0.002, 0.001), "everything else": ...}`.
+        Communication counts only while no operator runs beside it, so the parts add up to the step.
         """
         measured = _mean([step.parts for steps in self.ranks for step in steps])
         predicted = _mean([self.predicted.steps[number].parts for number in self.pipeline_ranks])
@@ -154,9 +155,10 @@ class Profile:
 
     @property
     def differences(self) -> tuple[Difference, ...]:
-        """Measured operators and collectives, sorted by the difference to their predicted seconds, the largest first.
+        """Measured and predicted seconds of each measured operator and collective, the largest difference first.
 
-        Equal blocks of the model count together. The time of a collective is that of the rank that joins last.
+        The sign of a difference does not count. Equal blocks of the model count together. The time of a collective is
+        that of the rank that joins last. Work without a prediction has `predicted_s` 0.
         """
         measured, predicted = defaultdict[str, float](float), defaultdict[str, float](float)
         for number, steps in self._by_pipeline_rank():
@@ -173,9 +175,9 @@ class Profile:
             yield number, [steps for steps, own in zip(self.ranks, self.pipeline_ranks, strict=True) if own == number]
 
     def costs(self) -> Iterator[tuple[RangeCost, float]]:
-        """Yield each predicted cost of each pipeline rank, with the measured seconds of its range in a step.
+        """Yield each predicted cost, with the measured seconds of the same operator or collective in a step.
 
-        Costs of ranges that were not measured are left out.
+        Costs come by pipeline rank. Costs of operators and collectives that were not measured are left out.
         """
         for number, steps in self._by_pipeline_rank():
             measured = measured_seconds(steps)
@@ -187,7 +189,8 @@ class Profile:
     def timeline(self) -> Trace:
         """The timeline: a process for each rank, with rows of measured and of predicted work.
 
-        The clocks of ranks are aligned at the start of each step. Steps follow each other.
+        All rows start together at each step. The next step begins where the longest row ends; time between steps is
+        left out.
         """
         names = ["all ranks, simulated"] if self.is_simulated else [f"rank {rank}" for rank in range(len(self.ranks))]
         spans, start_ns = list[tuple[int, str, str, float, float]](), 0
@@ -204,7 +207,10 @@ class Profile:
         return Trace.of(names, spans)
 
     def write(self, path: str | Path) -> None:
-        """Write the timeline as a file for ui.perfetto.dev and chrome://tracing."""
+        """Write the timeline as a file, to open at ui.perfetto.dev or chrome://tracing.
+
+        Raises `NotAvailableError` if the file cannot be written.
+        """
         self.timeline.write(path)
 
     def __str__(self) -> str:
