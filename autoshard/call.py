@@ -52,8 +52,8 @@ class Options:
             Dim 1 is padded to 8, 12, 16, 24, 32, 48 and so on, and results are cut back, so few programs serve all
             lengths. If autoshard cannot prove that padding changes no result, each length gets its own program, with a
             warning. None (default): no padding.
-        max_programs: number of compiled programs to keep, one for each kind of call. The least recently used program
-            is dropped, and compiled again when needed. Default: 32.
+        max_programs: number of compiled programs to keep, one for each kind of call (shapes, types, mode, need for
+            gradients). The least recently used program is dropped, and compiled again when needed. Default: 32.
         check: calls that ranks compare under `torchrun`: "always" (default), "first" (only the first call of each
             program), or "off" (only compilations). A comparison covers program, mode, hyperparameters, inputs and
             parameters. If ranks differ, all raise `RankMismatchError`; see docs/reference/running.md.
@@ -63,8 +63,9 @@ class Options:
             floating-point scalar of the outputs, and compute nothing else. A `TrainStep` always returns only the loss.
         gather_outputs: True: each rank returns whole tensors, except outputs in `constraints`. False (default): under
             `torchrun`, an output that is not a scalar is a DTensor, sharded by the plan. No effect on a loss alone.
-        cuda_graph: True: from the third step on, launch forward and backward of a micro-batch as one CUDA graph. Needs
-            `optimizer=` SGD, Adam, AdamW or Muon, and GPUs under `torchrun` without a pipeline. Default: False.
+        cuda_graph: True: from the third step on, launch forward and backward of a micro-batch as one CUDA graph. This
+            helps if kernels are shorter than their launches. Needs `optimizer=` SGD, Adam, AdamW or Muon, and GPUs
+            under `torchrun` without a pipeline. Default: False.
         on_nonfinite: response of a `TrainStep` to a loss or gradient norm that is not finite on some rank. "raise": all
             ranks raise `NonFiniteError` before the update. "skip": all ranks skip the update, and count
             `step.skipped_steps`. None (default): no check. Under `precision="f16"`, an overflow of gradients always

@@ -51,8 +51,8 @@ class Cluster(PricedCluster):
         devices_per_node: number of devices to use in each node. None (default): all devices of the node type.
 
     Raises:
-        UnknownHardwareError: the node type is unknown, which lists the known names. Also if a node has fewer devices,
-            or if several nodes have no network.
+        UnknownHardwareError: the node type is unknown (the message lists all names), or has fewer devices. Also if
+            several nodes have no network.
 
     Example:
         >>> Cluster("h100_sxm", nodes=8, devices_per_node=8).size
@@ -68,7 +68,7 @@ class Cluster(PricedCluster):
         """Return a cluster of `devices` devices, put together from parts.
 
         Args:
-            unit: the device: the name of a file of `cost_models/data/devices` ("a100_sxm_40gb"), or a
+            unit: the kind of device, a file name of `cost_models/data/devices` ("a100_sxm_40gb") or a
                 `cost_models.device.Device`.
             devices: number of devices in all nodes together.
             parts: `devices_per_node` is required. `fabric` and `network` name files of `cost_models/data`; by default,
@@ -92,8 +92,8 @@ class Cluster(PricedCluster):
         """Return a mesh of these devices, for `autoshard.plan` with given axes.
 
         Args:
-            axes: size of each axis by name, in row-major order, so neighbours on the last axis share a node first. An
-                `autoshard.Mesh` or a torch `DeviceMesh` with names works too.
+            axes: size of each axis by name; or an `autoshard.Mesh`, or a torch `DeviceMesh` with names. Ranks are in
+                row-major order, so the last axis joins devices of one node first.
 
         Raises:
             MeshError: the product of the sizes is not the number of devices.

@@ -12,8 +12,7 @@ from typing import Any
 class AutoshardError(Exception):
     """Base class of all errors in `autoshard.errors`, so `except autoshard.AutoshardError` catches each of them.
 
-    `CostArgumentError`, which `autoshard.vectorise` raises, is not among them: it belongs to `cost_models`, and is a
-    `ValueError`.
+    `autoshard.vectorise` raises another error, `cost_models.errors.CostArgumentError`, a `ValueError`.
     """
 
 
@@ -144,6 +143,6 @@ class NonFiniteError(AutoshardError):
 class NotAvailableError(AutoshardError):
     """An argument is out of range, or the request needs a feature that is missing here.
 
-    The feature may be missing in this release, for this model or plan, or on this machine, such as a GPU. The message
-    names the way out.
+    The feature may be missing in this release, for this model or plan, or on this machine (a GPU, a package). The
+    message names the way out.
     """

@@ -61,8 +61,7 @@ class Checkpoints:
 
     Args:
         folder: folder of all checkpoints. Each checkpoint is a folder in it, such as `step-1000` after 1,000 steps.
-        every: number of steps between two checkpoints. `save` writes only if the number of steps done is a multiple.
-            Default: 1.
+        every: number of steps from one checkpoint to the next. `save` does nothing after other steps. Default: 1.
         keep: number of checkpoints to keep. Older checkpoints are deleted as soon as a new checkpoint is complete.
             None (default) keeps all.
         asynchronous: True (default): `save` copies this rank's shards to host memory and returns; a thread writes the
@@ -153,7 +152,7 @@ class Checkpoints:
         """Wait until the last save is complete; return at once if nothing is being written.
 
         Call this on all ranks at the end of a run, before `destroy_process_group`. A program that ends without `wait`
-        still finishes the write, but nobody hears of its errors.
+        still finishes the write, but drops an error of the write.
 
         Raises:
             CheckpointError: the last save failed.
@@ -179,8 +178,8 @@ class Checkpoints:
             The number of steps done at the save; 0 if there is no checkpoint, and nothing is changed.
 
         Raises:
-            CheckpointError: on every rank: the checkpoint is damaged, of another model, or lacks a keyword. Or the last
-                `save` failed. Nothing has been changed, unless a `load_state_dict` of your own failed.
+            CheckpointError: on every rank: the checkpoint is damaged, belongs to another model, or lacks a keyword. Or
+                the last `save` failed. Nothing has been changed, unless a `load_state_dict` of your own failed.
             LostRankError: another rank ended, or did not come within `timeout_s`.
         """
         self.wait()

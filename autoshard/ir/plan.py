@@ -215,7 +215,7 @@ class Plan:
 
     @property
     def recomputed(self) -> Mapping[str, tuple[str, ...]]:
-        """Module path → its forward nodes that the backward recomputes, by name; with `stages`, ask each stage's plan."""
+        """Module path → its forward nodes that the backward recomputes; with `stages`, ask each stage's plan."""
         return by_module(self.recompute.nodes, self.repeats)
 
     @property

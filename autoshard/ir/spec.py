@@ -45,8 +45,7 @@ class PartitionSpec:
     Args:
         *dims: for each dim, the axis that splits the dim, a tuple of axes in row-major order, or None for a whole dim.
             Missing trailing dims are whole.
-        partial: from each axis over which the value is partial to the reduction: "sum", "max", "min" or "product".
-            Default: the value is not partial.
+        partial: axis → reduction ("sum", "max", "min" or "product") over which the value is partial. Default: none.
 
     Raises:
         InvalidSpecError: an axis is used twice, a name is not an identifier, or a reduction is unknown.
@@ -112,7 +111,7 @@ class PartitionSpec:
         return None
 
     def reduction_over(self, axis: str) -> Reduction | None:
-        """Return the reduction over `axis` of which each rank holds one term; None if `axis` is not partial."""
+        """Return the reduction for which the value is partial over `axis`; None if it is not partial over `axis`."""
         return dict(self.partial).get(axis)
 
     def check(self, mesh: Mesh, ndim: int) -> None:
@@ -129,7 +128,7 @@ class PartitionSpec:
     def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
         """Return the shape of each rank's local tensor, for a tensor of global `shape`.
 
-        The shape includes padding, so it is equal on all ranks: an axis of size a leaves `ceil(n / a)` elements of n.
+        The shape includes padding, so it is equal on all ranks: an axis of size a turns a dim n into `ceil(n / a)`.
         """
         return tuple(self._local_size(dim, size, mesh) for dim, size in enumerate(shape))
 
