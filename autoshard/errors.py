@@ -90,7 +90,7 @@ class VerificationError(AutoshardError):
 
 
 class RankMismatchError(AutoshardError):
-    """Ranks of one run make different calls, or another rank failed while this rank waited for it.
+    """Ranks of one run differ in a call, the model or torch's version, or another rank failed while this rank waited.
 
     The message names the values that differ, with their ranks. Build the same model on every rank, from one seed or
     one checkpoint. Then make the same calls, in the same mode, with the same inputs and hyperparameters.

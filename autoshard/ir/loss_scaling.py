@@ -1,4 +1,4 @@
-"""`LossScaling`: settings of the dynamic scale of the loss, with which a step trains in float16.
+"""`LossScaling`: settings of the dynamic loss scale, with which a step trains in float16.
 
 Micikevicius et al. (2018), "Mixed precision training", section 3.2: gradients below 6e-8 are zero in float16. So the
 loss is multiplied by a scale, and the gradients are divided by the scale in float32.
