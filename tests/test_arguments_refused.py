@@ -414,7 +414,8 @@ def test_a_file_that_holds_no_plan(tmp_path: Path) -> None:
     """A file without a plan raises our error, and not an error of Python's reader."""
     (tmp_path / "list.json").write_text("[1, 2]")
     (tmp_path / "empty.json").write_text("")
-    assert "list.json' is not a plan that autoshard wrote" in refused(lambda: Plan.load(tmp_path / "list.json"))
+    assert "list.json: This is not a plan that autoshard wrote" in refused(lambda: Plan.load(tmp_path / "list.json"))
+    assert "This is not a plan that autoshard wrote" in refused(lambda: Plan.from_json([]))
     assert "empty.json' is not a plan that autoshard wrote" in refused(lambda: Plan.load(tmp_path / "empty.json"))
     for number, (text, kind) in enumerate((("[1]", "list"), ("3", "int"), ('"plan"', "str"), ("null", "NoneType"))):
         (path := tmp_path / f"{number}.json").write_text(text)

@@ -108,9 +108,11 @@ class Mesh:
         rank = 0
         for name, size in self.axes:
             index = coordinates.get(name)
-            if index is None or not 0 <= index < size:
+            if not isinstance(index, int) or not 0 <= index < size:
                 raise MeshError(f"{self} has no rank at {dict(coordinates)}; {name!r} goes from 0 to {size - 1}.")
             rank = rank * size + index
+        for axis in coordinates:
+            self.axis_size(axis)
         return rank
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:

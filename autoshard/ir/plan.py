@@ -249,8 +249,6 @@ class Plan:
             data = parse(text)
         except ValueError as error:
             raise PlanMismatchError(f"{refused}: {error}.") from error
-        if not isinstance(data, dict):
-            raise PlanMismatchError(f"{refused}: it holds {type(data).__name__}, and a plan is an object.")
         try:
             return cls.from_json(data)
         except AutoshardError as error:
@@ -467,7 +465,7 @@ class Plan:
             PlanMismatchError: the data is not a plan or has another schema version, or a field is missing, unknown or
                 of the wrong type. The message names the field.
         """
-        check_version(data.get(_VERSION), SCHEMA_VERSION)
+        check_version(data, _VERSION, SCHEMA_VERSION)
         kinds = {**get_type_hints(cls), **_OF_OTHER_FORM}
         known = [item for item in fields(cls) if item.name not in _NOT_IN_FILES]
         check_keys(

@@ -176,8 +176,13 @@ def _hints(kind: type) -> Mapping[str, Any]:
     return get_type_hints(kind)
 
 
-def check_version(version: object, expected: int) -> None:
-    """Raise `PlanMismatchError` unless the schema version of a plan's file is the version of this release."""
+def check_version(data: object, key: str, expected: int) -> None:
+    """Raise `PlanMismatchError` unless `data` is an object with the schema version of this release under `key`."""
+    if not isinstance(data, Mapping):
+        raise PlanMismatchError(
+            f"This is not a plan that autoshard wrote: it holds {type(data).__name__}, and a plan is an object."
+        )
+    version = data.get(key)
     if isinstance(version, bool) or version != expected:
         way_out = "Upgrade autoshard, or plan again." if isinstance(version, int) else "Plan again."
         raise PlanMismatchError(f"the plan has schema version {version!r}; this release reads {expected}. {way_out}")

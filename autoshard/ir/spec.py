@@ -145,9 +145,10 @@ class PartitionSpec:
         """Return the torch DTensor placements, one for each axis of `mesh`, in mesh order.
 
         Raises:
-            InvalidSpecError: a dim lists its axes out of mesh order, which placements cannot express. List them in mesh
-                order.
+            InvalidSpecError: the mesh lacks an axis of the spec. Also raised if a dim lists its axes out of mesh order,
+                which placements cannot express. List them in mesh order.
         """
+        self.check(mesh, len(self.dims))
         self._check_mesh_order(mesh)
         return tuple(self._placement(axis) for axis in mesh.axis_names)
 
@@ -170,8 +171,10 @@ class PartitionSpec:
     def from_placements(cls, placements: Sequence[Placement], mesh: Mesh) -> PartitionSpec:
         """Return the spec of DTensor `placements`, one for each axis of `mesh`, in mesh order.
 
-        Raises `InvalidSpecError` for placements other than `Shard`, `Replicate` and `Partial`.
+        Raises `InvalidSpecError` for a wrong number of placements, or one other than `Shard`, `Replicate`, `Partial`.
         """
+        if len(placements) != len(mesh.axes):
+            raise InvalidSpecError(f"There are {len(placements)} placements for the {len(mesh.axes)} axes of {mesh}.")
         dims: dict[int, list[str]] = {}
         partial: dict[str, str] = {}
         for axis, placement in zip(mesh.axis_names, placements, strict=True):

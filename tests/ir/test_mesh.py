@@ -17,6 +17,13 @@ def test_coordinates_and_ranks_round_trip(mesh: Mesh) -> None:
     assert [tuple(place.values()) for place in places] == sorted(tuple(place.values()) for place in places)
 
 
+@pytest.mark.parametrize("place", [{"data": 0.5, "model": 0}, {"data": 0}, {"data": 0, "model": 1, "other": 0}])
+def test_there_is_no_rank_elsewhere(place: dict[str, int]) -> None:
+    """A fraction, a missing axis and an unknown axis are refused."""
+    with pytest.raises(MeshError):
+        Mesh({"data": 2, "model": 2}).rank_at(place)
+
+
 @given(st.data())
 def test_groups_partition_the_ranks(data: st.DataObject) -> None:
     """Every rank is in one group, at its own index along the axes."""

@@ -68,6 +68,20 @@ def test_to_placements_refuses_another_order() -> None:
         P(("model", "data")).to_placements(Mesh({"data": 2, "model": 2}))
 
 
+@pytest.mark.parametrize("spec", [P("other"), P(("other", "data")), P(partial={"other": "sum"})])
+def test_placements_need_the_axes_of_a_spec(spec: P) -> None:
+    """A mesh without an axis of the spec has no placements for it."""
+    with pytest.raises(InvalidSpecError, match="names mesh axis 'other'"):
+        spec.to_placements(Mesh({"data": 2, "model": 2}))
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_there_is_one_placement_for_each_axis(count: int) -> None:
+    """Too few or too many placements are refused by their number."""
+    with pytest.raises(InvalidSpecError, match=f"There are {count} placements for the 2 axes"):
+        P.from_placements([Replicate()] * count, Mesh({"data": 2, "model": 2}))
+
+
 def test_axis_used_twice() -> None:
     """An axis splits one dim, or is partial."""
     with pytest.raises(InvalidSpecError, match="'data' twice"):
