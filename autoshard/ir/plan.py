@@ -215,13 +215,13 @@ class Plan:
 
     @property
     def recomputed(self) -> Mapping[str, tuple[str, ...]]:
-        """Module path → its forward nodes that the backward recomputes; with `stages`, ask each stage's plan."""
-        return by_module(self.recompute.nodes, self.repeats)
+        """Module path → its forward nodes that the backward recomputes, in all stages."""
+        return by_module((each.recompute.nodes, each.repeats) for each in self.stages or (self,))
 
     @property
     def offloaded(self) -> Mapping[str, tuple[str, ...]]:
-        """Module path → its forward nodes whose values wait in host memory; with `stages`, ask each stage's plan."""
-        return by_module(self.offload.nodes, self.repeats)
+        """Module path → its forward nodes whose values wait in host memory, in all stages."""
+        return by_module((each.offload.nodes, each.repeats) for each in self.stages or (self,))
 
     @property
     def gap(self) -> float | None:

@@ -17,13 +17,15 @@ class RestoredNode:
     module: str
 
 
-def by_module(nodes: Iterable[RestoredNode], repeats: tuple[Repeat, ...]) -> Mapping[str, tuple[str, ...]]:
+def by_module(programs: Iterable[tuple[Iterable[RestoredNode], tuple[Repeat, ...]]]) -> Mapping[str, tuple[str, ...]]:
     """Return the names of the nodes of each module, by module path.
 
-    A left-out block gets the names of the nodes in the block that stands for it.
+    A left-out block gets the names of the nodes in the block that stands for it. `programs` has the nodes and repeats
+    of a program, or of the program of each stage.
     """
     found: dict[str, tuple[str, ...]] = {}
-    for node in nodes:
-        for module in names_represented_by(repeats, node.module):
-            found[module] = (*found.get(module, ()), node.name)
+    for nodes, repeats in programs:
+        for node in nodes:
+            for module in names_represented_by(repeats, node.module):
+                found[module] = (*found.get(module, ()), node.name)
     return found

@@ -213,8 +213,7 @@ def _use(plan: Plan, feature: str) -> str:
 
 def _saved(plan: Plan, feature: str) -> int:
     """Return the number of values that all stages together recompute, or offload, as `feature` says."""
-    found = (each.recomputed if feature == "recompute" else each.offloaded for each in plan.stages or (plan,))
-    return sum(len(names) for each in found for names in each.values())
+    return sum(map(len, (plan.recomputed if feature == "recompute" else plan.offloaded).values()))
 
 
 def _ways(problems: Sequence[PlanningProblem], feature: str) -> Iterator[Way]:

@@ -193,7 +193,9 @@ def test_memory_has_what_the_order_has_in_flight() -> None:
     budget = (most + least) // 2
     tight = in_wide_stages(recipe=Recipe(schedule="GPipe"), memory_budget=budget)[0].plan
     assert tight.predicted.peak_memory_bytes <= budget
-    assert any(stage.recompute.nodes or stage.offload.nodes for stage in tight.stages)
+    restored = [node for stage in tight.stages for node in (*stage.recompute.nodes, *stage.offload.nodes)]
+    assert restored
+    assert sum(map(len, (*tight.recomputed.values(), *tight.offloaded.values()))) == len(restored)
     with pytest.raises(DoesNotFitError, match="micro-batches in flight on a rank"):
         in_wide_stages(recipe=Recipe(schedule="GPipe"), memory_budget=200_000)
 
