@@ -78,3 +78,31 @@ def test_a_schedule_on_a_cluster_takes_a_pipeline() -> None:
     """Stages are not searched there yet."""
     with pytest.raises(RecipeError, match="schedule='GPipe' needs a pipeline"):
         meshes_of_recipe(Recipe(schedule="GPipe"), 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "found"),
+    [
+        (Recipe(zero=3, zero_group=4), [{"data": 4}]),
+        (Recipe(zero=3, zero_group=2), [{"replica": 2, "data": 2}, {"data": 2, "model": 2}]),
+        (Recipe(expert=4), [{"expert": 4}]),
+    ],
+)
+def test_open_axes_take_the_sizes_that_groups_and_experts_divide(recipe: Recipe, found: list[dict[str, int]]) -> None:
+    """A size of the axis "model" that leaves too few ranks for a ZeRO group is skipped."""
+    assert meshes_of_recipe(recipe, 4, 4) == [Mesh(axes) for axes in found]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (Recipe(zero=3, zero_group=3), "^zero_group=3 must divide data=1 or 2 or 4, as 4 devices have"),
+        (Recipe(expert=3), "^expert=3 must divide data=1 or 2 or 4"),
+        (Recipe(data=2, expert=2, tensor=4), "^data=2 x tensor=4 does not make 4 devices"),
+        (Recipe(data=4, zero=3, zero_group=3), "^zero_group=3 must divide data=4"),
+    ],
+)
+def test_a_recipe_that_no_mesh_fits_is_refused(recipe: Recipe, words: str) -> None:
+    """The message names the fields that do not go together."""
+    with pytest.raises(RecipeError, match=words):
+        meshes_of_recipe(recipe, 4, 4)
