@@ -154,8 +154,10 @@ def check_mesh(recipe: Recipe, mesh: Mesh) -> None:
             f"zero_group={recipe.zero_group} takes an axis 'data' of that size, and copies of it over an axis "
             f"'replica'; the mesh is {mesh}."
         )
+    named = (DATA, EXPERT) if is_several(recipe.expert) else (DATA,)
+    of_data = [axis for axis in (REPLICA, DATA, EXPERT) if axis in named or sizes.get(axis, 1) > 1]
     for name, axis, asked, found in (
-        ("data", f"{DATA}' and '{EXPERT}" if is_several(recipe.expert) else DATA, recipe.data, replicas * group),
+        ("data", "' x '".join(of_data), recipe.data, replicas * group),
         ("expert", EXPERT, recipe.expert, sizes.get(EXPERT, 1)),
         ("context", CONTEXT, recipe.context, sizes.get(CONTEXT, 1)),
         ("tensor", MODEL, recipe.tensor, sizes.get(MODEL, 1)),

@@ -65,6 +65,9 @@ def test_the_axes_of_a_mesh_say_what_a_recipe_leaves_out(recipe: Recipe, axes: d
         (Recipe(virtual_stages=2), {"data": 2}, "virtual_stages=2 needs a pipeline"),
         (Recipe(stage_layers=(1, 3)), {"pipeline": 4}, "stage_layers has 2 entries, but there are pipeline=4"),
         (Recipe(pipeline=4), {"pipeline": 2}, "pipeline=4, but the mesh .* has 2 ranks along 'pipeline'"),
+        (Recipe(data=4), {"data": 8}, "data=4, but the mesh .* has 8 ranks along 'data'"),
+        (Recipe(data=4), {"replica": 2, "data": 4}, "data=4, but the mesh .* has 8 ranks along 'replica' x 'data'"),
+        (Recipe(data=4), {"data": 4, "expert": 2}, "data=4, but the mesh .* has 8 ranks along 'data' x 'expert'"),
         (Recipe(data=2, context=1, tensor=1), {"data": 2, "x": 2}, r"Mesh\(data=2, x=2\) has 'x'\. Name .* or leave"),
     ],
 )
