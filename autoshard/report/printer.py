@@ -288,7 +288,8 @@ def figure_rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("hardware FLOPs utilisation", f"{predicted.hfu:.1%}"))
     if predicted.expert_load is not None:
         rows.append(("busiest experts, assumed", f"{predicted.expert_load:.2f} x the mean of tokens"))
-    rows += [(f"layout: {layout}", f"{count / total:.1%} of parameters") for layout, count in plan.layouts.items()]
+    shares = {layout: count / total for layout, count in plan.layouts.items() if count}
+    rows += [(f"layout: {layout}", f"{share:.1%} of parameters") for layout, share in shares.items()]
     return rows
 
 

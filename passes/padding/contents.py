@@ -419,5 +419,12 @@ def stays_finite(node: fx.Node, operands: Sequence[PaddedContent]) -> bool:
     return holds is None or all(item.is_clean for item in operands) or holds(node, operands)
 
 
+def may_divide_by_zero(node: fx.Node, operands: Sequence[PaddedContent]) -> bool:
+    """Whether a call divides whole numbers, and its divisor may be zero. `operands` is as in `stays_finite`."""
+    dtype = _dtype_of(node)
+    is_whole = dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
+    return is_whole and _RISKS.get(_packet(node)) is _divisor and not _divisor(node, operands)
+
+
 def _packet(node: fx.Node) -> Any:
     return getattr(node.target, "overloadpacket", None)

@@ -124,7 +124,7 @@ def _broadcast(indices: Sequence[PaddedValue]) -> list[Dim]:
 @padded_call(aten.index_select.default)
 def _index_select(call: PaddedCall) -> Results:
     x, index = call.operands
-    dim = call.argument(1, "dim") % len(x.dims)
+    dim = call.argument(1, "dim") % max(len(x.dims), 1)
     if not x.is_dim_padded(dim):
         return by_rule(call)
     dims = (*x.dims[:dim], index.dims[0] if index.dims else ((1, 1),), *x.dims[dim + 1 :])
@@ -180,7 +180,7 @@ def _extremes(call: PaddedCall) -> Results:
     dim = call.argument(1, "dim")
     if dim is None and x.is_padded:
         raise ReachedError("needs all of the padded dim")
-    if dim is None or not x.is_dim_padded(dim := dim % len(x.dims)):
+    if dim is None or not x.is_dim_padded(dim := dim % max(len(x.dims), 1)):
         return by_rule(call)
     part = x.plain_part(dim)
     clean, padding = x.content(CLEAN), x.content({(dim, 0)})

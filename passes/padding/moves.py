@@ -76,6 +76,8 @@ def _view(call: PaddedCall) -> Results:
         ReachedError: the view splits a padded part of a dim.
     """
     (x,) = call.operands
+    if all(0 in call.shapes(index)[0] for index in (0, 1)):
+        return (PaddedValue.of(call.plain_dims(), lambda _: constant(0)),)  # there are no elements
     waiting = _waiting_parts(x)
     dims: list[Dim] = []
     origins: dict[Place, Place] = {}
@@ -121,6 +123,8 @@ def _take(waiting: list[tuple[Place, Part]], size: Part, dim: int, origins: dict
         if not waiting:
             raise ReachedError("splits the padded dim")
         place, part = waiting[0]
+        if 0 in (*left, *part):
+            raise ReachedError("leaves no element of the padded dim")
         if not is_padded_part(part) and left[0] == left[1] and part[0] > left[0] and part[0] % left[0] == 0:
             waiting[0] = (place, (part[0] // left[0], part[0] // left[0]))
             part = left

@@ -15,7 +15,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.ir.program import tensor_values
-from passes.padding.contents import PaddedContent, content_of_call, is_softmax, stays_finite
+from passes.padding.contents import PaddedContent, content_of_call, is_softmax, may_divide_by_zero, stays_finite
 from passes.padding.padded_values import Dim, PaddedValue, ReachedError, Region
 
 _NO_GRADIENT = "may make infinities, or no numbers, of padding, and so may its gradient"
@@ -96,8 +96,11 @@ class PaddedCall:
 
         Raises:
             ReachedError: gradients in padding may be infinite or NaN. A later product with zero would not keep such a
-                gradient from parameters, because zero times infinity is NaN.
+                gradient from parameters, because zero times infinity is NaN. Also raised if the call may divide whole
+                numbers in padding by zero, because torch raises an error then.
         """
+        if region and may_divide_by_zero(self.node, operands):
+            raise ReachedError("may divide whole numbers in padding by zero")
         if region and self.has_gradient and not stays_finite(self.node, operands):
             raise ReachedError(_NO_GRADIENT)
         return content_of_call(self.node, operands)

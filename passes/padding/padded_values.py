@@ -75,8 +75,8 @@ class PaddedValue:
         return self.contents[frozenset(region)]
 
     def is_dim_padded(self, dim: int) -> bool:
-        """Whether dim number `dim` has a padded part."""
-        return any(map(is_padded_part, self.dims[dim]))
+        """Whether dim number `dim` has a padded part; a tensor without dims has none."""
+        return any(place[0] == dim for place in self.places)
 
     def plain_part(self, dim: int) -> Part:
         """Return the padded and the exact size of dim number `dim`.

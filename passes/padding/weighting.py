@@ -68,7 +68,7 @@ def _log_sum_exp(call: PaddedCall) -> Results:
     (x,) = call.operands
     given = call.argument(1, "dim")
     listed = [given] if isinstance(given, int) else [*given] or [*range(len(x.dims))]
-    removed = {dim % len(x.dims) for dim in listed}
+    removed = {dim % max(len(x.dims), 1) for dim in listed}
     along = frozenset(place for place in x.places if place[0] in removed)
     if not along:
         return by_rule(call)

@@ -111,15 +111,16 @@ def _mask(planning: PlanningProblem, name: str, site_name: str, spec: PartitionS
         InvalidSpecError: no option has the spec.
     """
     site = planning.space.sites[site_name]
+    shape = _shape(planning, site)
     try:
-        spec.check(planning.space.mesh, _ndim(site))
+        spec.check(planning.space.mesh, len(shape))
     except InvalidSpecError as error:
         raise InvalidSpecError(f"constraints: {name!r} cannot be laid out as {spec!r}: {error}") from error
     mask = np.array([own == spec for own in own_specs(site)])
     if not mask.any():
         raise InvalidSpecError(
             f"constraints: {name!r} cannot be laid out as {spec!r} on {planning.space.mesh}: "
-            f"it has shape {_shape(site)}. A dim may be split unevenly, but into no more pieces than it has elements. "
+            f"it has shape {shape}. A dim may be split unevenly, but into no more pieces than it has elements. "
             "Two axes on one dim keep the mesh's order, and split an uneven dim only if DTensor makes the same "
             "pieces. Parameters and inputs are whole or split, not partial."
         )
@@ -134,11 +135,11 @@ def own_specs(site: Site) -> list[PartitionSpec]:
     return [strategy.outputs[0] if strategy.outputs else strategy.inputs[0] for strategy in site.strategies]
 
 
-def _shape(site: Site) -> tuple[int, ...] | str:
-    return site.results[0].shape if site.results else "of the result"
-
-
-def _ndim(site: Site) -> int:
+def _shape(planning: PlanningProblem, site: Site) -> tuple[int, ...]:
+    """Return the global shape of a site's first result, or of the value if the site is an output of the program."""
     if site.results:
-        return len(site.results[0].shape)
-    return max(len(strategy.inputs[0].dims) for strategy in site.strategies)
+        return site.results[0].shape
+    program = planning.space.program
+    nodes = program.nodes_by_name()
+    (node,) = (nodes[slot.node] for slot in program.outputs if slot.name == site.name)
+    return tuple(node.meta["val"].shape)

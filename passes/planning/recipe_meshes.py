@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -54,6 +54,7 @@ def meshes_of_recipe(recipe: Recipe, devices: int, per_node: int) -> list[Mesh]:
 
     Raises:
         RecipeError: no sizes of the open axes multiply to `devices`, or the recipe has a schedule without a pipeline.
+            Also raised if `zero_group` or `expert` divides no possible number of ranks of data parallelism.
         NotAvailableError: the recipe has a field for which no program exists yet.
     """
     _refuse_without_program(recipe)
@@ -61,39 +62,43 @@ def meshes_of_recipe(recipe: Recipe, devices: int, per_node: int) -> list[Mesh]:
     free = [size for size in range(1, per_node + 1) if per_node % size == 0]
     tensors = free if recipe.tensor is None else [recipe.tensor]
     contexts = [1] if recipe.context is None else [recipe.context]
-    found = _meshes_of_sizes(recipe, devices, tensors, contexts)
-    if not found and recipe.context is None:
-        found = _meshes_of_sizes(recipe, devices, tensors, free)
-    if not found:
-        sizes = {"data": recipe.data, "context": recipe.context, "tensor": recipe.tensor}
-        asked = {**sizes, "pipeline": recipe.pipeline if is_several(recipe.pipeline) else None}
+    sizes = list(_sizes(recipe, devices, tensors, contexts))
+    if not any(_is_divided(recipe, data) for data, _, _ in sizes) and recipe.context is None:
+        sizes = list(_sizes(recipe, devices, tensors, free))
+    if not sizes:
+        asked = {"data": recipe.data, "context": recipe.context, "tensor": recipe.tensor}
+        asked |= {"pipeline": recipe.pipeline if is_several(recipe.pipeline) else None}
         said = " x ".join(f"{name}={size}" for name, size in asked.items() if size is not None)
-        experts = f" with expert={recipe.expert} among those of data" if is_several(recipe.expert) else ""
         raise RecipeError(
-            f"{said}{experts} does not make {devices} devices. Give sizes that multiply to {devices}, or leave one "
-            "free (None)."
+            f"{said} does not make {devices} devices. Give sizes that multiply to {devices}, or leave one free (None)."
         )
+    found = [_mesh(recipe, *each) for each in sizes if _is_divided(recipe, each[0])]
+    if not found:
+        divisors = {"zero_group": recipe.zero_group, "expert": recipe.expert}
+        said = " and ".join(f"{name}={size}" for name, size in divisors.items() if is_several(size))
+        possible = " or ".join(map(str, sorted({data for data, _, _ in sizes})))
+        raise RecipeError(f"{said} must divide data={possible}, as {devices} devices have.")
     return found
 
 
-def _meshes_of_sizes(recipe: Recipe, devices: int, tensors: Sequence[int], contexts: Sequence[int]) -> list[Mesh]:
-    found = []
+def _sizes(
+    recipe: Recipe, devices: int, tensors: Sequence[int], contexts: Sequence[int]
+) -> Iterator[tuple[int, int, int]]:
+    """Yield the sizes (data, context, tensor) that make `devices` devices and that a recipe allows."""
     for tensor, context in product(tensors, contexts):
         data, rest = divmod(devices, (recipe.pipeline or 1) * tensor * context)
-        if not rest and data and recipe.data in (None, data) and data % (recipe.expert or 1) == 0:
-            found.append(_mesh(recipe, data, context, tensor))
-    return found
+        if not rest and data and recipe.data in (None, data):
+            yield data, context, tensor
+
+
+def _is_divided(recipe: Recipe, data: int) -> bool:
+    """Whether the ZeRO groups and the experts of a recipe divide `data` ranks of data parallelism."""
+    return data % (recipe.zero_group or 1) == 0 and data % (recipe.expert or 1) == 0
 
 
 def _mesh(recipe: Recipe, data: int, context: int, tensor: int) -> Mesh:
-    """Return the mesh with these sizes, without axes of one rank.
-
-    Raises:
-        RecipeError: the size of ZeRO groups does not divide `data`.
-    """
+    """Return the mesh with these sizes, without axes of one rank."""
     group = data if recipe.zero_group is None else recipe.zero_group
-    if data % group:
-        raise RecipeError(f"zero_group={group} must divide data={data}.")
     expert = recipe.expert or 1
     sizes = {
         PIPELINE_AXIS: recipe.pipeline or 1,
@@ -149,8 +154,10 @@ def check_mesh(recipe: Recipe, mesh: Mesh) -> None:
             f"zero_group={recipe.zero_group} takes an axis 'data' of that size, and copies of it over an axis "
             f"'replica'; the mesh is {mesh}."
         )
+    named = (DATA, EXPERT) if is_several(recipe.expert) else (DATA,)
+    of_data = [axis for axis in (REPLICA, DATA, EXPERT) if axis in named or sizes.get(axis, 1) > 1]
     for name, axis, asked, found in (
-        ("data", f"{DATA}' and '{EXPERT}" if is_several(recipe.expert) else DATA, recipe.data, replicas * group),
+        ("data", "' x '".join(of_data), recipe.data, replicas * group),
         ("expert", EXPERT, recipe.expert, sizes.get(EXPERT, 1)),
         ("context", CONTEXT, recipe.context, sizes.get(CONTEXT, 1)),
         ("tensor", MODEL, recipe.tensor, sizes.get(MODEL, 1)),

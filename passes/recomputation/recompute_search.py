@@ -273,6 +273,8 @@ def _alone(
 ) -> JointSolution:
     """Return the cheapest choice without recomputation that fits in memory.
 
+    The result costs no more than any solution in `start` that fits.
+
     Raises:
         DoesNotFitError: no such choice fits.
     """
@@ -284,9 +286,14 @@ def _alone(
 
     frugal = partial(_frugal, planning, search, allowed, partial(JointSolution, planning), peak_of)
     found, least = fitting(attempt, frugal, search.memory_limit_bytes, search.control, peak_of)
+    bound = 0.0 if found is None else found.solution.lower_bound
+    for solution in start:
+        is_cheaper = found is None or solution.cost < found.solution.cost
+        if is_cheaper and peak_of(planning, solution.choice) <= search.memory_limit_bytes:
+            found = JointSolution(planning, solution)
     if found is None:
         raise search.does_not_fit(planning, least)
-    return found
+    return bounded(found, bound)
 
 
 def _frugal(

@@ -195,16 +195,20 @@ class DualState:
         return cost + sum(weight * (used[p] - self.problem.limit) for p, weight in self.best_multipliers.items())
 
     def _changed_to_fit(self, choice: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return `choice` with single options changed until it fits; None if no change saves bytes at the peak."""
-        used = self.usage(choice)
+        """Return `choice` with single options changed until it fits.
+
+        The result is None if no change to a new choice saves bytes at the peak.
+        """
+        used, seen = self.usage(choice), {choice}
         while used.max() > self.problem.limit:
             peak = int(np.argmax(used))
             row = self.row(peak)
             for variable, option in self._saving_changes(row, choice, float(used[peak] - self.problem.limit)):
                 changed = (*choice[:variable], option, *choice[variable + 1 :])
                 after = self.usage(changed)
-                if after[peak] < used[peak] and after.max() <= used.max():
+                if changed not in seen and after[peak] < used[peak] and after.max() <= used.max():
                     choice, used = changed, after
+                    seen.add(changed)
                     break
             else:
                 return None

@@ -82,6 +82,14 @@ def test_a_sentence_says_what_each_axis_does() -> None:
     assert not in_words(replace(plan, nodes={}))
 
 
+def test_parameters_without_elements_have_no_share() -> None:
+    """A plan whose parameters all have no elements, such as one dummy parameter, is printed."""
+    empty = ParameterPlan(PartitionSpec(), (0, 3), 0, layout="copied over x")
+    rows = " ".join(render_plan(replace(plan_with(TODAY), parameters={"dummy": empty})).split())
+    assert "dummy │ 1 │ 0x3 │ P() │ 0 B" in rows
+    assert "layout:" not in rows
+
+
 def test_batch_and_whether_it_runs_are_told() -> None:
     """The batch is printed in sequences for a recipe, and else by inputs, with the number of micro-batches."""
     plan = replace(plan_with(TODAY), inputs={"input:0": "i64[4, 8]"})

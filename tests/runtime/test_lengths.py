@@ -277,6 +277,43 @@ def test_padding_without_a_gradient_is_none(how: str) -> None:
     assert len(sharded.programs) == (1 if how in ("norm", "power of two") else 2)
 
 
+EDGES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "view without elements": lambda x, ids: torch.cat([x, x.new_zeros(4, 0, 2).view(4, 0)], 1).sum(),
+    "view without elements at short lengths": lambda x, ids: (
+        x.sum() + x.new_ones(4, max(len(x[0]) - 10, 0)).view(-1).sum()
+    ),
+    "maximum of a number": lambda x, ids: x.sum().max(0)[0],
+    "index of the largest number": lambda x, ids: x.sum() + x.sum().detach().argmax(-1),
+    "logarithm of the sum of one": lambda x, ids: x.sum().logsumexp(0),
+    "selection of a number": lambda x, ids: x.sum().index_select(0, ids.new_zeros(1)).sum(),
+    "gather of a number": lambda x, ids: x.sum().gather(0, ids.new_zeros(1)).sum(),
+    "whole division": lambda x, ids: (x * (7 // ids)).sum(),
+    "remainder": lambda x, ids: (x * (7 % (ids * ids.shape[0]))).sum(),
+    "division by a number": lambda x, ids: (x * (ids // 3)).sum(),
+}
+OWN_LENGTH = ("view without elements at short lengths", "whole division", "remainder")
+
+
+class Edge(nn.Module):
+    """A function of some numbers and of whole numbers without zeros."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.scale = how, nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return EDGES[self.how](x * self.scale, ids)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("how", EDGES)
+def test_numbers_views_without_elements_and_divisions_are_followed(how: str) -> None:
+    """A call that would raise an error in padding, or that no proof follows, runs at its own length."""
+    calls = [(torch.rand(4, length), torch.full((4, length), 5)) for length in (9, 10)]
+    sharded = equal_to_one_device(Edge(how), {"x": 0, "ids": 0}, *calls)
+    assert len(sharded.programs) == (2 if how in OWN_LENGTH else 1)
+
+
 def test_arguments_that_do_not_share_a_length_are_refused() -> None:
     """The error says which lengths were found."""
     sharded = autoshard.compile(Tagger(), Mesh({"data": 2}), options=autoshard.Options(dynamic_lengths=PADDING))

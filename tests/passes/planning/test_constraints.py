@@ -20,3 +20,21 @@ def test_a_spec_of_more_dims_than_there_are_is_refused(name: str) -> None:
             example_inputs=(torch.ones(4, 4),),
             constraints={name: P(None, None, "data")},
         )
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (P(None, "data"), r"P\(None, 'data'\) on Mesh\(data=2\): it has shape \(4, 1\)\. A dim"),
+        (P(None, None, "data"), "splits 3 dims, but the tensor has ndim=2"),
+    ],
+)
+def test_an_output_that_a_spec_cannot_split_is_described_by_its_own_shape(spec: P, words: str) -> None:
+    """The last dim of the output has one element, so no strategy splits it."""
+    with pytest.raises(InvalidSpecError, match=words):
+        autoshard.plan(
+            nn.Linear(4, 1),
+            Mesh({"data": 2}),
+            example_inputs=(torch.ones(4, 4),),
+            constraints={"output:0": spec},
+        )

@@ -65,6 +65,9 @@ def test_the_axes_of_a_mesh_say_what_a_recipe_leaves_out(recipe: Recipe, axes: d
         (Recipe(virtual_stages=2), {"data": 2}, "virtual_stages=2 needs a pipeline"),
         (Recipe(stage_layers=(1, 3)), {"pipeline": 4}, "stage_layers has 2 entries, but there are pipeline=4"),
         (Recipe(pipeline=4), {"pipeline": 2}, "pipeline=4, but the mesh .* has 2 ranks along 'pipeline'"),
+        (Recipe(data=4), {"data": 8}, "data=4, but the mesh .* has 8 ranks along 'data'"),
+        (Recipe(data=4), {"replica": 2, "data": 4}, "data=4, but the mesh .* has 8 ranks along 'replica' x 'data'"),
+        (Recipe(data=4), {"data": 4, "expert": 2}, "data=4, but the mesh .* has 8 ranks along 'data' x 'expert'"),
         (Recipe(data=2, context=1, tensor=1), {"data": 2, "x": 2}, r"Mesh\(data=2, x=2\) has 'x'\. Name .* or leave"),
     ],
 )
@@ -78,3 +81,31 @@ def test_a_schedule_on_a_cluster_takes_a_pipeline() -> None:
     """Stages are not searched there yet."""
     with pytest.raises(RecipeError, match="schedule='GPipe' needs a pipeline"):
         meshes_of_recipe(Recipe(schedule="GPipe"), 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "found"),
+    [
+        (Recipe(zero=3, zero_group=4), [{"data": 4}]),
+        (Recipe(zero=3, zero_group=2), [{"replica": 2, "data": 2}, {"data": 2, "model": 2}]),
+        (Recipe(expert=4), [{"expert": 4}]),
+    ],
+)
+def test_open_axes_take_the_sizes_that_groups_and_experts_divide(recipe: Recipe, found: list[dict[str, int]]) -> None:
+    """A size of the axis "model" that leaves too few ranks for a ZeRO group is skipped."""
+    assert meshes_of_recipe(recipe, 4, 4) == [Mesh(axes) for axes in found]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (Recipe(zero=3, zero_group=3), "^zero_group=3 must divide data=1 or 2 or 4, as 4 devices have"),
+        (Recipe(expert=3), "^expert=3 must divide data=1 or 2 or 4"),
+        (Recipe(data=2, expert=2, tensor=4), "^data=2 x tensor=4 does not make 4 devices"),
+        (Recipe(data=4, zero=3, zero_group=3), "^zero_group=3 must divide data=4"),
+    ],
+)
+def test_a_recipe_that_no_mesh_fits_is_refused(recipe: Recipe, words: str) -> None:
+    """The message names the fields that do not go together."""
+    with pytest.raises(RecipeError, match=words):
+        meshes_of_recipe(recipe, 4, 4)

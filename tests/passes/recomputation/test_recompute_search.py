@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import islice, pairwise, product, takewhile
 
@@ -179,6 +179,21 @@ def test_nothing_is_worse_than_what_it_starts_from(monkeypatch: pytest.MonkeyPat
     start = Search(budget)(problem())
     found = recompute_search.solve_jointly(problem(), Search(budget), {}, [start], peak_of)
     assert found.peak_bytes(peak_of) <= budget
+    assert found.solution.lower_bound <= found.solution.cost <= start.cost
+
+
+@pytest.mark.parametrize(("recompute", "seconds"), [(False, math.inf), (True, 0.0)])
+def test_a_start_that_fits_better_than_the_tables_say_is_kept(recompute: bool, seconds: float) -> None:
+    """The lowered program decides whether a start fits, without recomputation and without time."""
+    planning = problem_of(perceptron_program(64), LINE)
+
+    def half_the_table(planning: PlanningProblem, choice: Sequence[int]) -> float:
+        return 0.5 * float(planning.usage(choice).max())
+
+    start = Search(0.8 * float(planning.usage(Search()(planning).choice).max()))(planning)
+    limit = half_the_table(planning, start.choice)
+    search = Search(limit, control=SearchControl.within(seconds))
+    found = recompute_search.solve_jointly(planning, search, {}, [start], half_the_table, recompute=recompute)
     assert found.solution.lower_bound <= found.solution.cost <= start.cost
 
 

@@ -115,3 +115,13 @@ def test_a_repair_never_takes_a_forbidden_option() -> None:
         problem = Assignment(costs, edges, (row,), limit=limit)
         found = DualSearch(max_rounds=1)(problem, usage_of(problem), lambda point: row)
         assert (None if found is None else (found.choice, found.cost)) == wanted
+
+
+def test_a_repair_ends_where_each_change_only_moves_the_peak() -> None:
+    """Either option of the first variable exceeds the limit by as many bytes, at one point or at the other point."""
+    sizes = np.array([100.0, 90.0])
+    rows = [MemoryRow(0.0, {0: each}, {}) for each in (sizes, sizes[::-1])]
+    problem = Assignment((np.zeros(2), np.zeros(2)), (Edge(0, 1, np.zeros((2, 2))),), tuple(rows), limit=95.0)
+    control = SearchControl.within(1.0)
+    assert DualSearch(max_rounds=1, control=control)(problem, usage_of(problem), rows.__getitem__) is None
+    assert not control.ceiling.has_cut
