@@ -159,6 +159,8 @@ ARGUMENTS: list[tuple[type[AutoshardError], str, Callable[[], Any]]] = [
      lambda: autoshard.plan(nn.Sequential(compiled()), MESH, example_inputs=(X,))),
     (TraceError, "input:0 has shape=(0, 6), no elements: there is nothing", lambda: compiled()(X[:0])),
     (TraceError, "input:0 has shape=(0, 6), no elements",
+     lambda: stepping(micro_batches=2, loss_fn=lambda y, times: y.sum() * times)(X[:0], 2)),
+    (TraceError, "input:0 has shape=(0, 6), no elements",
      lambda: autoshard.price(small(), LAPTOP, Recipe(data=4), example_inputs=(X[:0],), loss_fn=total)),
     (TraceError, "input:0 has shape=(0, 6)", lambda: autoshard.prove(small(), MESH, example_inputs=(X[:0],))),
     (TraceError, "returns no floating scalar; it returns tensors of shapes=[(4, 2)]",
