@@ -375,12 +375,14 @@ class TrainStep(HasWeights):
         weights, shares = self._weights(batch), list[torch.Tensor]()
         scale = 1.0 if self._loss_scale is None else self._loss_scale.value
         self._multiply_gradients(scale)
-        for numbers in batch.rounds(self.micro_batches):
-            parts = [batch.parts[number] for number in numbers]
-            tasks = _AutogradTasks(self.sharded, parts, [weights[number] for number in numbers], scale)
-            run_order(self.order, (0,), tasks)
-            shares += tasks.shares.values()
-        self._multiply_gradients(1 / scale)
+        try:
+            for numbers in batch.rounds(self.micro_batches):
+                parts = [batch.parts[number] for number in numbers]
+                tasks = _AutogradTasks(self.sharded, parts, [weights[number] for number in numbers], scale)
+                run_order(self.order, (0,), tasks)
+                shares += tasks.shares.values()
+        finally:
+            self._multiply_gradients(1 / scale)
         loss = sum_of(shares)
         self._update(loss)
         return loss

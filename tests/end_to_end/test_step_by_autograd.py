@@ -145,6 +145,16 @@ def test_parameters_that_the_optimizer_lost_are_named() -> None:
         step(X)
 
 
+def test_a_failed_step_leaves_earlier_gradients() -> None:
+    """A gradient from before a step in float16 has no scale of the loss after the step raised an error."""
+    model = nn.Linear(6, 2)
+    step = autoshard.compile(model, MESH, optimizer=momentum(model), precision="f16")
+    model.weight.grad = torch.ones(2, 6)
+    with pytest.raises(autoshard.TraceError, match="no floating scalar"):
+        step(X)
+    assert torch.equal(model.weight.grad, torch.ones(2, 6))
+
+
 CHECKS = {
     f"{name}, {make}": partial(check_step, MESH, CHANGES[name], MAKERS[make], constraints=ZERO_1)
     for name in ("gradient hook", "optimizer hook")
