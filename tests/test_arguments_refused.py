@@ -149,6 +149,8 @@ def test_arguments_of_plan_and_compile(arguments: dict[str, Any], error: type[Au
 
 ARGUMENTS: list[tuple[type[AutoshardError], str, Callable[[], Any]]] = [
     (NotAvailableError, "max_programs=0 must be a whole number, at least 1", lambda: autoshard.Options(max_programs=0)),
+    (NotAvailableError, "timeout_s=inf must be a finite number of seconds, above 0",
+     lambda: autoshard.Options(timeout_s=math.inf)),
     (NotAvailableError, "=True must say for each argument", lambda: autoshard.Options(dynamic_lengths=True)),
     (NotAvailableError, "={} must say for each argument", lambda: autoshard.Options(dynamic_lengths={})),
     (NotAvailableError, "must say for each argument what its padding holds",
