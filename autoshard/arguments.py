@@ -191,11 +191,11 @@ def check_limits(*, time_budget_s: Any, global_batch: Any = None) -> None:
 
 
 def check_agreement(*, check: Any, timeout_s: Any) -> None:
-    """Raise `NotAvailableError` for an unknown `check` or a `timeout_s` that is not above 0."""
+    """Raise `NotAvailableError` for an unknown `check`, or unless `timeout_s` is a finite number above 0."""
     if check not in _CHECKS:
         raise NotAvailableError(f"check={check!r} must be one of {', '.join(map(repr, _CHECKS))}.")
-    if not (_is_number(timeout_s) and timeout_s > 0):
-        raise NotAvailableError(f"timeout_s={timeout_s!r} must be a number of seconds, above 0.")
+    if not (_is_number(timeout_s) and 0 < timeout_s < math.inf):
+        raise NotAvailableError(f"timeout_s={timeout_s!r} must be a finite number of seconds, above 0.")
 
 
 _CHECKS = ("always", "first", "off")

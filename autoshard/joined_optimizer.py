@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autoshard.errors import TraceError
+from autoshard.errors import NotAvailableError, TraceError
 
 
 class JoinedOptimizer(torch.optim.Optimizer):
@@ -15,7 +15,7 @@ class JoinedOptimizer(torch.optim.Optimizer):
 
     Muon updates only matrices, so another optimizer updates embeddings, norms and biases. The parameter groups of the
     joined optimizer are the same dicts as the groups of its optimizers, and all share one state. So a learning rate
-    schedule of one of the optimizers works too.
+    schedule of one of the optimizers works too. A new group is added to one of the optimizers.
 
     Args:
         optimizers: optimizers that share no parameter and have not stepped yet.
@@ -39,11 +39,39 @@ class JoinedOptimizer(torch.optim.Optimizer):
         try:
             super().__init__([group for item in optimizers for group in item.param_groups], {})
         except ValueError as error:
-            raise TraceError(f"JoinedOptimizer: {error}. Give each parameter to one of the optimizers.") from error
+            words = str(error).rstrip(".")
+            way_out = (
+                "Give each parameter to one of the optimizers."
+                if "more than one parameter group" in words
+                else "Make all optimizers with named_parameters(), or all without names."
+            )
+            raise TraceError(f"JoinedOptimizer: {words}. {way_out}") from error
         self.optimizers = tuple(part for item in optimizers for part in parts_of_optimizer(item))
         for item in self.optimizers:
             self.state.update(item.state)
         self._share()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The parameter groups of all optimizers, with groups that were added to an optimizer later."""
+        if "optimizers" not in vars(self):
+            return vars(self)["param_groups"]
+        return [group for item in self.optimizers for group in item.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        vars(self)["param_groups"] = groups
+        if "optimizers" in vars(self):
+            self._share()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise `NotAvailableError`, because the group does not say which optimizer updates it."""
+        if "optimizers" in vars(self):
+            raise NotAvailableError(
+                "JoinedOptimizer.add_param_group: the group does not say which optimizer updates it. Add the group to "
+                "one of the optimizers: joined.optimizers[0].add_param_group(group)."
+            )
+        super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle, which includes the joined optimizers."""
@@ -56,7 +84,7 @@ class JoinedOptimizer(torch.optim.Optimizer):
 
     def _share(self) -> None:
         """Give each joined optimizer its parameter groups, and one state dict to all of them."""
-        groups = list(self.param_groups)
+        groups = vars(self)["param_groups"]
         for item in self.optimizers:
             count = len(item.param_groups)
             item.param_groups, groups = groups[:count], groups[count:]

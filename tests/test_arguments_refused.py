@@ -149,6 +149,8 @@ def test_arguments_of_plan_and_compile(arguments: dict[str, Any], error: type[Au
 
 ARGUMENTS: list[tuple[type[AutoshardError], str, Callable[[], Any]]] = [
     (NotAvailableError, "max_programs=0 must be a whole number, at least 1", lambda: autoshard.Options(max_programs=0)),
+    (NotAvailableError, "timeout_s=inf must be a finite number of seconds, above 0",
+     lambda: autoshard.Options(timeout_s=math.inf)),
     (NotAvailableError, "=True must say for each argument", lambda: autoshard.Options(dynamic_lengths=True)),
     (NotAvailableError, "={} must say for each argument", lambda: autoshard.Options(dynamic_lengths={})),
     (NotAvailableError, "must say for each argument what its padding holds",
@@ -158,6 +160,8 @@ ARGUMENTS: list[tuple[type[AutoshardError], str, Callable[[], Any]]] = [
     (TraceError, "model.0 is a ShardedModule, compiled already, and a program cannot call another program. Compile",
      lambda: autoshard.plan(nn.Sequential(compiled()), MESH, example_inputs=(X,))),
     (TraceError, "input:0 has shape=(0, 6), no elements: there is nothing", lambda: compiled()(X[:0])),
+    (TraceError, "input:0 has shape=(0, 6), no elements",
+     lambda: stepping(micro_batches=2, loss_fn=lambda y, times: y.sum() * times)(X[:0], 2)),
     (TraceError, "input:0 has shape=(0, 6), no elements",
      lambda: autoshard.price(small(), LAPTOP, Recipe(data=4), example_inputs=(X[:0],), loss_fn=total)),
     (TraceError, "input:0 has shape=(0, 6)", lambda: autoshard.prove(small(), MESH, example_inputs=(X[:0],))),

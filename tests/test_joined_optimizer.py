@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard import JoinedOptimizer, TraceError
+from autoshard import JoinedOptimizer, Mesh, NotAvailableError, TraceError, compile
 
 
 def _joined(layer: nn.Linear) -> JoinedOptimizer:
@@ -61,6 +61,33 @@ def test_state_dicts_go_on() -> None:
         assert all(one is two for one, two in zip(groups, optimizer.param_groups, strict=True))
 
 
+def test_groups_are_added_to_a_part() -> None:
+    """A group that one of the optimizers gets after some steps is trained by compiled steps, traced or not."""
+    for kind in (torch.optim.AdamW, torch.optim.Adagrad):
+        layer = nn.Linear(4, 4)
+        joined = JoinedOptimizer(torch.optim.Muon([layer.weight]), kind([layer.bias]))
+        last = nn.Parameter(torch.ones(4))
+        model = _Scaled(layer, last)
+        step = compile(model, Mesh({"data": 2}), optimizer=joined, verify=False)
+        step(torch.ones(2, 4))
+        assert torch.equal(last, torch.ones(4))
+        with pytest.raises(NotAvailableError, match="does not say which optimizer"):
+            joined.add_param_group({"params": [last]})
+        joined.optimizers[1].add_param_group({"params": [last], "lr": 0.5})
+        step(torch.ones(2, 4))
+        assert not torch.isclose(last, torch.ones(4)).any()
+        assert [group["lr"] for group in joined.state_dict()["param_groups"]][2] == 0.5
+
+
+class _Scaled(nn.Module):
+    def __init__(self, layer: nn.Linear, last: nn.Parameter) -> None:
+        super().__init__()
+        self.layer, self.last = layer, last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * self.last).square().mean()
+
+
 def test_joined_optimizers_may_be_joined() -> None:
     """The parts of a joined optimizer become parts of the new one."""
     layer, other = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -69,10 +96,12 @@ def test_joined_optimizers_may_be_joined() -> None:
 
 
 def test_wrong_parts_are_refused() -> None:
-    """A parameter of two optimizers, something that is no optimizer, and no optimizer at all."""
+    """A parameter of two optimizers, names in one alone, something that is no optimizer, and no optimizer at all."""
     layer = nn.Linear(4, 4)
     with pytest.raises(TraceError, match="Give each parameter to one of the optimizers"):
         JoinedOptimizer(torch.optim.Muon([layer.weight]), torch.optim.AdamW(layer.parameters()))
+    with pytest.raises(TraceError, match=r"Make all optimizers with named_parameters\(\)"):
+        JoinedOptimizer(torch.optim.Muon([("weight", layer.weight)]), torch.optim.AdamW([layer.bias]))
     with pytest.raises(TraceError, match="JoinedOptimizer: 'adamw' is no torch optimizer"):
         JoinedOptimizer(torch.optim.Muon([layer.weight]), "adamw")  # type: ignore[arg-type]
     with pytest.raises(TraceError, match="JoinedOptimizer: None is no torch optimizer"):

@@ -47,15 +47,23 @@ def run(call: ProgramCall, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Te
     If gradients are enabled, the call becomes a node of autograd's graph.
     """
     if torch.is_grad_enabled():
-        return ProgramFunction.apply(call, *tensors)
+        # Autograd would call hooks on an input without gradient, with None in place of the gradient.
+        names, without = call.executable.input_names, call.executable.without_gradient
+        reached = (None if name in without else tensor for name, tensor in zip(names, tensors, strict=True))
+        return ProgramFunction.apply(call, tuple(tensors), *reached)
     return _distinct(call.executable.run_forward(tensors)[0])
 
 
 class ProgramFunction(torch.autograd.Function):
-    """The autograd function of a call: `apply(call, *tensors)` maps the program's inputs to its outputs."""
+    """The autograd function of a call: `apply(call, tensors, *reached)` maps the program's inputs to its outputs.
+
+    `reached` has the inputs that may get a gradient, and None in the place of each other input.
+    """
 
     @staticmethod
-    def forward(ctx: Any, call: ProgramCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, call: ProgramCall, tensors: tuple[torch.Tensor, ...], *reached: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
         """Run the forward phase; a method of `torch.autograd.Function`."""
         outputs, saved = call.executable.run_forward(tensors)
         ctx.call = call
@@ -79,13 +87,13 @@ class ProgramFunction(torch.autograd.Function):
         """Run the backward phase; a method of `torch.autograd.Function`."""
         tangents = _tangents(ctx.call.executable, grads)
         if not tangents:  # no gradient arrives, so none leaves
-            return (None,) * (1 + len(ctx.needs_input_grad[1:]))
+            return (None,) * len(ctx.needs_input_grad)
         if torch.is_grad_enabled():
             gradients = _differentiable_gradients(ctx, tangents)
         else:
             gradients = _gradients(ctx, tangents)
-        wanted = zip(ctx.call.executable.inputs, ctx.needs_input_grad[1:], strict=True)
-        return (None, *(gradients.get(slot.slot.name) if needed else None for slot, needed in wanted))
+        wanted = zip(ctx.call.executable.inputs, ctx.needs_input_grad[2:], strict=True)
+        return (None, None, *(gradients.get(slot.slot.name) if needed else None for slot, needed in wanted))
 
 
 class GradientFunction(torch.autograd.Function):
@@ -93,11 +101,11 @@ class GradientFunction(torch.autograd.Function):
 
     `apply(first, names, *tensors, *tangents)` returns the gradients. `first` is the context of the call's
     `ProgramFunction`, into which the names of the gradients are written. `names` are those of the tangents. `tensors`
-    are the program's inputs, in order.
+    are the program's inputs, in order, with None in the place of each input that needs no gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, first: Any, names: tuple[str, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, first: Any, names: tuple[str, ...], *tensors: Any) -> tuple[torch.Tensor, ...]:
         """Compute the gradients of the call by its program; a method of `torch.autograd.Function`."""
         ctx.set_materialize_grads(False)
         ctx.first, ctx.names = first, names
@@ -152,7 +160,9 @@ def _recomputed_gradients(ctx: Any, names: tuple[str, ...], tensors: Sequence[to
 
 def _differentiable_gradients(ctx: Any, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the results of `_gradients` as the outputs of a node of autograd's graph, for `create_graph=True`."""
-    results = GradientFunction.apply(ctx, tuple(tangents), *ctx.tensors, *tangents.values())
+    pairs = zip(ctx.tensors, ctx.needs_input_grad[2:], strict=True)
+    reached = [tensor if needed else None for tensor, needed in pairs]
+    results = GradientFunction.apply(ctx, tuple(tangents), *reached, *tangents.values())
     return dict(zip(ctx.gradient_names, results, strict=True))
 
 
@@ -176,7 +186,7 @@ def _is_returned_with_grad(slot: InputSlot | OutputSlot) -> bool:
 
 
 def _wanted(ctx: Any) -> dict[str, torch.Tensor]:
-    inputs = zip(ctx.call.executable.inputs, ctx.tensors, ctx.needs_input_grad[1:], strict=True)
+    inputs = zip(ctx.call.executable.inputs, ctx.tensors, ctx.needs_input_grad[2:], strict=True)
     return {slot.slot.name: tensor for slot, tensor, needed in inputs if needed}
 
 

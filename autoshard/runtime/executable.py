@@ -8,7 +8,6 @@ from functools import cached_property
 
 import torch
 
-from autoshard.errors import TraceError
 from autoshard.graphs.owned_results import owned_results
 from autoshard.ir.lowered import LocalSlot, LoweredProgram, PhasedProgram
 from autoshard.ir.program import InputKind, OutputKind
@@ -20,28 +19,12 @@ from autoshard.ir.update import Update, group_of
 from autoshard.runtime.engine import Engine, LikeWriter, Loaded, LocalValue, Reader
 from autoshard.runtime.missing_tangents import without_tangents
 from autoshard.runtime.program_update import ProgramUpdate
+from autoshard.runtime.reached_inputs import inputs_without_gradient
 from autoshard.runtime.varying_numbers import Trace, VaryingNumbers
 from autoshard.runtime.versions import Key, inputs_behind_gradients
 
 _STATES = 8
 """The most Python states of the model that a program remembers (see `Executable`)."""
-
-
-def check_state(state: PythonGuards, *, was_training: bool, is_training: bool) -> None:
-    """Raise `TraceError` if the model changed since the forward, before a backward traces the forward's call again.
-
-    Args:
-        state: guards of the model's attributes in the forward.
-        was_training: whether the model was in training mode in the forward.
-        is_training: whether it is now.
-    """
-    changes = [*state.changes(), *(["training"] if was_training != is_training else [])]
-    if changes:
-        raise TraceError(
-            f"The model changed between forward and backward ({', '.join(changes[:4])}), and this backward reaches "
-            "another output than the loss, or gradients of gradients. Such a backward is traced from the model, which "
-            "must still be as it was in the forward. Change the model after the backward."
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,6 +203,11 @@ class Executable:
     def read_by_backward(self) -> dict[str, frozenset[Key]]:
         """Name of a gradient's parameter or input → kind and name of forward inputs that the backward reads for it."""
         return inputs_behind_gradients(self.phased.lowered.traced)
+
+    @cached_property
+    def without_gradient(self) -> frozenset[Key]:
+        """Kind and name of the forward's inputs that get no gradient, whichever output a backward starts from."""
+        return inputs_without_gradient(self.phased.lowered.traced)
 
     @cached_property
     def updated_buffers(self) -> frozenset[str]:

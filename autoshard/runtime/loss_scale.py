@@ -47,7 +47,7 @@ class LossScale:
             self._growth_tracker = 0
             return
         self._growth_tracker += 1
-        if self._growth_tracker == self._settings.growth_interval:
+        if self._growth_tracker >= self._settings.growth_interval:  # a loaded number may be above it
             grown = _in_float32(self.value * self._settings.growth_factor)
             self.value = grown if math.isfinite(grown) else self.value
             self._growth_tracker = 0

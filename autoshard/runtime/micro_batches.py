@@ -135,8 +135,8 @@ def _checked_size(leaves: list[Any], parts: int) -> int:
 def _cut(leaf: Any, size: int, parts: int) -> list[Any]:
     if isinstance(leaf, CutBatch):
         return list(leaf.parts)
-    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
-        return [leaf] * parts
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or not size:
+        return [leaf] * parts  # an empty batch is refused where the call is traced
     return list(leaf.split(size // parts))
 
 

@@ -31,9 +31,10 @@ class OfModel(nn.Module, ABC):
         """Within the context, parameters are plain whole tensors for the user's own code."""
 
     def _become(self, model: nn.Module) -> None:
-        """Share the members and attributes of `model`, so that a later change of either module shows in both."""
+        """Share the members, attributes and state dict hooks of `model`: a change of either module shows in both."""
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        vars(self).update({name: vars(model)[name] for name in _HOOKS_ON_STATE})
         self._original = (model,)
         self.__class__ = _class_for(type(self), type(model))  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -81,6 +82,15 @@ class OfModel(nn.Module, ABC):
                 return method(*args, **kwargs)
 
         return run_method
+
+
+_HOOKS_ON_STATE = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""Names of the dicts in which a module keeps its hooks on state dicts."""
 
 
 def _class_for(kind: type[OfModel], model_class: type[nn.Module]) -> type[OfModel]:

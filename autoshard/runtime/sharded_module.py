@@ -34,9 +34,10 @@ from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.update import Update
 from autoshard.runtime.agreement.step_agreement import Check, StepAgreement, facts_to_compile
 from autoshard.runtime.autograd import ProgramCall, run
+from autoshard.runtime.changed_state import check_state
 from autoshard.runtime.compiler import Compiler
 from autoshard.runtime.engine import Engine
-from autoshard.runtime.executable import Executable, check_state
+from autoshard.runtime.executable import Executable
 from autoshard.runtime.executor import Executor
 from autoshard.runtime.inference import in_normal_mode
 from autoshard.runtime.known_programs import KnownPrograms

@@ -248,11 +248,19 @@ class TrainStep(HasWeights):
 
     @torch.compiler.disable(reason="autoshard has compiled the step: leave fullgraph=True out")
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Take one step on a global batch; return the global loss, a scalar without gradient."""
+        """Take one step on a global batch; return the global loss, a scalar without gradient.
+
+        The step trains under `torch.no_grad` and `torch.inference_mode` too.
+        """
         self._check.begin()
         for observer in self._observers:
             observer.begin()
-        with self.sharded.agreement.one_thread, naming_micro_batches(self.micro_batches):
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            self.sharded.agreement.one_thread,
+            naming_micro_batches(self.micro_batches),
+        ):
             loss = self._step(args, kwargs)
         self._check.end()
         for observer in reversed(self._observers):
@@ -375,12 +383,14 @@ class TrainStep(HasWeights):
         weights, shares = self._weights(batch), list[torch.Tensor]()
         scale = 1.0 if self._loss_scale is None else self._loss_scale.value
         self._multiply_gradients(scale)
-        for numbers in batch.rounds(self.micro_batches):
-            parts = [batch.parts[number] for number in numbers]
-            tasks = _AutogradTasks(self.sharded, parts, [weights[number] for number in numbers], scale)
-            run_order(self.order, (0,), tasks)
-            shares += tasks.shares.values()
-        self._multiply_gradients(1 / scale)
+        try:
+            for numbers in batch.rounds(self.micro_batches):
+                parts = [batch.parts[number] for number in numbers]
+                tasks = _AutogradTasks(self.sharded, parts, [weights[number] for number in numbers], scale)
+                run_order(self.order, (0,), tasks)
+                shares += tasks.shares.values()
+        finally:
+            self._multiply_gradients(1 / scale)
         loss = sum_of(shares)
         self._update(loss)
         return loss

@@ -312,6 +312,30 @@ def check_detached_outputs() -> None:
     beside_one_device(use, make=lambda: Detaching(with_loss=False))
 
 
+class WithUnused(Net):
+    """Has a layer that no call uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+
+
+def check_hooks_on_unused_parameters() -> None:
+    """Hooks run for the parameters that get a gradient alone, also in a backward from another output than the loss."""
+
+    def use(model: nn.Module) -> list[list[str]]:
+        ran: list[list[str]] = []
+        for name, parameter in model.named_parameters():
+            parameter.register_hook(lambda gradient, name=name: ran[-1].append(name) if gradient.numel() else None)
+        for number in (0, 1):
+            ran.append([])
+            model(data())[number].sum().backward()
+            ran[-1].sort()
+        return ran
+
+    beside_one_device(use, make=WithUnused)
+
+
 CHECKS = {name.removeprefix("check_"): item for name, item in globals().items() if name.startswith("check_")}
 
 

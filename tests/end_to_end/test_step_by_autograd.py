@@ -145,6 +145,33 @@ def test_parameters_that_the_optimizer_lost_are_named() -> None:
         step(X)
 
 
+def test_a_failed_step_leaves_earlier_gradients() -> None:
+    """A gradient from before a step in float16 has no scale of the loss after the step raised an error."""
+    model = nn.Linear(6, 2)
+    step = autoshard.compile(model, MESH, optimizer=momentum(model), precision="f16")
+    model.weight.grad = torch.ones(2, 6)
+    with pytest.raises(autoshard.TraceError, match="no floating scalar"):
+        step(X)
+    assert torch.equal(model.weight.grad, torch.ones(2, 6))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_steps_without_gradients_enabled_train(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    """A step trains under `no_grad` and `inference_mode` too, whether its update is traced or not."""
+    model, reference = nn.Linear(6, 1), nn.Linear(6, 1)
+    reference.load_state_dict(model.state_dict())
+    optimizer, plain = kind(model.parameters(), lr=0.1), kind(reference.parameters(), lr=0.1)
+    step = autoshard.compile(model, MESH, optimizer=optimizer, loss_fn=lambda y: y.square().mean())
+    for context in (torch.inference_mode(), torch.no_grad()):
+        with context:
+            found = step(X)
+        reference(X).square().mean().backward()
+        plain.step()
+        plain.zero_grad()
+        assert not found.requires_grad
+        torch.testing.assert_close(model.weight, reference.weight)
+
+
 CHECKS = {
     f"{name}, {make}": partial(check_step, MESH, CHANGES[name], MAKERS[make], constraints=ZERO_1)
     for name in ("gradient hook", "optimizer hook")

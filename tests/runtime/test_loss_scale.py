@@ -55,6 +55,16 @@ def test_the_scale_stays_above_zero() -> None:
     assert scale.inverse == 2.0**126
 
 
+def test_it_rises_after_a_longer_interval_was_loaded() -> None:
+    """A state with more good steps than the new interval makes the next good step raise the scale."""
+    long, short = LossScale(LossScaling(growth_interval=9)), LossScale(LossScaling(growth_interval=4))
+    for _ in range(6):
+        long.update(was_skipped=False)
+    short.load_state_dict(long.state_dict())
+    short.update(was_skipped=False)
+    assert short.value == 2 * long.value
+
+
 def test_the_inverse_removes_the_scale() -> None:
     """Powers of two change no digit."""
     scale = LossScale(LossScaling())

@@ -34,6 +34,23 @@ def test_it_has_the_names_and_objects_of_the_model() -> None:
         sharded.nonsense
 
 
+def test_state_dicts_run_the_hooks_of_the_model() -> None:
+    """Hooks on the state dict run once, whether they were registered on the model or on the sharded module."""
+    model, ran = nn.Linear(3, 6), list[str]()
+    sharded = autoshard.compile(model, MESH)
+    for module in (model, sharded):
+        module.register_state_dict_pre_hook(lambda *_: ran.append("before saving"))
+        module.register_state_dict_post_hook(lambda _, state, *__: state.update(extra=torch.ones(1)))
+        module.register_load_state_dict_pre_hook(lambda _, state, *__: state.pop("extra", None))
+        module.register_load_state_dict_post_hook(lambda *_: ran.append("after loading"))
+    for module in (sharded, copy.deepcopy(sharded)):
+        ran.clear()
+        state = module.state_dict()
+        assert list(state) == ["weight", "bias", "extra"]
+        module.load_state_dict(state)
+        assert ran == [*["before saving"] * 2, *["after loading"] * 2]
+
+
 def test_calls_of_one_kind_share_a_program() -> None:
     """A new shape, mode or gradient mode compiles once."""
     sharded = autoshard.compile(nn.Linear(3, 6), MESH)
