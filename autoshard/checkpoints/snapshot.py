@@ -155,7 +155,8 @@ def _copied(tensor: torch.Tensor, known: dict[Any, torch.Tensor]) -> torch.Tenso
 
     `known` has the copies so far, and gets the new copy. An equal view of the same memory gets the same copy.
     """
-    key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    view = tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    key = tensor.data_ptr(), tensor.device, view
     if key not in known or not tensor.numel():
         known[key] = _copy(tensor)
     return known[key]
