@@ -60,13 +60,15 @@ class NamedOptimizer:
     def state(self) -> dict[str, Any]:
         """Return the state to save, with parameters by name.
 
-        The keys are "kind" (name of the optimizer's class), "groups" (parameter groups) and "state" (state of each
-        parameter).
+        The keys are "kind" (name of the optimizer's class), "groups" (parameter groups), and "state" (state of each
+        parameter). "other" has the state under keys of the optimizer's own.
         """
         found, names = self.optimizer.state_dict(), list(self.parameters)
-        state = {names[number]: dict(held) for number, held in found["state"].items()}
+        of_parameters = {key for key in found["state"] if isinstance(key, int)}  # torch numbers the parameters
+        state = {names[number]: dict(found["state"][number]) for number in sorted(of_parameters)}
+        other = {key: held for key, held in found["state"].items() if key not in of_parameters}
         groups = [{**group, "params": [names[number] for number in group["params"]]} for group in found["param_groups"]]
-        return {"kind": type(self.optimizer).__name__, "groups": groups, "state": _counted(state)}
+        return {"kind": type(self.optimizer).__name__, "groups": groups, "state": _counted(state), "other": other}
 
     def check(self, saved: Mapping[str, Any], keyword: str) -> None:
         """Raise `CheckpointError` unless `saved`, a result of `state`, is of the same class, over the same parameters.
@@ -92,6 +94,7 @@ class NamedOptimizer:
         """Load a result of `state` into the optimizer in place."""
         numbers = {name: number for number, name in enumerate(self.parameters)}
         state = {numbers[name]: _tensors_of(held) for name, held in saved["state"].items()}
+        state |= saved.get("other", {})  # earlier releases have none
         groups = []
         for group in self.optimizer.param_groups:
             kept = {key: item for key, item in group.items() if key in _HOW}

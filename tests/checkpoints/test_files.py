@@ -170,6 +170,24 @@ def test_a_group_without_parameters_keeps_its_options(tmp_path: Path) -> None:
     optimizer.step()
 
 
+class CountingSGD(torch.optim.SGD):
+    """An optimizer with state of no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["counts"]["calls"] = self.state["counts"].get("calls", 0) + 1
+        return super().step(closure)
+
+
+def test_state_of_no_parameter_is_saved(tmp_path: Path) -> None:
+    """torch allows an optimizer any keys in its state."""
+    first, fresh, checkpoints = nn.Linear(2, 2), nn.Linear(2, 2), Checkpoints(tmp_path, asynchronous=False)
+    trained, optimizer = CountingSGD(first.parameters()), CountingSGD(fresh.parameters())
+    trained.step()
+    checkpoints.save(first, at=1, optimizer=trained)
+    checkpoints.load(fresh, optimizer=optimizer)
+    assert optimizer.state["counts"] == {"calls": 1}
+
+
 class FullDisk:
     """A disk with room for some bytes more."""
 
