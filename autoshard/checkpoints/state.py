@@ -20,6 +20,7 @@ from autoshard.checkpoints.values import Slot
 from autoshard.errors import CheckpointError
 from autoshard.ir.plan import Plan
 from autoshard.runtime.sharded_module import ShardedModule
+from autoshard.runtime.state import take_seeds
 from autoshard.runtime.train_step import TrainStep
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -125,8 +126,9 @@ class TrainingState:
         problems = [f"{name!r} is not in the checkpoint" for name in now if name not in rest and name != _EXTRA]
         problems += [f"{name!r} is not in the model" for name in rest if name not in now and name != _EXTRA]
         places: dict[str, torch.Tensor] = {}
+        extra = {name for name in rest if name.rpartition(".")[2] == _EXTRA}
         for name, slot in rest.items():
-            if not isinstance(slot, Slot):
+            if not isinstance(slot, Slot) or name in extra:
                 continue
             shape, dtype = stored.tensor(slot.name)
             tensor = now.get(name)
@@ -138,14 +140,18 @@ class TrainingState:
                     f"{name!r} is {tensor.dtype} {list(tensor.shape)} in the model, "
                     f"{dtype} {list(shape)} in the checkpoint"
                 )
-            elif name == _EXTRA:
-                places[slot.name] = torch.empty(shape, dtype=dtype)
         if problems:
             more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
             raise CheckpointError(
                 f"{stored.folder} holds another model: {'; '.join(problems[:_SHOWN])}{more}. Load it into the saved "
                 "model, or name another folder."
             )
+        used = {_memory_of(tensor) for tensor in places.values()}
+        for name in extra:  # may have tensors anywhere, of any shape
+            held, _ = split(f"{MODEL}.{name}", now.get(name))
+            for slot in slots_in(rest[name]):
+                place = places[slot.name] = _place(stored, slot, held.get(slot.name), used)
+                used.add(_memory_of(place))
         return places
 
     def load(self, rests: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -156,8 +162,9 @@ class TrainingState:
         """
         state = self.model.state_dict()
         loaded = join(rests[MODEL], tensors)
-        keeps_extra = isinstance(self.model, ShardedModule) or _EXTRA in state
-        state.update({name: value for name, value in loaded.items() if name != _EXTRA or keeps_extra})
+        if not isinstance(self.model, ShardedModule):
+            take_seeds(loaded, "", self.model)
+        state.update(loaded)
         self.model.load_state_dict(state)
         for key, optimizer in self.optimizers.items():
             optimizer.load(join(rests[key], tensors))
