@@ -151,7 +151,7 @@ def local_cluster(mesh: Mesh) -> PricedCluster:
     by gigabit Ethernet; `calibrate` measures the real network.
 
     Raises:
-        NotAvailableError: no hardware file describes the GPUs.
+        NotAvailableError: no hardware file describes the GPUs, or this host has more of them than its node type.
     """
     if world_size() != mesh.size or not torch.cuda.is_available():
         per_node = ranks_per_host(mesh.size)
@@ -159,12 +159,12 @@ def local_cluster(mesh: Mesh) -> PricedCluster:
         kind = kind if per_node == mesh.size else kind.with_network("ethernet_1g")
         kind = replace(kind, devices_per_node=max(per_node, kind.devices_per_node))
         return PricedCluster(kind, mesh.size // per_node, per_node)
+    per_node = ranks_per_host(mesh.size)
     try:
         name = node_of_driver(torch.cuda.get_device_name())
+        return PricedCluster(name, nodes=mesh.size // per_node, devices_per_node=per_node)
     except CostModelError as error:
         raise NotAvailableError(f"{error} Or pass a Cluster.") from error
-    per_node = ranks_per_host(mesh.size)
-    return PricedCluster(name, nodes=mesh.size // per_node, devices_per_node=per_node)
 
 
 def ranks_per_host(ranks: int) -> int:

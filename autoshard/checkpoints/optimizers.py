@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from autoshard.checkpoints.values import StepCount
+from autoshard.checkpoints.values import Slot, StepCount
 from autoshard.errors import CheckpointError
 from autoshard.ir.lowered import LocalSlot
 from autoshard.ir.program import InputKind
@@ -60,17 +60,20 @@ class NamedOptimizer:
     def state(self) -> dict[str, Any]:
         """Return the state to save, with parameters by name.
 
-        The keys are "kind" (name of the optimizer's class), "groups" (parameter groups) and "state" (state of each
-        parameter).
+        The keys are "kind" (name of the optimizer's class), "groups" (parameter groups), and "state" (state of each
+        parameter). "other" has the state under keys of the optimizer's own.
         """
         found, names = self.optimizer.state_dict(), list(self.parameters)
-        state = {names[number]: dict(held) for number, held in found["state"].items()}
+        of_parameters = {key for key in found["state"] if isinstance(key, int)}  # torch numbers the parameters
+        state = {names[number]: dict(found["state"][number]) for number in sorted(of_parameters)}
+        other = {key: held for key, held in found["state"].items() if key not in of_parameters}
         groups = [{**group, "params": [names[number] for number in group["params"]]} for group in found["param_groups"]]
-        return {"kind": type(self.optimizer).__name__, "groups": groups, "state": _counted(state)}
+        return {"kind": type(self.optimizer).__name__, "groups": groups, "state": _counted(state), "other": other}
 
     def check(self, saved: Mapping[str, Any], keyword: str) -> None:
         """Raise `CheckpointError` unless `saved`, a result of `state`, is of the same class, over the same parameters.
 
+        Each parameter group must also get one set of options. Tensors in `saved` may be placeholders (`Slot`).
         `keyword` is the name under which the user passed this optimizer.
         """
         kind = type(self.optimizer).__name__
@@ -84,33 +87,46 @@ class NamedOptimizer:
                 f"{keyword!r} has other parameters than the checkpoint: "
                 f"{missing[:4]} are not in the checkpoint, and {strange[:4]} are not in this optimizer."
             )
+        for group in self.optimizer.param_groups:
+            self._options_for(group, saved["groups"])
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Load a result of `state` into the optimizer in place."""
         numbers = {name: number for number, name in enumerate(self.parameters)}
         state = {numbers[name]: _tensors_of(held) for name, held in saved["state"].items()}
-        groups = [self._group(group, saved["groups"], numbers) for group in self.optimizer.param_groups]
+        state |= saved.get("other", {})  # earlier releases have none
+        groups = []
+        for group in self.optimizer.param_groups:
+            kept = {key: item for key, item in group.items() if key in _HOW}
+            names = [numbers[name] for name in self._names_in(group)]
+            groups.append({**self._options_for(group, saved["groups"]), **kept, "params": names})
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
-    def _group(
-        self, group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], numbers: Mapping[str, int]
-    ) -> dict[str, Any]:
-        """Return a parameter group for the optimizer's `load_state_dict`, with the options of the group in `saved`.
+    def _options_for(self, group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the options that a parameter group gets from the groups in `saved`, without those in `_HOW`.
 
-        Options of the implementation (`_HOW`) keep their present values. `numbers` has the index of each parameter by
-        name. Raises `CheckpointError` if the group's parameters were saved in several groups with different options.
+        A group without parameters gets the options of a saved group without parameters, or keeps its own.
+        Raises `CheckpointError` if the group's parameters were saved in several groups with different options.
         """
-        ids = {id(item) for item in group["params"]}
-        names = [name for name, item in self.parameters.items() if id(item) in ids]
-        there = [found for found in saved if not set(names).isdisjoint(found["params"])]
+        names = self._names_in(group)
+        if names:
+            there = [found for found in saved if not set(names).isdisjoint(found["params"])]
+        else:
+            empty = [item for item in self.optimizer.param_groups if not item["params"]]
+            number = next(number for number, item in enumerate(empty) if item is group)
+            there = [found for found in saved if not found["params"]][number : number + 1] or [group]
         options = [{key: item for key, item in found.items() if key != "params" and key not in _HOW} for found in there]
-        if any(other != options[0] for other in options[1:]):
+        known = [{key: item for key, item in found.items() if not isinstance(item, Slot)} for found in options]
+        if any(other != known[0] for other in known[1:]):
             raise CheckpointError(
                 f"The parameters {names[:4]} are one group of the optimizer, and were saved in {len(there)} groups "
                 "with different options. Make the optimizer with the saved groups."
             )
-        kept = {key: item for key, item in group.items() if key in _HOW}
-        return {**(options[0] if options else {}), **kept, "params": [numbers[name] for name in names]}
+        return options[0]
+
+    def _names_in(self, group: Mapping[str, Any]) -> list[str]:
+        ids = {id(item) for item in group["params"]}
+        return [name for name, item in self.parameters.items() if id(item) in ids]
 
     def place_for(
         self,

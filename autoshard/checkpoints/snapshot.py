@@ -132,10 +132,10 @@ def take(parts: Sequence[Part], ranks: Ranks, *, copies: bool) -> list[PartSnaps
 
 def _take(part: Part, choice: _WriterChoice, known: dict[Any, torch.Tensor], *, copies: bool) -> PartSnapshot:
     tensors, rest = ({}, part.state) if part.spread is Spread.PER_RANK else split(part.keyword, part.state)
-    items = {}
+    items, of_plain = {}, choice.of_plain(part.spread)
     for name, tensor in tensors.items():
         refuse_meta(name, tensor)
-        is_mine = choice.is_mine(name, tensor)
+        is_mine = (choice if isinstance(tensor, DTensor) else of_plain).is_mine(name, tensor)
         if is_mine or (part.spread is Spread.UNKNOWN and not isinstance(tensor, DTensor)):
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
             value = _copied(local.detach(), known) if copies else local.detach()
@@ -155,7 +155,8 @@ def _copied(tensor: torch.Tensor, known: dict[Any, torch.Tensor]) -> torch.Tenso
 
     `known` has the copies so far, and gets the new copy. An equal view of the same memory gets the same copy.
     """
-    key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    view = tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    key = tensor.data_ptr(), tensor.device, view
     if key not in known or not tensor.numel():
         known[key] = _copy(tensor)
     return known[key]
@@ -207,6 +208,13 @@ class _WriterChoice:
     @property
     def is_first(self) -> bool:
         return self._ranks.rank == 0
+
+    def of_plain(self, spread: Spread) -> _WriterChoice:
+        """Return the choice for an object's plain tensors. It is a new choice if their sizes may differ between ranks.
+
+        Otherwise ranks would count different bytes, and make different choices for later tensors.
+        """
+        return _WriterChoice(self._ranks) if spread is Spread.UNKNOWN else self
 
     def is_mine(self, name: str, tensor: torch.Tensor) -> bool:
         if not isinstance(tensor, DTensor):

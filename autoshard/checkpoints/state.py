@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autoshard.checkpoints.files import Stored
 from autoshard.checkpoints.optimizers import NamedOptimizer
@@ -19,6 +20,7 @@ from autoshard.checkpoints.values import Slot
 from autoshard.errors import CheckpointError
 from autoshard.ir.plan import Plan
 from autoshard.runtime.sharded_module import ShardedModule
+from autoshard.runtime.state import take_seeds
 from autoshard.runtime.train_step import TrainStep
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -108,11 +110,13 @@ class TrainingState:
         for key, optimizer in self.optimizers.items():
             optimizer.check(rests[key], key)
             places |= _places_in_optimizer(stored, optimizer, rests[key])
+        used = {_memory_of(tensor) for tensor in places.values()}
         for key, item in self.others.items():
             now, _ = split(key, item.state_dict())
             for slot in slots_in(rests[key]):
                 name = slot.name if slot.is_sharded else slot.name.removesuffix(suffix_of(names[key]))
-                places[slot.name] = _place(stored, slot, now.get(name))
+                place = places[slot.name] = _place(stored, slot, now.get(name), used)
+                used.add(_memory_of(place))
         return places
 
     def _places_in_model(self, stored: Stored, rest: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -122,8 +126,9 @@ class TrainingState:
         problems = [f"{name!r} is not in the checkpoint" for name in now if name not in rest and name != _EXTRA]
         problems += [f"{name!r} is not in the model" for name in rest if name not in now and name != _EXTRA]
         places: dict[str, torch.Tensor] = {}
+        extra = {name for name in rest if name.rpartition(".")[2] == _EXTRA}
         for name, slot in rest.items():
-            if not isinstance(slot, Slot):
+            if not isinstance(slot, Slot) or name in extra:
                 continue
             shape, dtype = stored.tensor(slot.name)
             tensor = now.get(name)
@@ -135,14 +140,18 @@ class TrainingState:
                     f"{name!r} is {tensor.dtype} {list(tensor.shape)} in the model, "
                     f"{dtype} {list(shape)} in the checkpoint"
                 )
-            elif name == _EXTRA:
-                places[slot.name] = torch.empty(shape, dtype=dtype)
         if problems:
             more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
             raise CheckpointError(
                 f"{stored.folder} holds another model: {'; '.join(problems[:_SHOWN])}{more}. Load it into the saved "
                 "model, or name another folder."
             )
+        used = {_memory_of(tensor) for tensor in places.values()}
+        for name in extra:  # may have tensors anywhere, of any shape
+            held, _ = split(f"{MODEL}.{name}", now.get(name))
+            for slot in slots_in(rest[name]):
+                place = places[slot.name] = _place(stored, slot, held.get(slot.name), used)
+                used.add(_memory_of(place))
         return places
 
     def load(self, rests: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -153,8 +162,9 @@ class TrainingState:
         """
         state = self.model.state_dict()
         loaded = join(rests[MODEL], tensors)
-        keeps_extra = isinstance(self.model, ShardedModule) or _EXTRA in state
-        state.update({name: value for name, value in loaded.items() if name != _EXTRA or keeps_extra})
+        if not isinstance(self.model, ShardedModule):
+            take_seeds(loaded, "", self.model)
+        state.update(loaded)
         self.model.load_state_dict(state)
         for key, optimizer in self.optimizers.items():
             optimizer.load(join(rests[key], tensors))
@@ -236,15 +246,25 @@ def _places_in_optimizer(stored: Stored, optimizer: NamedOptimizer, rest: Mappin
     return places
 
 
-def _place(stored: Stored, slot: Slot, now: torch.Tensor | None) -> torch.Tensor:
+def _place(stored: Stored, slot: Slot, now: torch.Tensor | None, used: Set[int] = frozenset()) -> torch.Tensor:
     """Return the tensor into which the stored tensor of `slot` is read.
 
     This is `now`, the saved object's present tensor, if shape and dtype fit. Otherwise it is a new whole tensor.
+    If other tensors are read into the memory of `now`, or its elements share memory, it is a new tensor like `now`.
+    `used` has the memory of all other places.
     """
     shape, dtype = stored.tensor(slot.name)
-    if now is not None and now.shape == shape and now.dtype == dtype:
-        return now.detach()
-    return torch.empty(shape, dtype=dtype)
+    if now is None or now.is_meta or now.shape != shape or now.dtype != dtype:
+        return torch.empty(shape, dtype=dtype)
+    local = now._local_tensor if isinstance(now, DTensor) else now
+    has_own = _memory_of(now) not in used and local.untyped_storage().nbytes() >= local.nbytes
+    return now.detach() if has_own else torch.empty_like(now)
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    """Return the address of the memory of a tensor, or of this rank's piece of a DTensor."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()
 
 
 def _random_state() -> dict[str, Any]:

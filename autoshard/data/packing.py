@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -38,11 +39,12 @@ def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
         >>> pack([3, 5, 8, 6, 2], 8)
         [[2], [3, 4], [0, 1]]
     """
+    sizes, length = list(map(index, lengths)), index(length)  # shifts of NumPy's integers end at 64 bits
     rows: list[list[int]] = []
     with_space: defaultdict[int, deque[int]] = defaultdict(deque)
     spaces = 0  # bit s is set if a row has space s
-    for document in sorted(range(len(lengths)), key=lambda each: (-lengths[each], each)):
-        needed = lengths[document]
+    for document in sorted(range(len(sizes)), key=lambda each: (-sizes[each], each)):
+        needed = sizes[document]
         _check_length(document, needed, length)
         fitting = spaces >> needed
         if fitting:
@@ -118,7 +120,7 @@ class PackedRows:
                 f"PackedRows(lengths=...): there are {len(lengths)} lengths of {len(documents)} documents."
             )
         self._documents, self._length, self._keys, self._padding = documents, length, tuple(keys), padding
-        counted = (len(_tokens_of(documents[index])) for index in range(len(documents)))
+        counted = (len(_tokens_of(documents[number])) for number in range(len(documents)))
         self._lengths = list(counted if lengths is None else lengths)
         self.rows = pack(self._lengths, length)
 

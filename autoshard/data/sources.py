@@ -37,7 +37,7 @@ class Loaded(NamedTuple):
     Args:
         count: samples of the batch on all ranks.
         rows: this rank's samples, collated.
-        position: the stream's own state behind the batch; None if it has none.
+        position: the stream's own state behind the batch; None if it has none, or has ended.
     """
 
     count: int
@@ -213,7 +213,9 @@ class _StreamBatches(IterableDataset[Loaded]):
         rows, collate = self._reading.rows, self._reading.collate
         samples = self._from_place()
         while self._reading.takes(len(batch := list(islice(samples, rows.batch)))):
-            yield Loaded(len(batch), collate([batch[row] for row in rows.of(len(batch))]), self._position_now())
+            has_ended = len(batch) < rows.batch  # the stream's position may be the beginning of the next epoch
+            position = None if has_ended else self._position_now()
+            yield Loaded(len(batch), collate([batch[row] for row in rows.of(len(batch))]), position)
 
     def _from_place(self) -> Iterator[Any]:
         skipped = self._samples if self._position is None else 0

@@ -61,15 +61,20 @@ class CSV:
         lines = csv.DictWriter(text, self._columns, extrasaction="ignore", lineterminator="\n")
         lines.writeheader()
         lines.writerows(kept)
-        write_text(self.path, text.getvalue())
+        target = self.path.resolve()
+        beside = target.with_name(f"{target.name}.new")
+        write_text(beside, text.getvalue())
+        beside.replace(target)  # a full disk or a crash leaves the old lines
         self._file = self.path.open("a", newline="")
 
     def _rows(self) -> list[dict[str, str]]:
         if not self.path.exists():
             return []
         with self.path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        if not all((row.get(_STEP) or "").isdecimal() for row in rows):
+            lines = csv.DictReader(file)
+            rows = list(lines)
+        has_steps = _STEP in (lines.fieldnames or [_STEP])
+        if not (has_steps and all((row.get(_STEP) or "").isdecimal() for row in rows)):
             raise NotAvailableError(
                 f"CSV({str(self.path)!r}): the file is there, but was not written by CSV, because it has no whole "
                 f"numbers in a column {_STEP!r}. Pass another path."

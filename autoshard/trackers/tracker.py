@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -125,10 +126,11 @@ class _Unwritten:
                 writer.log(taken.number, values)
 
     def close(self) -> None:
-        """Hand the waiting numbers to the writers, and close the writers."""
-        self.write()
-        for writer in self._writers:
-            writer.close()
+        """Hand the waiting numbers to the writers, and close the writers, although a writer fails."""
+        with ExitStack() as closing:
+            for writer in reversed(self._writers):
+                closing.callback(writer.close)
+            self.write()
 
 
 class Tracker:

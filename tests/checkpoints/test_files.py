@@ -151,8 +151,41 @@ def test_groups_may_be_others(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(split)
     Checkpoints(tmp_path).load(first, optimizer=optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5] * 2 + [0.25] * 4
+    fresh = model(seed=1)
     with pytest.raises(CheckpointError, match="were saved in 2 groups with different options"):
-        Checkpoints(tmp_path).load(first, optimizer=torch.optim.AdamW(first.parameters()))
+        Checkpoints(tmp_path).load(fresh, optimizer=torch.optim.AdamW(fresh.parameters()))
+    torch.testing.assert_close(fresh.state_dict(), model(seed=1).state_dict())
+
+
+def test_a_group_without_parameters_keeps_its_options(tmp_path: Path) -> None:
+    """A model without biases leaves the group that does not decay empty. A second empty group is new."""
+    first, checkpoints = nn.Linear(2, 2), Checkpoints(tmp_path, asynchronous=False)
+    groups = [{"params": [*first.parameters()]}, {"params": [], "lr": 0.25}]
+    checkpoints.save(first, at=1, optimizer=torch.optim.AdamW(groups))
+    more = [{"params": [*first.parameters()], "lr": 0.5}, {"params": []}, {"params": [], "lr": 0.75}]
+    optimizer = torch.optim.AdamW(more)
+    checkpoints.load(first, optimizer=optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 0.25, 0.75]
+    first(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+class CountingSGD(torch.optim.SGD):
+    """An optimizer with state of no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["counts"]["calls"] = self.state["counts"].get("calls", 0) + 1
+        return super().step(closure)
+
+
+def test_state_of_no_parameter_is_saved(tmp_path: Path) -> None:
+    """torch allows an optimizer any keys in its state."""
+    first, fresh, checkpoints = nn.Linear(2, 2), nn.Linear(2, 2), Checkpoints(tmp_path, asynchronous=False)
+    trained, optimizer = CountingSGD(first.parameters()), CountingSGD(fresh.parameters())
+    trained.step()
+    checkpoints.save(first, at=1, optimizer=trained)
+    checkpoints.load(fresh, optimizer=optimizer)
+    assert optimizer.state["counts"] == {"calls": 1}
 
 
 class FullDisk:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -41,6 +42,13 @@ def test_the_best_fit_is_taken() -> None:
     assert pack([7, 5, 3, 2], 9) == [[0, 3], [1, 2]]
     assert pack([], 9) == []
     assert len(pack([1] * 10_000, 4096)) == 3
+
+
+@pytest.mark.parametrize("of", [np.asarray, partial(np.asarray, dtype=np.uint16), torch.tensor])
+def test_lengths_may_be_an_array(of: Any) -> None:
+    """Arrays of NumPy or torch, with rows of more than 64 tokens."""
+    lengths = [30, 50, 80, 60, 20]
+    assert pack(of(lengths), of(80)) == pack(lengths, 80) == [[2], [3, 4], [0, 1]]
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,16 @@ def test_a_machine_that_no_file_describes_is_refused(monkeypatch: pytest.MonkeyP
         local_cluster(autoshard.Mesh({"data": 4}))
 
 
+def test_a_host_of_more_gpus_than_its_node_type_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher that does not say how many ranks a host has: all ranks count as on one host."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("autoshard.cluster.world_size", lambda: 16)
+    with pytest.raises(NotAvailableError, match=r"1 to 8 devices in each, .*Or pass a Cluster"):
+        local_cluster(autoshard.Mesh({"data": 16}))
+
+
 CLUSTER = autoshard.Cluster("cpu_laptop", 1, 2)
 
 

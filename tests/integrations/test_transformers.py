@@ -86,6 +86,17 @@ def test_the_best_checkpoint_is_loaded_and_old_ones_are_deleted(tmp_path: Path) 
         torch.testing.assert_close(parameter, found.model.get_parameter(name))
 
 
+def test_a_run_without_steps_left_has_the_weights_of_its_checkpoint(tmp_path: Path) -> None:
+    """A resumed Trainer with nothing left to train saves the trained model."""
+    given = {"train_dataset": rows(4), "save_strategy": "epoch", "num_train_epochs": 1}
+    trainer(tmp_path / "first", PAIR, **given).train()
+    found = trainer(tmp_path / "second", PAIR, **given)
+    found.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-1"))
+    found.save_model(str(tmp_path / "saved"))
+    folders = (tmp_path / "saved", tmp_path / "first" / "checkpoint-1")
+    torch.testing.assert_close(*(GPT2LMHeadModel.from_pretrained(folder).state_dict() for folder in folders))
+
+
 def test_predictions_are_those_of_one_device(tmp_path: Path) -> None:
     """Before and after training, and with a second `train`."""
     results = []

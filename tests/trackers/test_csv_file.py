@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -56,13 +58,31 @@ def test_a_restart_replaces_the_steps_that_it_repeats(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["name,size\na,3\n", "step,size\none,3\n"])
+@pytest.mark.parametrize("text", ["name,size\na,3\n", "step,size\none,3\n", "a,b\n", "one line"])
 def test_another_file_is_not_written_over(tmp_path: Path, text: str) -> None:
     """A file that has no numbers of steps stays as it is, and is named."""
     (tmp_path / "a.csv").write_text(text)
     with pytest.raises(NotAvailableError, match=r"a\.csv'\): the file is there, but was not written by CSV"):
         CSV(tmp_path / "a.csv").log(1, {"loss": 1.0})
     assert (tmp_path / "a.csv").read_text() == text
+
+
+def test_a_full_disk_leaves_the_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new column needs the file to be written anew, which fails."""
+    writer = CSV(tmp_path / "a.csv")
+    writer.log(1, {"loss": 2.0})
+
+    def fill(path: Path, text: str, **options: str) -> int:
+        path.write_bytes(text[:4].encode())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", fill)
+    with pytest.raises(NotAvailableError, match="cannot be written: No space left"):
+        writer.log(2, {"loss": 1.0, "mfu": 0.25})
+    monkeypatch.undo()
+    writer.log(3, {"loss": 0.5})
+    writer.close()
+    assert [(row["step"], row["loss"]) for row in rows_of(tmp_path / "a.csv")] == [("1", "2.0"), ("3", "0.5")]
 
 
 def test_names_with_commas_are_quoted(tmp_path: Path) -> None:

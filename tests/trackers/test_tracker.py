@@ -187,6 +187,20 @@ def test_a_tracker_that_is_not_closed_writes_the_last_step() -> None:
     assert len(kept.rows) == 1
 
 
+def test_a_writer_that_fails_leaves_no_other_open() -> None:
+    """An error of `log` or `close` is raised after all writers are closed."""
+
+    class Broken(Kept):
+        def close(self) -> None:
+            raise OSError("no space")
+
+    step, whole = step_of(), Kept()
+    with pytest.raises(OSError, match="no space"), autoshard.track(step, Broken(), whole):
+        step(TOKENS, ONE)
+    assert whole.is_closed
+    assert [number for number, _ in whole.rows] == [1]
+
+
 def test_an_optimizer_that_is_not_traced_is_tracked() -> None:
     """The numbers of a step by autograd."""
     model, kept = Words(), Kept()

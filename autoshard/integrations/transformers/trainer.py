@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import TrainOutput
 
 from autoshard.api import compile as compile_model
 from autoshard.call import Options
@@ -247,6 +248,15 @@ class Trainer(transformers.Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         self._unloaded = None if checkpoint is None else Path(checkpoint) / FOLDER
 
+    def _inner_training_loop(self, *given: Any, **named: Any) -> TrainOutput:
+        result = super()._inner_training_loop(*given, **named)
+        self._load_for_no_step()
+        return result
+
+    def _load_for_no_step(self) -> None:
+        """Load the checkpoint to resume from, if no step was left that would have loaded it."""
+        self._load_checkpoint(lambda: self.step.compile_for(**self.example_inputs()))
+
     def _load_checkpoint(self, place: Callable[[], Any]) -> None:
         """Load the checkpoint to resume from, if it is not loaded yet; `place` shards the parameters before."""
         if self._unloaded is not None:
@@ -255,4 +265,5 @@ class Trainer(transformers.Trainer):
             self._unloaded = None
 
     def _load_best_model(self) -> None:
+        self._load_for_no_step()  # a later load would replace the best weights
         self.step.load_weights(str(self.state.best_model_checkpoint))
