@@ -143,7 +143,7 @@ def index_add(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tens
 
 @sharding_rule(aten.index_copy.default)
 def index_copy(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Rule | None:
-    if x.dim() == 0:
+    if x.dim() == 0 or source.dim() == 0:
         return _written(x, index, source)
     dims = with_blocked(named(x.dim()), [normal_dim(dim, x.dim())])
     linear = [(0, 2)] if is_additive(x) else ()

@@ -52,6 +52,7 @@ _INDEX = tensor(4, 2, integers=4)
         (aten.index_select.default, (tensor(4, 8), 1, tensor(2, integers=8))),
         (aten.index_add.default, (tensor(4, 8), 1, tensor(4, integers=8), tensor(4, 4))),
         (aten.index_copy.default, (tensor(4, 8), 1, torch.tensor([5, 2]), tensor(4, 2))),
+        (aten.index_copy.default, (tensor(4), 0, torch.tensor(2), tensor())),
         (aten.index_fill.int_Scalar, (tensor(4, 8), 1, torch.tensor([5, 2]), 0)),
         (aten.scatter.src, (tensor(4, 8), 1, torch.tensor([[1, 3]] * 4), tensor(4, 2))),
         (aten.scatter.value, (tensor(4, 8), 1, tensor(4, 2, integers=8), 0)),
