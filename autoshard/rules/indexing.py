@@ -359,9 +359,11 @@ def index_put(
     linear = [(0, len(index_dims) + 1)] if is_additive(x, values) else ()
     of_index = {factor for operand in index_dims for factor in names(operand)}  # masks have none
     last = len(index_dims) + 1
-    if not accumulate or not linear:
+    if not accumulate:
         return Rule(sides, linear=linear, blocked=of_index, carries=_beside(x, values, last))
     carries = meaningful([x], increasing_addend(x, operand=0))
+    if not linear:
+        return Rule(sides, blocked=of_index, carries=carries)
     return Rule(sides, linear=linear, reduce=dict.fromkeys(of_index, "sum"), added=(0,), carries=carries)
 
 

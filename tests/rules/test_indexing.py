@@ -87,6 +87,12 @@ def test_bags_of_maxima() -> None:
     assert "aten._embedding_bag_backward.default" in tried
 
 
+def test_booleans_meet_at_one_place() -> None:
+    """A minimum of booleans passes no accumulation: several elements of the source meet in a disjunction."""
+    index = torch.tensor([1, 1, 2, 1])
+    check_splits(aten.index_put.default, torch.zeros(4, 9, dtype=torch.bool), [index], tensor(4, 9) > 0, True)
+
+
 _ROWS = torch.tensor([True, False, True, True])
 _CELLS = torch.tensor([[True, False], [False, True], [True, True], [False, False]])
 
