@@ -233,7 +233,8 @@ def div(x: torch.Tensor, other: Any) -> Rule:
 
 @sharding_rule(aten.div.Scalar_mode)
 def scale_rounded(x: torch.Tensor, other: Any, *, rounding_mode: str | None) -> Rule:
-    return _rule([x], (), _if(x.is_floating_point(), scaled(other, 0)))
+    """Return the rule of x / other, rounded. Floors do not pass extremes: floor(inf / 2) is NaN in torch."""
+    return _rule([x], (), _if(x.is_floating_point() and rounding_mode != "floor", scaled(other, 0)))
 
 
 def _keeps_type(x: torch.Tensor, number: Any) -> bool:

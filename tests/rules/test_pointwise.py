@@ -166,6 +166,12 @@ def test_what_keeps_no_order(op: torch._ops.OpOverload, args: tuple[Any, ...]) -
     check_splits(op, *args, **({"dtype": torch.float64} if op is aten._to_copy.default else {}))
 
 
+def test_floors_of_infinite_quotients() -> None:
+    """A rank without elements has -inf as its maximum, and torch's floor of an infinite quotient is NaN."""
+    for mode in ("floor", "trunc"):
+        check_splits(aten.div.Scalar_mode, torch.randn(5, 40), 2.0, rounding_mode=mode)
+
+
 # fmt: off
 _SAMPLED = [
     "abs", "add", "addcdiv", "addcmul", "atan2", "bitwise_and", "clamp", "cos", "div", "eq", "exp", "fmod", "gcd",
