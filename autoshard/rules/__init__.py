@@ -19,6 +19,7 @@ from autoshard.rules import (  # noqa: F401  (each registers its rules)
     attention,
     batch_norm,
     checks,
+    comparisons,
     convolution,
     creation,
     dequantize,

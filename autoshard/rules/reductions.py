@@ -134,7 +134,8 @@ def sum_dims(x: torch.Tensor, dim: DimList, keepdim: bool = False, *, dtype: tor
 
 @sharding_rule(aten.nansum.default)
 def nansum(x: torch.Tensor, dim: DimList = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Rule:
-    return _reduction(x, dim, keepdim, "sum", fill=0, dtype=dtype)
+    """Return the rule of `nansum`. It makes 0 of NaN, so no partial value passes, even over dims of size one."""
+    return _reduction(x, dim, keepdim, "sum", fill=0, dtype=dtype, is_move=False)
 
 
 @sharding_rule(aten.sum.default)
