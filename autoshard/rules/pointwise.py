@@ -319,8 +319,9 @@ def power(x: torch.Tensor, exponent: Any) -> Rule:
 @sharding_rule(aten.pow.Scalar)
 def exponential(base: Any, exponent: torch.Tensor) -> Rule:
     """Return the rule of base^exponent. It increases with `exponent` if `base` is at least 1, and else decreases."""
-    is_ordered = exponent.is_floating_point() and _is_finite(base) and base > 0
-    return _rule([exponent], (), _if(is_ordered, increasing((0,)) if base >= 1 else decreasing((0,))))
+    if not exponent.is_floating_point() or not _is_finite(base) or base <= 0:
+        return _rule([exponent])
+    return _rule([exponent], (), increasing((0,)) if base >= 1 else decreasing((0,)))
 
 
 @sharding_rule(aten.clamp.Tensor, aten.clip.Tensor)
@@ -431,6 +432,8 @@ def _beside(number: Any, operand: int) -> list[Carry]:
 
 @sharding_rule(aten.where.Scalar)
 def where_scalars(condition: torch.Tensor, a: float, b: float) -> Rule:
+    if any(number != number or isinstance(number, complex) for number in (a, b)):
+        return _rule([condition])
     return _rule([condition], (), increasing((0,)) if a >= b else decreasing((0,)))
 
 

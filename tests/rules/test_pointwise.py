@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -115,6 +116,10 @@ _ORDERED: list[tuple[torch._ops.OpOverload, tuple[Any, ...], str]] = [
     (aten.pow.Scalar, (2, _X), "0max>max 0min>min"),
     (aten.pow.Scalar, (0.5, _X), "0max>min 0min>max"),
     (aten.pow.Scalar, (-2, _X), ""),
+    (aten.pow.Scalar, (1j, _X), ""),
+    (aten.where.Scalar, (_X > 0, 2.0, 1.0), "0max>max 0min>min"),
+    (aten.where.Scalar, (_X > 0, 2.0, math.nan), ""),
+    (aten.where.Scalar, (_X > 0, 1j, 0.0), ""),
     (aten.logical_and.default, (_X > 0, _X > 1), "01min>min 0max>max 0min>min 1max>max 1min>min"),
 ]
 
