@@ -27,6 +27,11 @@ def any_block(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or the name of the error's class if the message is empty."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def common_name(names: Sequence[str]) -> str:
     """Return one name for several qualified names with equal numbers of parts, with "*" in place of parts that differ.
 
