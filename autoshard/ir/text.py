@@ -52,6 +52,9 @@ def format_bytes(size: float) -> str:
 
 def format_time(seconds: float) -> str:
     """Return a time in seconds as text with a suitable unit: `12.3 ms`."""
+    seconds = float(f"{seconds:.3g}")  # before the unit is chosen, so that 999.6 ms is 1 s
+    if abs(seconds) >= 1000:
+        return f"{seconds:.0f} s"
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(seconds) >= scale:
             return f"{seconds / scale:.3g} {unit}"
