@@ -27,6 +27,11 @@ def any_block(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or the name of the error's class if the message is empty."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def common_name(names: Sequence[str]) -> str:
     """Return one name for several qualified names with equal numbers of parts, with "*" in place of parts that differ.
 
@@ -47,6 +52,9 @@ def format_bytes(size: float) -> str:
 
 def format_time(seconds: float) -> str:
     """Return a time in seconds as text with a suitable unit: `12.3 ms`."""
+    seconds = float(f"{seconds:.3g}")  # before the unit is chosen, so that 999.6 ms is 1 s
+    if abs(seconds) >= 1000:
+        return f"{seconds:.0f} s"
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(seconds) >= scale:
             return f"{seconds / scale:.3g} {unit}"

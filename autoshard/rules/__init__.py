@@ -14,11 +14,13 @@ from torch.distributed.tensor import Placement
 
 from autoshard.errors import OperatorError
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.text import first_line
 from autoshard.rules import (  # noqa: F401  (each registers its rules)
     arrangements,
     attention,
     batch_norm,
     checks,
+    comparisons,
     convolution,
     creation,
     dequantize,
@@ -116,4 +118,4 @@ def _results(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Te
             "real tensors."
         ) from error
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        raise OperatorError(f"{op} refuses the call: {str(error).splitlines()[0]}") from error
+        raise OperatorError(f"{op} refuses the call: {first_line(error)}") from error

@@ -143,7 +143,7 @@ def index_add(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tens
 
 @sharding_rule(aten.index_copy.default)
 def index_copy(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Rule | None:
-    if x.dim() == 0:
+    if x.dim() == 0 or source.dim() == 0:
         return _written(x, index, source)
     dims = with_blocked(named(x.dim()), [normal_dim(dim, x.dim())])
     linear = [(0, 2)] if is_additive(x) else ()
@@ -359,9 +359,11 @@ def index_put(
     linear = [(0, len(index_dims) + 1)] if is_additive(x, values) else ()
     of_index = {factor for operand in index_dims for factor in names(operand)}  # masks have none
     last = len(index_dims) + 1
-    if not accumulate or not linear:
+    if not accumulate:
         return Rule(sides, linear=linear, blocked=of_index, carries=_beside(x, values, last))
     carries = meaningful([x], increasing_addend(x, operand=0))
+    if not linear:
+        return Rule(sides, blocked=of_index, carries=carries)
     return Rule(sides, linear=linear, reduce=dict.fromkeys(of_index, "sum"), added=(0,), carries=carries)
 
 

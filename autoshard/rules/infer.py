@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from autoshard.errors import OperatorError, RuleInferenceError
+from autoshard.ir.text import first_line
 from autoshard.rules.notation import Dims, OperandCondition, Rule, bind, parse, render
 from autoshard.rules.registry import checked_operator, has_rule, mark_inferred, sharding_rule, tensor_operands
-from autoshard.rules.sampling import SampledCall, Sampler, TiedDims, Trial, agree, call_of, is_additive
+from autoshard.rules.sampling import REFUSALS, SampledCall, Sampler, TiedDims, Trial, agree, call_of, is_additive
 
 Outcome = int | str
 """The way in which the pieces of a result make up the whole result.
@@ -212,9 +213,9 @@ def _check_operator(call: SampledCall, sample: Sequence[Tensor]) -> None:
 def _run(call: SampledCall, sample: Sequence[Tensor]) -> Sequence[Tensor]:
     try:
         return call.run(sample)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+    except REFUSALS as error:
         raise OperatorError(
-            f"{call.operator} refuses sample_inputs: {str(error).splitlines()[0]} Pass one call's arguments, a tuple "
+            f"{call.operator} refuses sample_inputs: {first_line(error)} Pass one call's arguments, a tuple "
             "of positional or a dict of keyword arguments."
         ) from error
 

@@ -39,8 +39,8 @@ _NONLINEAR = """
     __lshift__ __rshift__ __xor__ __and__ __or__ acos asin atan2 atanh bitwise_and.Scalar
     bitwise_and.Scalar_Tensor bitwise_or.Scalar bitwise_or.Scalar_Tensor
     bitwise_left_shift bitwise_right_shift.Scalar_Tensor bitwise_xor copysign.Scalar cos cosh
-    digamma eq erfinv float_power floor_divide fmod frac gcd gelu hardswish hypot i0 igamma igammac isfinite
-    isinf isnan isneginf isposinf lcm lgamma mvlgamma logical_xor logit mish ne polygamma
+    digamma eq erfinv float_power floor_divide fmax fmin fmod frac gcd gelu hardswish hypot i0 igamma igammac isfinite
+    isinf isnan isneginf isposinf lcm lgamma mvlgamma logical_xor logit mish nan_to_num ne polygamma
     pow.Tensor_Tensor remainder silu sin sinc special_airy_ai special_bessel_j0 special_bessel_j1
     special_bessel_y0 special_bessel_y1 special_chebyshev_polynomial_t special_chebyshev_polynomial_u
     special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_entr special_hermite_polynomial_h
@@ -67,10 +67,10 @@ _LINEAR_AND_BOUNDED = """
 # Never decreasing, or never increasing, in the first operand on the whole real line.
 _INCREASING = """
     asinh atan ceil erf exp exp2 expm1 floor hardshrink hardsigmoid hardtanh relu relu6 round sigmoid sinh
-    softshrink special_log_ndtr tanh trunc ge.Scalar gt.Scalar
+    softshrink special_log_ndtr tanh trunc
     clamp.default clip.default clamp_min.default clamp_max.default celu selu
 """
-_DECREASING = "angle erfc signbit special_erfcx le.Scalar lt.Scalar bitwise_not"
+_DECREASING = "angle erfc signbit special_erfcx bitwise_not"
 
 # The result is the gradient where the operand is in some range, and zero elsewhere.
 _MASKING_BACKWARDS = "threshold_backward hardtanh_backward softshrink_backward hardshrink_backward"
@@ -157,10 +157,8 @@ _pointwise("square", _never, products((0,)))
 _pointwise("copysign.Tensor", _never, increasing((1,)))
 _pointwise("nextafter bitwise_right_shift.Tensor bitwise_right_shift.Tensor_Scalar", _never, increasing((0,)))
 _pointwise("heaviside", _never, moving((1,)))
-_pointwise("ge.Tensor gt.Tensor", _never, [*increasing((0,)), *decreasing((1,))])
-_pointwise("le.Tensor lt.Tensor", _never, [*decreasing((0,)), *increasing((1,))])
-_pointwise("max.other maximum fmax clamp_min.Tensor", _never, [*increasing((0,), (1,)), *maxima((0, 1))])
-_pointwise("min.other minimum fmin clamp_max.Tensor", _never, [*increasing((0,), (1,)), *minima((0, 1))])
+_pointwise("max.other maximum clamp_min.Tensor", _never, [*increasing((0,), (1,)), *maxima((0, 1))])
+_pointwise("min.other minimum clamp_max.Tensor", _never, [*increasing((0,), (1,)), *minima((0, 1))])
 _pointwise("logaddexp logaddexp2", _never, increasing((0,), (1,)))
 _pointwise("conj_physical _conj_physical _conj resolve_conj resolve_neg", _in_first, moving((0,)))
 _pointwise("deg2rad rad2deg", _in_first, increasing((0,)))
@@ -185,7 +183,8 @@ def magnitude(x: torch.Tensor) -> Rule:
 
 @sharding_rule(aten.sgn.default, aten.sign.default)
 def sign(x: torch.Tensor) -> Rule:
-    return _rule([x], (), [*increasing((0,)), *_of_floats(x, products((0,)))])
+    """Return the rule of the sign, which is 0 for NaN, so that partial extremes of floats do not pass."""
+    return _rule([x], (), _of_floats(x, products((0,))) or increasing((0,)))
 
 
 @sharding_rule(aten.neg.default)
@@ -233,7 +232,8 @@ def div(x: torch.Tensor, other: Any) -> Rule:
 
 @sharding_rule(aten.div.Scalar_mode)
 def scale_rounded(x: torch.Tensor, other: Any, *, rounding_mode: str | None) -> Rule:
-    return _rule([x], (), _if(x.is_floating_point(), scaled(other, 0)))
+    """Return the rule of x / other, rounded. Floors do not pass extremes: floor(inf / 2) is NaN in torch."""
+    return _rule([x], (), _if(x.is_floating_point() and rounding_mode != "floor", scaled(other, 0)))
 
 
 def _keeps_type(x: torch.Tensor, number: Any) -> bool:
@@ -319,8 +319,9 @@ def power(x: torch.Tensor, exponent: Any) -> Rule:
 @sharding_rule(aten.pow.Scalar)
 def exponential(base: Any, exponent: torch.Tensor) -> Rule:
     """Return the rule of base^exponent. It increases with `exponent` if `base` is at least 1, and else decreases."""
-    is_ordered = exponent.is_floating_point() and _is_finite(base) and base > 0
-    return _rule([exponent], (), _if(is_ordered, increasing((0,)) if base >= 1 else decreasing((0,))))
+    if not exponent.is_floating_point() or not _is_finite(base) or base <= 0:
+        return _rule([exponent])
+    return _rule([exponent], (), increasing((0,)) if base >= 1 else decreasing((0,)))
 
 
 @sharding_rule(aten.clamp.Tensor, aten.clip.Tensor)
@@ -386,30 +387,6 @@ def threshold(x: torch.Tensor, threshold: Any, value: Any) -> Rule:
     return _rule([x], (), _if(value <= threshold, increasing((0,))))
 
 
-@sharding_rule(aten.nan_to_num.default)
-def nan_to_num(x: torch.Tensor, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Rule:
-    return _rule([x], (), _if(posinf is None and neginf is None, increasing((0,))))
-
-
-@sharding_rule(aten.logical_not.default)
-def logical_not(x: torch.Tensor) -> Rule:
-    return _rule([x], (), _if(x.dtype == torch.bool, decreasing((0,))))
-
-
-@sharding_rule(aten.logical_and.default, aten.bitwise_and.Tensor)
-def conjunction(a: torch.Tensor, b: torch.Tensor) -> Rule:
-    return _rule([a, b], (), _if(_are_booleans(a, b), [*increasing((0,), (1,)), *minima((0, 1))]))
-
-
-@sharding_rule(aten.logical_or.default, aten.bitwise_or.Tensor)
-def disjunction(a: torch.Tensor, b: torch.Tensor) -> Rule:
-    return _rule([a, b], (), _if(_are_booleans(a, b), [*increasing((0,), (1,)), *maxima((0, 1))]))
-
-
-def _are_booleans(*operands: torch.Tensor) -> bool:
-    return all(operand.dtype == torch.bool for operand in operands)
-
-
 # Copies and choices.
 
 
@@ -455,6 +432,8 @@ def _beside(number: Any, operand: int) -> list[Carry]:
 
 @sharding_rule(aten.where.Scalar)
 def where_scalars(condition: torch.Tensor, a: float, b: float) -> Rule:
+    if any(number != number or isinstance(number, complex) for number in (a, b)):
+        return _rule([condition])
     return _rule([condition], (), increasing((0,)) if a >= b else decreasing((0,)))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autoshard.rules.carries import increasing
+from autoshard.rules.carries import maxima
 from autoshard.rules.dims import all_blocked, elementwise
 from autoshard.rules.notation import OperandCondition, Rule
 from autoshard.rules.registry import sharding_rule
@@ -45,5 +45,6 @@ def log_sigmoid_forward(x: torch.Tensor) -> Rule | None:
 
 @sharding_rule(aten.bucketize.Tensor)
 def bucketize(x: torch.Tensor, boundaries: torch.Tensor, **kwargs: Any) -> Rule:
+    """Return the rule of `bucketize`. NaN is in the last bucket, which a minimum would hide."""
     (dims,), results = elementwise([x.shape])
-    return Rule(((dims, (("_",),)), results), carries=increasing((0,)))
+    return Rule(((dims, (("_",),)), results), carries=maxima((0,)))

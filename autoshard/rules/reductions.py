@@ -134,7 +134,8 @@ def sum_dims(x: torch.Tensor, dim: DimList, keepdim: bool = False, *, dtype: tor
 
 @sharding_rule(aten.nansum.default)
 def nansum(x: torch.Tensor, dim: DimList = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Rule:
-    return _reduction(x, dim, keepdim, "sum", fill=0, dtype=dtype)
+    """Return the rule of `nansum`. It makes 0 of NaN, so no partial value passes, even over dims of size one."""
+    return _reduction(x, dim, keepdim, "sum", fill=0, dtype=dtype, is_move=False)
 
 
 @sharding_rule(aten.sum.default)
@@ -186,21 +187,21 @@ def min_all(x: torch.Tensor) -> Rule:
 
 @sharding_rule(aten.any.default, aten.any.dim, aten.any.dims)
 def any_dims(x: torch.Tensor, dim: DimList = None, keepdim: bool = False) -> Rule:
-    return _reduction(x, dim, keepdim, "max", fill=0, carries=_of_booleans(x, maxima((0,))), is_move=_is_boolean(x))
+    return _truth(x, dim, keepdim, "max", 0, maxima((0,)))
 
 
 @sharding_rule(aten.all.default, aten.all.dim, aten.all.dims)
 def all_dims(x: torch.Tensor, dim: DimList = None, keepdim: bool = False) -> Rule:
-    return _reduction(x, dim, keepdim, "min", fill=1, carries=_of_booleans(x, minima((0,))), is_move=_is_boolean(x))
+    return _truth(x, dim, keepdim, "min", 1, minima((0,)))
 
 
-def _is_boolean(x: torch.Tensor) -> bool:
-    return x.dtype == torch.bool
-
-
-def _of_booleans(x: torch.Tensor, carries: list[Carry]) -> list[Carry]:
-    """Return `carries` if `x` is boolean, else none: `any` and `all` compare numbers with 0, and lose their order."""
-    return carries if _is_boolean(x) else []
+def _truth(x: torch.Tensor, dim: DimList, keepdim: bool, reduction: str, fill: Fill, carries: Sequence[Carry]) -> Rule:
+    """Return the rule of `any` or `all`. Numbers pass no carries: the comparison with 0 loses their order."""
+    is_boolean = x.dtype == torch.bool
+    if dim in ([], ()):  # unlike other reductions, these reduce no dim
+        return Rule(((named(x.dim()),),) * 2, carries=meaningful([x], moving((0,))) if is_boolean else ())
+    carries = carries if is_boolean else ()
+    return _reduction(x, dim, keepdim, reduction, fill=fill, carries=carries, is_move=is_boolean)
 
 
 @sharding_rule(aten.prod.default)

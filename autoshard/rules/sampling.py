@@ -22,7 +22,7 @@ Dim = tuple[int, int]
 TiedDims = frozenset[Dim]
 """A set of dims that the operator only accepts with equal sizes."""
 
-_REFUSALS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, ArithmeticError)
+REFUSALS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, ArithmeticError)
 """Errors that operators raise on unsuitable operands."""
 
 _SMALL_SIZES = (2, 3, 4, 6, 8, 9, 12)
@@ -59,7 +59,7 @@ class SampledCall:
         """Run the call with `operands`, and return its tensor results, or None if the operator raises an error."""
         try:
             return self.run(operands)
-        except _REFUSALS:
+        except REFUSALS:
             return None
 
 

@@ -328,7 +328,7 @@ def _local_backward(context: LocalContext, grad: Any, sizes: Sequence[int], *res
 
 @sharding_rule(aten.split.Tensor, aten.unsafe_split.Tensor, aten.split_copy.Tensor)
 def split(x: torch.Tensor, split_size: int, dim: int = 0) -> Rule:
-    return _pieces(x, dim, -(-x.shape[dim] // split_size) if split_size else 1)
+    return _pieces(x, dim, max(1, -(-x.shape[dim] // max(split_size, 1))))
 
 
 @sharding_rule(aten.split_with_sizes.default, aten.unsafe_split_with_sizes.default, aten.split_with_sizes_copy.default)

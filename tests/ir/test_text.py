@@ -19,7 +19,19 @@ def test_sizes_are_in_binary_units(size: int, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(90.0, "90 s"), (0.0123, "12.3 ms"), (4e-6, "4 us"), (2e-9, "2 ns"), (4e-20, "0 ns")]
+    ("seconds", "text"),
+    [
+        (90.0, "90 s"),
+        (0.0123, "12.3 ms"),
+        (4e-6, "4 us"),
+        (2e-9, "2 ns"),
+        (4e-20, "0 ns"),
+        (12345.6, "12300 s"),
+        (0.9996, "1 s"),
+        (0.9994, "999 ms"),
+        (9.995e-4, "999 us"),
+        (9.9951e-7, "1 us"),
+    ],
 )
 def test_times_have_the_unit_that_suits_them(seconds: float, text: str) -> None:
     """Times print with three digits in a suitable unit; a rounding error prints as zero."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.distributed.tensor import Partial
 
+from autoshard.ir.reduction import combine
 from autoshard.ir.spec import Reduction
+from autoshard.rules import strategies
 from autoshard.rules.carries import (
     decreasing,
     increasing,
@@ -18,6 +23,9 @@ from autoshard.rules.carries import (
     sums_by_result,
 )
 from autoshard.rules.notation import Carry
+from tests.rules.recording import tensor
+
+aten = torch.ops.aten
 
 SUM, MAX, MIN = Reduction.SUM, Reduction.MAX, Reduction.MIN
 
@@ -56,3 +64,34 @@ def test_sums_by_result() -> None:
     assert found == {(0,): (SUM, SUM), (1,): (None, SUM), (2,): (SUM, None), (1, 2): (SUM, SUM)}
     only_grad = linear_result((grad, a, b), (grad,))
     assert [carry.operands for carry in sums_by_result([of_a, only_grad])] == [frozenset({grad})]
+
+
+_X = tensor(1, 40)
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (aten.bucketize.Tensor, (_X, torch.arange(-3.0, 4.0))),
+        (aten.fmax.default, (_X, _X)),
+        (aten.fmin.default, (_X, _X)),
+        (aten.ge.Scalar, (_X, 1)),
+        (aten.lt.Tensor, (_X, _X)),
+        (aten.nan_to_num.default, (_X,)),
+        (aten.nansum.default, (_X, [0])),
+        (aten.sign.default, (_X,)),
+    ],
+    ids=lambda value: str(value) if callable(value) else "",
+)
+def test_nan_on_one_rank(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
+    """An operator may make a number of NaN; numbers of other ranks then do not hide the NaN of one rank."""
+    for inputs, outputs in strategies(op, args, {}, 2):
+        awaited = [index for index, place in enumerate(inputs) if isinstance(place, Partial)]
+        for index in awaited if len(awaited) == 1 else ():
+            on_nan, on_number = (
+                op(*[value if place == index else item for place, item in enumerate(args)])
+                for value in (torch.full_like(_X, float("nan")), tensor(1, 40))
+            )
+            assert isinstance(outputs[0], Partial)
+            found = combine(Reduction(outputs[0].reduce_op), [on_nan, on_number])
+            torch.testing.assert_close(found, on_nan, equal_nan=True)

@@ -52,6 +52,7 @@ _INDEX = tensor(4, 2, integers=4)
         (aten.index_select.default, (tensor(4, 8), 1, tensor(2, integers=8))),
         (aten.index_add.default, (tensor(4, 8), 1, tensor(4, integers=8), tensor(4, 4))),
         (aten.index_copy.default, (tensor(4, 8), 1, torch.tensor([5, 2]), tensor(4, 2))),
+        (aten.index_copy.default, (tensor(4), 0, torch.tensor(2), tensor())),
         (aten.index_fill.int_Scalar, (tensor(4, 8), 1, torch.tensor([5, 2]), 0)),
         (aten.scatter.src, (tensor(4, 8), 1, torch.tensor([[1, 3]] * 4), tensor(4, 2))),
         (aten.scatter.value, (tensor(4, 8), 1, tensor(4, 2, integers=8), 0)),
@@ -84,6 +85,12 @@ def test_bags_of_maxima() -> None:
     words, bags = tensor(6, integers=8), torch.tensor([0, 2, 4])
     tried = check_recorded(lambda: torch.nn.functional.embedding_bag(words, table, bags, mode="max"))
     assert "aten._embedding_bag_backward.default" in tried
+
+
+def test_booleans_meet_at_one_place() -> None:
+    """A minimum of booleans passes no accumulation: several elements of the source meet in a disjunction."""
+    index = torch.tensor([1, 1, 2, 1])
+    check_splits(aten.index_put.default, torch.zeros(4, 9, dtype=torch.bool), [index], tensor(4, 9) > 0, True)
 
 
 _ROWS = torch.tensor([True, False, True, True])

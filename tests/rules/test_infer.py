@@ -214,6 +214,20 @@ def test_a_sample_that_an_operator_refuses_is_refused(sample: Any) -> None:
         autoshard.infer_rule(gate, sample)
 
 
+@torch.library.custom_op("autoshard_tests::asserting", mutates_args=())
+def asserting(x: Tensor) -> Tensor:
+    """Raise an error without a message, as `assert x.dim() == 1` does, unless `x` is a vector."""
+    if x.dim() != 1:
+        raise AssertionError
+    return x.clone()
+
+
+def test_a_refusal_without_words_is_named_by_its_class() -> None:
+    """An operator may refuse a sample by an error with an empty message."""
+    with pytest.raises(OperatorError, match=r"asserting.default refuses sample_inputs: AssertionError Pass one"):
+        autoshard.infer_rule(asserting, (_draw(6, 4),))
+
+
 def _noise(x: Tensor) -> Tensor:
     return x + torch.randn_like(x)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -100,7 +101,7 @@ _ORDERED: list[tuple[torch._ops.OpOverload, tuple[Any, ...], str]] = [
     (aten.sub.Tensor, (2.0, _X), "0max>min 0min>max"),
     (aten.add.Tensor, (2.0, _X > 0), ""),
     (aten.maximum.default, (_X, _X), "01max>max 0max>max 0min>min 1max>max 1min>min"),
-    (aten.ge.Tensor, (_X, _X), "0max>max 0min>min 1max>min 1min>max"),
+    (aten.ge.Tensor, (_X, _X), "0min>min 1max>min"),
     (aten.mul.Tensor, (_X, _X), "01product>product"),
     (aten.pow.Tensor_Scalar, (_X, 2), "0product>product"),
     (aten.pow.Tensor_Scalar, (_X, 3), "0max>max 0min>min 0product>product"),
@@ -115,6 +116,10 @@ _ORDERED: list[tuple[torch._ops.OpOverload, tuple[Any, ...], str]] = [
     (aten.pow.Scalar, (2, _X), "0max>max 0min>min"),
     (aten.pow.Scalar, (0.5, _X), "0max>min 0min>max"),
     (aten.pow.Scalar, (-2, _X), ""),
+    (aten.pow.Scalar, (1j, _X), ""),
+    (aten.where.Scalar, (_X > 0, 2.0, 1.0), "0max>max 0min>min"),
+    (aten.where.Scalar, (_X > 0, 2.0, math.nan), ""),
+    (aten.where.Scalar, (_X > 0, 1j, 0.0), ""),
     (aten.logical_and.default, (_X > 0, _X > 1), "01min>min 0max>max 0min>min 1max>max 1min>min"),
 ]
 
@@ -164,6 +169,12 @@ def test_a_dim_of_size_one_stays_whole() -> None:
 def test_what_keeps_no_order(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
     """A step down, infinity times zero, a real part, and a wrapping integer keep no pending extreme."""
     check_splits(op, *args, **({"dtype": torch.float64} if op is aten._to_copy.default else {}))
+
+
+def test_floors_of_infinite_quotients() -> None:
+    """A rank without elements has -inf as its maximum, and torch's floor of an infinite quotient is NaN."""
+    for mode in ("floor", "trunc"):
+        check_splits(aten.div.Scalar_mode, torch.randn(5, 40), 2.0, rounding_mode=mode)
 
 
 # fmt: off

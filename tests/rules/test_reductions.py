@@ -157,6 +157,13 @@ def test_norms_in_half_precision() -> None:
         check_splits(aten.linalg_vector_norm.default, 100 * (tensor(5, 7).half() + 5), order, [0])
 
 
+def test_truths_over_no_dims() -> None:
+    """With an empty list of dims, `any` and `all` reduce no dim, unlike other reductions."""
+    for x in (tensor(4, 6), tensor(4, 6) > 0):
+        for op in (aten.any.dims, aten.all.dims):
+            check_splits(op, x, [])
+
+
 def test_means_of_nothing() -> None:
     """Pieces of an empty tensor have a mean as the whole has: not a number."""
     check_splits(aten.mean.dim, torch.zeros(4, 0), [1])

@@ -67,6 +67,7 @@ def test_view_of_a_strided_piece() -> None:
         (aten.select.int, (tensor(4, 8), -1, 3)),
         (aten.select_backward.default, (tensor(4), [4, 8], 1, 3)),
         (aten.split.Tensor, (tensor(6, 4), 4)),
+        (aten.split.Tensor, (tensor(0, 4), 2)),
         (aten.split_with_sizes.default, (tensor(4, 6), [4, 2], 1)),
         (aten.unbind.int, (tensor(4, 3), -1)),
         (aten.cat.default, ([tensor(4, 2), tensor(4, 4), tensor(0)], 1)),
