@@ -194,6 +194,7 @@ def test_memory_has_what_the_order_has_in_flight() -> None:
     tight = in_wide_stages(recipe=Recipe(schedule="GPipe"), memory_budget=budget)[0].plan
     assert tight.predicted.peak_memory_bytes <= budget
     assert any(stage.recompute.nodes or stage.offload.nodes for stage in tight.stages)
+    assert not {"recompute", "offload"}.isdisjoint(tight.predicted.breakdown)  # the names of plans without stages
     with pytest.raises(DoesNotFitError, match="micro-batches in flight on a rank"):
         in_wide_stages(recipe=Recipe(schedule="GPipe"), memory_budget=200_000)
 
