@@ -134,10 +134,14 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
 
 
 def _predicted(planner: Planner, program: CompiledProgram) -> PredictedSteps:
-    """Return the predicted step of a program, on the hardware that its plan was priced for."""
+    """Return the predicted step of a program, on the hardware that its plan was priced for.
+
+    A given plan of one micro-batch may run with several micro-batches, which are predicted.
+    """
     assert program.plan is not None, "it was planned"
+    plan = replace(program.plan, micro_batches=planner.micro_batches)
     try:
-        return predict_steps(program, planner.cluster_for(program.plan.mesh))
+        return predict_steps(replace(program, plan=plan), planner.cluster_for(plan.mesh))
     except UnknownOperatorError as error:
         raise NotAvailableError(
             f"step.profile prices each operator, and {error} Compile with backend='auto'."

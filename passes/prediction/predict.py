@@ -76,13 +76,17 @@ def _breakdown(planning: PlanningProblem, times: StreamTimes) -> dict[str, float
 
     The parts are computation of each phase, copies of reshards, exposed communication over each axis, and the host.
     """
-    phases = {name: seconds for name, seconds in times.compute_s.items() if name != COPIES}
-    parts = {phase if phase in (PHASE, LABEL) else f"{phase} compute": seconds for phase, seconds in phases.items()}
+    parts = {name_of_part(label): seconds for label, seconds in times.compute_s.items() if label != COPIES}
     parts[COPIES] = times.compute_s.get(COPIES, 0.0)
     for axis in planning.space.mesh.axis_names:
         parts[f"communication over {axis}"] = times.exposed_s.get(axis, 0.0)
     extra = {SLOWED: times.slowdown_s, HOST: times.host_s}
     return parts | {name: seconds for name, seconds in extra.items() if seconds > 0}
+
+
+def name_of_part(label: str) -> str:
+    """Return the name of the part of a step that has the computation with a label, such as "forward compute"."""
+    return label if label in (COPIES, PHASE, LABEL) else f"{label} compute"
 
 
 def trace_of(line: Timeline) -> Trace:

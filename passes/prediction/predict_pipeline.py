@@ -28,8 +28,8 @@ from cost_models.order_times import RankTimes, Transfer, order_times
 from cost_models.schedule_orders import ActionKind, Rows
 from cost_models.streams import Op, Segment, StreamTimes, overlap_of, simulate_streams
 from passes.memory.pipeline_memory import RankMemory, crossing_bytes, pipeline_memory
-from passes.prediction.predict import HOST, SLOWED, trace_of
-from passes.prediction.walk_program import ACCUMULATION, ADDING_UP, COPIES, walk_program
+from passes.prediction.predict import HOST, SLOWED, name_of_part, trace_of
+from passes.prediction.walk_program import ACCUMULATION, ADDING_UP, walk_program
 from passes.strategies.price_nodes import NodePrices
 
 BUBBLE = "bubble"
@@ -240,7 +240,7 @@ def _parts(walked: Sequence[_Walked]) -> dict[str, float]:
         for name, times in stage.phases.items():
             runs = stage.runs.get(name, 1)
             for label, seconds in times.compute_s.items():
-                found[label if label == COPIES else f"{label} compute"] += runs * seconds
+                found[name_of_part(label)] += runs * seconds
             for axis, seconds in times.exposed_s.items():
                 found[f"communication over {axis}"] += runs * seconds
             found[SLOWED] += runs * times.slowdown_s

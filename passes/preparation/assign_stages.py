@@ -282,7 +282,7 @@ def cut_forward(
         For each run but the last, the index in `forward` of the first call behind the run.
 
     Raises:
-        NotAvailableError: no cuts lie in the windows.
+        NotAvailableError: no cuts lie in the windows, or there are too few places for cuts.
     """
     crossing = _crossing_bytes(forward)
     candidates = set(_candidates(forward, stages, crossing))
@@ -306,6 +306,11 @@ def cut_forward(
             if options:
                 row[end] = min(options, key=lambda option: (float(f"{option[0]:.3g}"), *option[1:]))
         best.append(row)
+    if len(forward) not in best[-1] and windows is None:
+        raise NotAvailableError(
+            f"A pipeline of {stages} stages needs {stages - 1} places for cuts, and the forward has {len(candidates)}: "
+            "stages cannot share a tuple of tensors. Use a smaller axis 'pipeline'."
+        )
     if len(forward) not in best[-1]:
         raise NotAvailableError(
             "The stages of a pipeline hold their parameters already, and this call reads them in another order. "
@@ -349,8 +354,8 @@ def _candidates(forward: Sequence[fx.Node], stages: int, crossing: Sequence[int]
     places = [*before, *between, *behind]
     if len(places) >= stages - 1:
         return places
-    least = sorted(range(1, len(forward)), key=lambda index: (crossing[index], index))
-    return sorted(place for place in least[:_MOST] if crossing[place] < _NOT_SENT)
+    possible = [index for index in range(1, len(forward)) if crossing[index] < _NOT_SENT]
+    return sorted(sorted(possible, key=lambda index: (crossing[index], index))[: max(_MOST, stages - 1)])
 
 
 def _around_blocks(forward: Sequence[fx.Node], crossing: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
@@ -396,7 +401,7 @@ def _ends_of_blocks(forward: Sequence[fx.Node], blocks: Sequence[int]) -> list[i
 
 
 _MOST = 64
-"""The most indices to try as cuts in a forward with too few blocks."""
+"""The most indices to try as cuts in a forward with too few blocks, unless there are more stages."""
 
 
 def _block_of(node: fx.Node) -> str | None:

@@ -17,7 +17,7 @@ without a reduction over parts. So each part's loss needs a weight in the loss o
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
@@ -32,7 +32,7 @@ from autoshard.ir.program import InputKind, OutputKind, Program, tensor_values
 from autoshard.ir.spec import Reduction
 from autoshard.kernels.checks import checked
 from autoshard.rules.notation import BoundRule
-from passes.strategies.enumerate_strategies import operands_of, rule_of
+from passes.strategies.enumerate_strategies import operands_of, resolve, rule_of
 from passes.verification.batch_states import BatchIndices, Mixed, OfInputs, Same, SlicedDim, State, Sum
 from passes.verification.combine_branches import combine_branches
 from passes.verification.places import COUNTS, READS_AT, WRITES_AT, argument, counts_from_zero, read_at_places
@@ -333,6 +333,8 @@ class _LossWalk:
         if rule is None or not _passes(rule, places) or len(sums) > 1 or (exponent and node.target not in _PRODUCTS):
             return None
         more = scale + (-exponent if node.target in _QUOTIENTS else exponent)
+        if more and sums[0].has_constant:  # the constant is no sum, so it would be scaled otherwise
+            return None
         return Sum(frozenset((count, e + more) for count, e in sums[0].terms), sums[0].has_constant)
 
     def _over_count(self, node: fx.Node, divisor: fx.Node, given: Sequence[State]) -> State:
@@ -341,8 +343,13 @@ class _LossWalk:
         if not is_plain or not self._is_of_inputs(divisor):
             return Mixed(node, "divides by a value of the whole batch that depends on more than inputs")
         assert isinstance(dividend, Sum)
-        self.counts[divisor] = self._cut_out(divisor)
-        return Sum(frozenset((divisor, exponent) for _, exponent in dividend.terms), dividend.has_constant)
+        if dividend.has_constant:
+            return Mixed(node, "divides a term independent of the batch by a value of the whole batch")
+        count = self._cut_out(divisor)
+        if count is None:
+            return Mixed(node, "divides by a number that depends on the size of the batch")
+        self.counts[divisor] = count
+        return Sum(frozenset((divisor, exponent) for _, exponent in dividend.terms))
 
     # Counts.
 
@@ -354,28 +361,41 @@ class _LossWalk:
             item.op != "placeholder" or kinds[item.name] in allowed for item in _ancestors([node]) if item is not node
         ) and not any(_is_random(item) for item in _ancestors([node]))
 
-    def _cut_out(self, divisor: fx.Node) -> Count:
-        """Return the graphs that compute a divisor: for a part, and for the batch from sums over all parts."""
-        sums = list(dict.fromkeys(self._sums_under(divisor)))
-        slots = {slot.node: slot for slot in self.program.inputs}
+    def _cut_out(self, divisor: fx.Node) -> Count | None:
+        """Return the graphs that compute a divisor: for a part, and for the batch from sums over all parts.
+
+        None is returned if the second graph would depend on the size of the batch.
+        """
+        sums = self._sums_under(divisor)
+        if sums is None:
+            return None
+        slots, module = {slot.node: slot for slot in self.program.inputs}, self.program.graph_module
         inputs = [node for node in _ancestors([divisor]) if node.op == "placeholder"]
-        module = self.program.graph_module
         of_part = _subgraph(module, inputs, [divisor, *sums])
         of_whole = _subgraph(module, [*sums, *inputs], [divisor])
-        exponents = []
-        for node in sums:
-            (state,) = self.states[node]
-            assert isinstance(state, Sum)
-            exponents.append(next(exponent for _, exponent in state.terms))
         names = tuple((str(slots[node.name].kind.value), slots[node.name].name) for node in inputs)
-        return Count(of_part, of_whole, tuple(exponents), names)
+        return Count(of_part, of_whole, tuple(sums.values()), names)
 
-    def _sums_under(self, node: fx.Node) -> Iterator[fx.Node]:
-        if isinstance(self.states[node][0], Sum):
-            yield node
-        elif isinstance(self.states[node][0], OfInputs):
-            for operand in operands_of(node):
-                yield from self._sums_under(operand)
+    def _sums_under(self, divisor: fx.Node) -> dict[fx.Node, int] | None:
+        """Return the sums over the batch from which a divisor is computed, each with its exponent.
+
+        None is returned if the divisor also depends on a number that depends on the size of the batch.
+        """
+        found, waiting = dict[fx.Node, int](), [divisor]
+        while waiting:
+            node = waiting.pop()
+            state = self.states[node][0]
+            exponents = [e for count, e in state.terms if count is None] if isinstance(state, Sum) else []
+            if isinstance(state, Sum) and len(state.terms) == len(exponents) == 1 and not state.has_constant:
+                found[node] = exponents[0]
+            elif isinstance(state, Sum | OfInputs):
+                call, _ = resolve(node)
+                if not _is_copy(call) and self._scale(call):
+                    return None
+                waiting += operands_of(call)
+            elif state != Same():
+                return None
+        return found
 
 
 def _are_equal(one: Any, other: Any) -> bool:

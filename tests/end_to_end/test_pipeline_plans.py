@@ -196,6 +196,7 @@ def test_memory_has_what_the_order_has_in_flight() -> None:
     restored = [node for stage in tight.stages for node in (*stage.recompute.nodes, *stage.offload.nodes)]
     assert restored
     assert sum(map(len, (*tight.recomputed.values(), *tight.offloaded.values()))) == len(restored)
+    assert not {"recompute", "offload"}.isdisjoint(tight.predicted.breakdown)  # the names of plans without stages
     with pytest.raises(DoesNotFitError, match="micro-batches in flight on a rank"):
         in_wide_stages(recipe=Recipe(schedule="GPipe"), memory_budget=200_000)
 

@@ -246,6 +246,25 @@ def test_refused_by_name(options: dict[str, Any], error: type[Exception], words:
         autoshard.compile(model, Mesh({"pipeline": 2}), example_inputs=inputs, **asked)
 
 
+class Halves(nn.Module):
+    """A layer whose halves are multiplied, so that its forward can be cut at three places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = torch.split(self.layer(x), 4, -1)
+        return (left * right).mean()
+
+
+def test_too_few_places_for_cuts_are_refused() -> None:
+    """A forward with more calls than stages, but too few places for cuts, is refused by their number."""
+    step = autoshard.compile(model := Halves(), Mesh({"pipeline": 5}), optimizer=adamw(model), micro_batches=5)
+    with pytest.raises(NotAvailableError, match=r"needs 4 places for cuts, and the forward has 3: .*tuple"):
+        step(torch.randn(10, 8))
+
+
 def test_a_schedule_needs_a_pipeline() -> None:
     """A schedule on a mesh without stages is an error."""
     model, _ = skips()

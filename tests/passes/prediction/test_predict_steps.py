@@ -73,3 +73,23 @@ def test_costs_are_those_of_the_spans() -> None:
     assert costs[f"{OVER}data"] == pytest.approx(parts[f"{OVER}data"], rel=1e-2)  # and copies of a bucket
     assert parts[ELSE] == pytest.approx(0, abs=1e-6)
     assert {cost.constant for cost in found.costs[0]} == {"matmul.f32", "memory", "link.intra"}
+
+
+def test_a_plan_of_one_micro_batch_is_predicted_with_all_micro_batches() -> None:
+    """The prediction beside measured steps counts the micro-batches of the step, and not those of a given plan."""
+    found, plan = list[float](), None
+    for parts in (1, 4):
+        step = autoshard.compile(
+            model := nn.Linear(64, 64),
+            Mesh({"data": 4}),
+            optimizer=torch.optim.SGD(model.parameters()),
+            loss_fn=lambda outputs: outputs.square().mean(),
+            example_inputs=(torch.zeros(parts * 64, 64),),
+            cluster=GPUS,
+            micro_batches=parts,
+            plan=plan,
+        )
+        plan, program = step.plan, step.sharded.program
+        assert program is not None
+        found.append(step._predict(program).steps[0].parts["forward"])
+    assert found[1] == pytest.approx(4 * found[0], rel=1e-3)
