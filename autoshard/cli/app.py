@@ -40,7 +40,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console(highlight=False)
+console = Console(highlight=False, markup=False, emoji=False)
 
 _PRODUCTS = {"f32": torch.float32, "f16": torch.float16}
 """Value of `--precision` → dtype of a model that is priced in another framework. All other values mean bfloat16."""
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def _fail(sentence: str, status: int = 1) -> None:
-    Console(stderr=True, highlight=False).print(f"autoshard: {sentence}", soft_wrap=True, markup=False)
+    Console(stderr=True, highlight=False, markup=False, emoji=False).print(f"autoshard: {sentence}", soft_wrap=True)
     sys.exit(status)
 
 
@@ -447,6 +447,6 @@ def _show(content: Any) -> None:
     if isinstance(content, (dict, list)):
         content = json.dumps(content, indent=1)
     if isinstance(content, str):
-        console.print(content, soft_wrap=True, markup=False)
+        console.print(content, soft_wrap=True)
     else:
         console.print(content)
