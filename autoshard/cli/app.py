@@ -256,7 +256,7 @@ def report(
 def _bytes(memory_gib: float | None) -> int | None:
     if memory_gib is None:
         return None
-    if not 0 < memory_gib < math.inf:
+    if not 0 < memory_gib * 2**30 < math.inf:
         raise NotAvailableError(f"--memory-gib {memory_gib:g} must be a number above 0.")
     return max(1, int(memory_gib * 2**30))
 
@@ -266,9 +266,11 @@ def _named(optimizer: str | None) -> str | None:
 
 
 def _check_folder(out: Path | None) -> None:
-    """Raise `AutoshardError` before a search starts, if the plan could not be written: there is no folder for `out`."""
+    """Raise `AutoshardError` before a search starts, if `out` cannot be written: it is a folder, or has no folder."""
     if out is not None and not out.parent.is_dir():
         raise AutoshardError(f"--out {out} cannot be written: there is no folder {out.parent}. Make the folder first.")
+    if out is not None and out.is_dir():
+        raise AutoshardError(f"--out {out} cannot be written: it is a folder. Name a file in the folder.")
 
 
 def _write(out: Path, save: Callable[[Path], None]) -> None:
