@@ -257,7 +257,7 @@ def _bytes(memory_gib: float | None) -> int | None:
     if memory_gib is None:
         return None
     if not 0 < memory_gib * 2**30 < math.inf:
-        raise NotAvailableError(f"--memory-gib {memory_gib:g} must be a number above 0.")
+        raise NotAvailableError(f"--memory-gib {memory_gib:g} must be a number above 0, of GiB that a device may have.")
     return max(1, int(memory_gib * 2**30))
 
 

@@ -179,7 +179,7 @@ def test_doctor_finds_this_machine_ready(monkeypatch: pytest.MonkeyPatch, capsys
         (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--out", "nowhere/plan.json"), "there is no folder nowhere"),
         (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--out", "/"), "--out / cannot be written: it is a folder"),
         (("calibrate", "--out", "/"), "--out / cannot be written: it is a folder"),
-        (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--memory-gib", "1e300"), "1e+300 must be a number above 0"),
+        (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--memory-gib", "1e300"), "of GiB that a device may have"),
         (("price", "MODEL", "--cluster", "h100_sxm:1x4", "--recipe", "nowhere.json"), "there is no file nowhere.json"),
         (("report", "MODEL", "--cluster", "h100_sxm:1x4", "--out", "nowhere/plan.html"), "there is no folder nowhere"),
         (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--previous", "nowhere.json"), "there is no file nowhere.json"),
