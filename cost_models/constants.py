@@ -77,7 +77,8 @@ class HardwareFile:
         """
         value = self.number(path, unit)
         if value != int(value):
-            raise HardwareFileError(f"{self.origin}: {path!r} has value={value!r}; a whole number of {unit} is needed.")
+            kind = "whole number" if unit == "1" else f"whole number of {unit}"
+            raise HardwareFileError(f"{self.origin}: {path!r} has value={value!r}; a {kind} is needed.")
         return int(value)
 
     def family(self, prefix: str, unit: str) -> dict[str, float]:
@@ -147,7 +148,10 @@ _DEEP_KEY = re.compile(r"(?<![\w'\"-])(?:[\w'\"-]++[ \t]*+\.[ \t]*+){64}")
 _LARGEST: Mapping[str, float] = {"s": 1e6}
 _LARGEST_OF_OTHERS = 1e24
 _RATES = ("B/s", "FLOP/s")
-_DIVISORS = ("efficiency", "memory_efficiency", "bandwidth_share", "units", "tile_m", "tile_n", "devices_per_nic")
+_DIVISORS = (
+    *("efficiency", "memory_efficiency", "attention_efficiency", "bandwidth_share", "units", "tile_m", "tile_n"),
+    *("misaligned_slowdown", "block_queries", "devices_per_nic"),
+)
 """Parts of constants' paths. The models divide by these constants, so zero raises HardwareFileError."""
 
 

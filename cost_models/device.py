@@ -213,9 +213,9 @@ def read_device(file: HardwareFile, name: str) -> Device:
         memory_efficiency=file.number("memory_efficiency", "1"),
         launch_latency_s=file.number("launch_latency", "s"),
         matmul=MatmulCurve(
-            units=int(file.number("matmul.units", "1")),
-            tile_m=int(file.number("matmul.tile_m", "1")),
-            tile_n=int(file.number("matmul.tile_n", "1")),
+            units=file.count("matmul.units", "1"),
+            tile_m=file.count("matmul.tile_m", "1"),
+            tile_n=file.count("matmul.tile_n", "1"),
             tile_overhead_bytes=file.number("matmul.tile_overhead", "B"),
             tile_load_share=file.number("matmul.tile_load_share", "1"),
             efficiency=file.family("matmul.efficiency", "1"),
@@ -224,7 +224,7 @@ def read_device(file: HardwareFile, name: str) -> Device:
         attention_efficiency=_plain_attention_efficiency(file),
         attention={name: _kernel(file, name) for name in _kernel_names(file)},
         dispatch_s=file.family("dispatch", "s"),
-        throughput=curves_of(file.family("throughput", "B/s")),
+        throughput=curves_of(file.family("throughput", "B/s"), file.origin),
         host_link=_host_link(file),
     )
 

@@ -425,19 +425,20 @@ def _wiring(file: HardwareFile, prefix: str = "") -> Wiring:
     return Wiring(
         NodeWiring(text),
         read_link(file, host) if f"{host}bandwidth" in file.constants else None,
-        cards_per_collective=int(file.number(cards, "devices")) if cards in file.constants else 0,
+        cards_per_collective=file.count(cards, "devices") if cards in file.constants else 0,
     )
 
 
 def _network_wiring(file: HardwareFile, wiring: Wiring, prefix: str = "") -> Wiring:
-    def number(key: str, unit: str, default: float) -> float:
-        return file.number(f"{prefix}{key}", unit) if f"{prefix}{key}" in file.constants else default
+    def count(key: str, unit: str, default: int) -> int:
+        return file.count(f"{prefix}{key}", unit) if f"{prefix}{key}" in file.constants else default
 
+    ratio = f"{prefix}oversubscription"
     return replace(
         wiring,
-        devices_per_nic=int(number("devices_per_nic", "devices", 1)),
-        nodes_per_pod=int(number("nodes_per_pod", "nodes", 0)),
-        oversubscription=number("oversubscription", "1", 1.0),
+        devices_per_nic=count("devices_per_nic", "devices", 1),
+        nodes_per_pod=count("nodes_per_pod", "nodes", 0),
+        oversubscription=file.number(ratio, "1") if ratio in file.constants else 1.0,
     )
 
 

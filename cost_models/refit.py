@@ -63,11 +63,13 @@ def refitted(node: NodeType, factors: Mapping[str, float], launch_latency_s: flo
         (2.0, 3e-06)
     """
     inter = None if node.inter is None else _link(node.inter, f"{_LINK}inter", factors)
+    host = None if node.wiring.host is None else _link(node.wiring.host, f"{_LINK}intra", factors)
     return replace(
         node,
         device=replace(_device(node.device, factors), launch_latency_s=launch_latency_s),
         intra=_link(node.intra, f"{_LINK}intra", factors),
         inter=inter,
+        wiring=replace(node.wiring, host=host),
     )
 
 

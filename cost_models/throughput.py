@@ -17,6 +17,8 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from math import exp, log
 
+from cost_models.errors import HardwareFileError
+
 Curve = tuple[tuple[float, float], ...]
 """Points (bytes moved, bytes per second), in the order of bytes."""
 
@@ -78,10 +80,18 @@ def numbers_of(curves: Mapping[str, Curve]) -> dict[str, tuple[float, str]]:
     return {f"throughput.{name}.{round(size)}": (rate, "B/s") for name, curve in curves.items() for size, rate in curve}
 
 
-def curves_of(constants: Mapping[str, float]) -> dict[str, Curve]:
-    """Return the curves in a device's file, given its constants by the path after "throughput."."""
+def curves_of(constants: Mapping[str, float], origin: str = "") -> dict[str, Curve]:
+    """Return the curves in a device's file, given its constants by the path after "throughput.".
+
+    Raises HardwareFileError, which names the file `origin`, if a path does not end in a number of bytes.
+    """
     found: dict[str, list[tuple[float, float]]] = {}
     for path, rate in constants.items():
         name, _, size = path.rpartition(".")
+        if not (name and size.isdecimal() and int(size)):
+            raise HardwareFileError(
+                f"{origin}: the table [throughput.{path}] must read [throughput.KERNEL.BYTES], e.g. "
+                f"[throughput.{MEMORY}.4096]."
+            )
         found.setdefault(name, []).append((float(size), rate))
     return {name: tuple(sorted(points)) for name, points in found.items()}

@@ -40,7 +40,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console(highlight=False)
+console = Console(highlight=False, markup=False, emoji=False)
 
 _PRODUCTS = {"f32": torch.float32, "f16": torch.float16}
 """Value of `--precision` → dtype of a model that is priced in another framework. All other values mean bfloat16."""
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def _fail(sentence: str, status: int = 1) -> None:
-    Console(stderr=True, highlight=False).print(f"autoshard: {sentence}", soft_wrap=True, markup=False)
+    Console(stderr=True, highlight=False, markup=False, emoji=False).print(f"autoshard: {sentence}", soft_wrap=True)
     sys.exit(status)
 
 
@@ -256,8 +256,8 @@ def report(
 def _bytes(memory_gib: float | None) -> int | None:
     if memory_gib is None:
         return None
-    if not 0 < memory_gib < math.inf:
-        raise NotAvailableError(f"--memory-gib {memory_gib:g} must be a number above 0.")
+    if not 0 < memory_gib * 2**30 < math.inf:
+        raise NotAvailableError(f"--memory-gib {memory_gib:g} must be a number above 0, of GiB that a device may have.")
     return max(1, int(memory_gib * 2**30))
 
 
@@ -266,9 +266,11 @@ def _named(optimizer: str | None) -> str | None:
 
 
 def _check_folder(out: Path | None) -> None:
-    """Raise `AutoshardError` before a search starts, if the plan could not be written: there is no folder for `out`."""
+    """Raise `AutoshardError` before a search starts, if `out` cannot be written: it is a folder, or has no folder."""
     if out is not None and not out.parent.is_dir():
         raise AutoshardError(f"--out {out} cannot be written: there is no folder {out.parent}. Make the folder first.")
+    if out is not None and out.is_dir():
+        raise AutoshardError(f"--out {out} cannot be written: it is a folder. Name a file in the folder.")
 
 
 def _write(out: Path, save: Callable[[Path], None]) -> None:
@@ -447,6 +449,6 @@ def _show(content: Any) -> None:
     if isinstance(content, (dict, list)):
         content = json.dumps(content, indent=1)
     if isinstance(content, str):
-        console.print(content, soft_wrap=True, markup=False)
+        console.print(content, soft_wrap=True)
     else:
         console.print(content)

@@ -74,7 +74,10 @@ def load_model(
 
 def _build_from_function(reference: str, sizes: Mapping[str, int]) -> NamedModel:
     function = _find_function(reference)
-    known = inspect.signature(function).parameters
+    try:
+        known = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise ModelReferenceError(f"{reference} is no function of Python; name one that you wrote.") from error
     needed = [item.name for item in known.values() if item.default is item.empty and item.kind not in _OPEN]
     if unknown := [name for name in needed if name not in sizes]:
         raise ModelReferenceError(

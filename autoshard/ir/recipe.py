@@ -274,8 +274,8 @@ def _stage_layers(given: object) -> tuple[object, ...]:
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    """Raise `RecipeError` for a value outside `choices`."""
-    if value not in choices:
+    """Raise `RecipeError` for a value outside `choices`, which are texts, numbers and None. True and 1.0 are not 1."""
+    if not isinstance(value, str | int | None) or isinstance(value, bool) or value not in choices:
         raise RecipeError(f"{name}={value!r} is unknown; use one of {', '.join(map(str, choices))}.")
 
 

@@ -15,7 +15,7 @@ _MAX_WIDTH = 110
 def as_text(*parts: str | Table) -> str:
     """Return lines and tables as one plain text. Tables fit the terminal and 110 columns; lines are not wrapped."""
     width = min(_MAX_WIDTH, shutil.get_terminal_size((_MAX_WIDTH, 0)).columns)
-    console = Console(width=width, color_system=None, highlight=False)
+    console = Console(width=width, color_system=None, highlight=False, markup=False, emoji=False)
     with console.capture() as capture:
         for part in parts:
             console.print(part, soft_wrap=isinstance(part, str))

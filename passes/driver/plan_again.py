@@ -39,6 +39,13 @@ def _within(recipe: Recipe | None, change: Change) -> Recipe:
     return found
 
 
+def _freed(recipe: Recipe | None, without: str) -> Recipe | None:
+    """Return a recipe that does not ask for `without`, "recompute" or "offload"; the same recipe if it never did."""
+    if recipe is None or not without or getattr(recipe, without) in (None, "none"):
+        return recipe
+    return replace(recipe, **{without: "none"})
+
+
 @dataclass(frozen=True, slots=True)
 class PlanAgain:
     """Plans a call again with one change. A plan without stages counts as one stage.
@@ -94,18 +101,20 @@ class PlanAgain:
     def __call__(self, plan: Plan, change: Change) -> Plan:
         """Return a new plan of the call with a change, on the same mesh unless `change.fields` needs another mesh."""
         made = self.planned
-        planner = replace(made.planner, change=change, ceiling=None, progress=False)
+        recipe = _freed(made.planner.recipe, change.without)
+        planner = replace(made.planner, change=change, ceiling=None, progress=False, recipe=recipe)
         if change.fields:
             if not change.fields.keys() <= _WITHIN:
                 return self._on_another_mesh(change)
             planner = replace(planner, recipe=_within(planner.recipe, change))
+        has_other_problems = bool(change.faster) or planner.recipe != made.planner.recipe
         if made.stage_plans is None:
-            planning = None if change.faster or change.fields else self.problems()[0]
+            planning = None if has_other_problems else self.problems()[0]
             before = plan if change.faster is not None or change.memory > 1 else None
             return planner.search_and_lower(made.program, plan.mesh, {}, before, planning).plan
         kept = {number: stage for number, stage in enumerate(made.stages) if number != change.stage}
         stage_plans = replace(made.stage_plans, planner=planner.begun()[0])
-        if change.faster or change.fields:
+        if has_other_problems:
             stage_plans = replace(stage_plans, problems={})
         return stage_plans.plan(made.program, made.request, before=plan, kept=kept if change.specs else None)[0]
 

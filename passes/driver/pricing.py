@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -119,7 +119,8 @@ def priced_model(
     """
     check_tensors(*split_inputs(example_inputs))
     dtype = narrow_dtype(model, precision)
-    key = (_describe(example_inputs), loss_fn, dtype, whole_experts, _describe_modules(model))
+    loss = loss_fn if isinstance(loss_fn, Hashable) else loss_fn.__call__  # a bound method is hashed by its owner's id
+    key = (_describe(example_inputs), loss, dtype, whole_experts, _describe_modules(model))
     known = _TRACED.setdefault(model, {})
     if key not in known:
         narrow = (model, example_inputs) if dtype is None else _narrowed(model, example_inputs, dtype)
@@ -196,14 +197,30 @@ def _describe(example_inputs: ExampleInputs) -> object:
 
 
 def _describe_modules(model: nn.Module) -> object:
-    """Return a key that changes with a model's modules, their tensors, or the sharing of tensors between modules."""
+    """Return a key that changes with a model's modules, their settings and tensors, or the sharing of tensors."""
     modules = model.named_modules(remove_duplicate=False)
     tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     firsts: dict[int, str] = {}
     return (
-        tuple((name, type(item), item.training, item.extra_repr()) for name, item in modules),
+        tuple((name, type(item), item.extra_repr(), _settings(item)) for name, item in modules),
         tuple(
             (name, firsts.setdefault(id(item), name), item.shape, item.dtype, item.requires_grad)
             for name, item in tensors
         ),
     )
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+
+
+def _settings(module: nn.Module) -> object:
+    """Return the plain attributes of a module, such as `training`, and those of its config, as a key."""
+    own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    return tuple((name, _plain(value) or _plain(getattr(value, "__dict__", {}))) for name, value in own.items())
+
+
+def _plain(value: object) -> str:
+    """Return the text of a number, a text or a collection of both, and of such items of a dict; else ""."""
+    if isinstance(value, dict):
+        return repr([(name, _plain(each)) for name, each in value.items()])
+    return repr(value) if all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(value)) else ""

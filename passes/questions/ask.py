@@ -32,6 +32,9 @@ _MEMORY = {MORE_MEMORY: MORE, TWICE: 2.0, UNLIMITED: float("inf")}
 
 _SAVINGS = ("recompute", "offload")
 
+_NEEDED = "no plan for these devices, this batch and these constraints is without it"
+"""The reason to give if a plan uses a feature and no plan without the feature exists."""
+
 Way = Mapping[str, str]
 """A way to have a feature: mesh axis → the role that the axis must have, e.g. {"model": "tensor"}."""
 
@@ -87,7 +90,7 @@ class Questions:
         feature = feature_named(feature)
         if feature in _SAVINGS and (count := _saved(plan, feature)):
             without = self._variant(plan, f"without {feature}", Change(without=feature))
-            return _answer(plan, feature, f"of {count} values", [without])
+            return _answer(plan, feature, f"of {count} values", [without], _NEEDED)
         problems = self.replan.problems() if feature in (*ROLES, "hsdp") else ()
         if ways := list(_ways(problems, feature)):
             used, variants = self._on_axes(plan, problems, feature, ways)
@@ -97,7 +100,7 @@ class Questions:
         if used := _use(plan, feature):
             others, missing = self._tried(plan, [(f"without {feature}", fields) for fields in asked.without])
             best = min((item for item in others if item is not None), key=fastest_first, default=None)
-            return _answer(plan, feature, used, [best], missing)
+            return _answer(plan, feature, used, [best], missing or _NEEDED)
         if missing := self.replan.missing(feature):
             return _answer(plan, feature, "", [], missing)
         variants, missing = self._tried(plan, list(asked.ways.items()))
@@ -196,10 +199,10 @@ def _answer(
     feature: str,
     used: str,
     variants: Sequence[Variant | None],
-    missing: str = "",
+    missing: str,
 ) -> WhyNot:
     found = sorted((item for item in variants if item is not None), key=fastest_first)
-    return WhyNot(feature, used, outcome_of(plan), tuple(found), plan.memory_budget, missing)
+    return WhyNot(feature, used, outcome_of(plan), tuple(found), plan.memory_budget, "" if found else missing)
 
 
 def _use(plan: Plan, feature: str) -> str:

@@ -30,7 +30,9 @@ def _faster_memory(cluster: Cluster) -> Cluster:
 def _faster_fabric(cluster: Cluster) -> Cluster | None:
     if cluster.devices_per_node == 1:
         return None
-    return _with_node(cluster, replace(cluster.node, intra=_faster_link(cluster.node.intra)))
+    wiring, host = cluster.node.wiring, cluster.node.wiring.host
+    faster = replace(wiring, host=None if host is None else _faster_link(host))
+    return _with_node(cluster, replace(cluster.node, intra=_faster_link(cluster.node.intra), wiring=faster))
 
 
 def _faster_network(cluster: Cluster) -> Cluster | None:
@@ -45,7 +47,7 @@ def _faster_link(link: Link) -> Link:
 
 
 def _with_node(cluster: Cluster, node: NodeType) -> Cluster:
-    return Cluster(node, cluster.nodes, cluster.devices_per_node)
+    return Cluster(node, cluster.nodes, cluster.devices_per_node, cluster.in_step)
 
 
 FASTER: Mapping[str, Callable[[Cluster], Cluster | None]] = {

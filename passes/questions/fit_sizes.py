@@ -79,6 +79,19 @@ class Observation:
     owners: tuple[str, ...]
 
 
+def check_dims(dims: object) -> None:
+    """Raise `FormulaError` for an argument `dims` of a formula that has not the type `InputDims`; None is allowed."""
+    if dims is not None and not isinstance(dims, Mapping):
+        raise FormulaError(f"dims={dims!r} is a {type(dims).__name__}; pass a dict of symbols to dims, {{'batch': 0}}.")
+    for name, given in (dims or {}).items():
+        each = given.values() if isinstance(given, Mapping) else (given,)
+        if not isinstance(name, str) or any(type(dim) is not int for dim in each):
+            raise FormulaError(
+                f"dims={{{name!r}: {given!r}}} must map the name of a symbol to a whole number, {{'batch': 0}}, or to "
+                "a dict of inputs to whole numbers, {'height': {'input:0': 2}}."
+            )
+
+
 def input_sizes(args: Sequence[Any], kwargs: Mapping[str, Any], dims: InputDims | None) -> tuple[InputSize, ...]:
     """Return the input sizes that are symbols in formulas.
 
@@ -89,7 +102,7 @@ def input_sizes(args: Sequence[Any], kwargs: Mapping[str, Any], dims: InputDims 
             symbol belongs to all inputs whose second dim is as long as the second dim of the first such input.
 
     Raises:
-        FormulaError: no input has one of the dims, or `dims` is no mapping.
+        FormulaError: no input has one of the dims.
     """
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
     tensors = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
@@ -100,8 +113,6 @@ def input_sizes(args: Sequence[Any], kwargs: Mapping[str, Any], dims: InputDims 
             like = {index: leaf for index, leaf in tensors.items() if leaf.ndim > 1 and leaf.shape[1] == first.shape[1]}
             sizes.append(_named("sequence", 1, like))
         return tuple(sizes)
-    if not isinstance(dims, Mapping):
-        raise FormulaError(f"dims={dims!r} is a {type(dims).__name__}; pass a dict of symbols to dims, {{'batch': 0}}.")
     return tuple(_named(name, dim, tensors) for name, dim in dims.items())
 
 

@@ -27,7 +27,7 @@ from autoshard.tracing import BlockList, shorten, without
 from cost_models.formulas import Point, Size, published, size_symbol
 from cost_models.hardware import Cluster
 from passes.lowering.lower_program import prepare_for
-from passes.questions.fit_sizes import InputDims, InputSize, cannot_resize, input_sizes, resize
+from passes.questions.fit_sizes import InputDims, InputSize, cannot_resize, check_dims, input_sizes, resize
 from passes.questions.fitted_program import FittedProgram, fit_program
 from passes.questions.lowered_parts import WITH_STATE, reader_of
 from passes.questions.plan_counts import PlanCounts
@@ -94,9 +94,10 @@ class PlanFormulas:
             even: whether to take all splits as even, so that the formula has no ceilings.
 
         Raises:
-            FormulaError: `name` or `fixed` has an unknown name, two symbols have the same name, or the quantity is no
-                polynomial in a size.
+            FormulaError: `name` or `fixed` has an unknown name, or `dims` has a wrong type. Also if two symbols have
+                the same name, or the quantity is no polynomial in a size.
         """
+        check_dims(dims)
         of_axes = self.counts.axes(plan)
         _check_name(name, [*of_axes, *([PIPELINE_AXIS] if plan.stages else ())])
         sizes, blocks = self.counts.sizes(dims), block_symbols(self.counts.lists())

@@ -56,20 +56,17 @@ def cut_into_stages(blocks: Sequence[str], recipe: Execution) -> tuple[Stage, ..
 
 def _block_counts(blocks: int, recipe: Execution) -> tuple[int, ...]:
     """Return the number of blocks on each stage: the recipe's `stage_layers`, or else numbers as even as possible."""
-    if recipe.stage_layers is not None:
-        if sum(recipe.stage_layers) != blocks:
-            found = sum(recipe.stage_layers)
-            raise RecipeError(
-                f"stage_layers={recipe.stage_layers!r} shares out {found} blocks; the model has {blocks}."
-            )
-        return tuple(recipe.stage_layers)
-    stages = recipe.stages
-    if stages > 1 and blocks < stages:
+    stages, given = recipe.stages, recipe.stage_layers
+    if stages > 1 and blocks < (stages if given is None else 1):
         raise RecipeError(
             f"pipeline={recipe.pipeline} x virtual_stages={recipe.virtual_stages} = {stages} stages cannot share "
             f"{blocks} blocks. Take fewer stages; the blocks are the entries of the model's nn.ModuleList."
         )
-    return even_blocks(blocks, stages)
+    if given is None:
+        return even_blocks(blocks, stages)
+    if sum(given) != blocks:
+        raise RecipeError(f"stage_layers={given!r} shares out {sum(given)} blocks; the model has {blocks}.")
+    return tuple(given)
 
 
 @lru_cache(maxsize=8192)

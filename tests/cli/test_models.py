@@ -177,6 +177,7 @@ def test_an_absurd_config_is_refused(tmp_path: Path, text: str, sentence: str) -
         ("nowhere.py:build", "there is no file nowhere.py"),
         ("no_such_package.models:build", "there is no module 'no_such_package'"),
         ("torch.nn:build", "has no function 'build'"),
+        ("torch:zeros", "torch:zeros is no function of Python"),
         ("hf:nowhere", "there is no config file or folder nowhere"),
     ],
 )

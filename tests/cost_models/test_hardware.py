@@ -199,6 +199,9 @@ def test_a_file_that_nobody_would_write_is_refused(tmp_path, old, new, message):
         ("matmul.tile_m", "0", "value=0 1; a number above 0"),
         ("memory_bytes", "1" + "0" * 400, "value=a number of more than 63 bits B"),
         ("inter.devices_per_nic", "0", "value=0 devices; a number above 0"),
+        ("matmul.misaligned_slowdown", "0", "value=0 1; a number above 0"),
+        ("attention.flash2.forward.block_queries", "0", "value=0 1; a number above 0"),
+        ("attention_efficiency", "0", "value=0 1; a number above 0"),
     ],
 )
 def test_a_number_that_no_hardware_has_is_refused(tmp_path, path, value, message):
@@ -207,6 +210,16 @@ def test_a_number_that_no_hardware_has_is_refused(tmp_path, path, value, message
     head, _, tail = (tmp_path / "broken.toml").read_text().partition(f"[{path}]\nvalue = ")
     _write(tmp_path, f"{head}[{path}]\nvalue = {value}\n{tail.partition(chr(10))[2]}")
     with pytest.raises(HardwareFileError, match=rf"broken\.toml: constant '{path}' has {message}"):
+        Cluster.load(tmp_path / "broken.toml")
+
+
+@pytest.mark.parametrize("path", ["matmul.units", "matmul.tile_n", "inter.devices_per_nic", "inter.nodes_per_pod"])
+def test_a_part_of_a_device_is_refused(tmp_path, path):
+    """A fraction is no count, and is not truncated to zero."""
+    Cluster("h100_sxm", 2).save(tmp_path / "broken.toml", source="test", date="2026-11-23")
+    head, _, tail = (tmp_path / "broken.toml").read_text().partition(f"[{path}]\nvalue = ")
+    _write(tmp_path, f"{head}[{path}]\nvalue = 0.5\n{tail.partition(chr(10))[2]}")
+    with pytest.raises(HardwareFileError, match=rf"'{path}' has value=0\.5; a whole number"):
         Cluster.load(tmp_path / "broken.toml")
 
 

@@ -83,3 +83,12 @@ def test_the_network_has_a_factor_of_its_own() -> None:
     assert node.inter is not None
     assert new.inter is not None
     assert new.inter.bandwidth_bytes_per_s == node.inter.bandwidth_bytes_per_s / 2
+
+
+def test_the_host_bus_is_a_link_in_the_node() -> None:
+    """The factor of links in a node holds for devices without a direct link, too."""
+    node = node_type("h100_pcie")
+    nodes = (node, refitted(node, {"link.intra": 2.0}, 0.0))
+    for shape in ({"data": 8}, {"others": 4, "data": 2}):
+        old, new = (Cluster(each, 1, 8).group_links(shape, ("data",)) for each in nodes)
+        assert all_reduce_time(2**24, new) == pytest.approx(2 * all_reduce_time(2**24, old))

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cost_models.errors import HardwareFileError
 from cost_models.throughput import curve_of, curves_of, numbers_of, time_on
 
 POINTS = st.lists(
@@ -36,3 +37,10 @@ def test_numbers_of_a_file_read_back():
     curves = {"aten.tanh.default": ((1000.0, 3e9), (64000.0, 2e9)), "memory": ((10.0, 1e9),)}
     numbers = {path.removeprefix("throughput."): value for path, (value, _) in numbers_of(curves).items()}
     assert curves_of(numbers) == curves
+
+
+@pytest.mark.parametrize("path", ["memory", "memory.many", "memory.0", "memory.-1", ".4096"])
+def test_a_size_that_is_no_number_of_bytes_is_refused(path):
+    """Each rate of a curve stands at a number of bytes above zero."""
+    with pytest.raises(HardwareFileError, match=rf"mine\.toml: the table \[throughput\.{path}\] must read"):
+        curves_of({path: 1e9}, "mine.toml")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from rich.table import Table
+from rich.text import Text
 
 from autoshard.ir.text import any_block, as_text, common_name, format_bytes, format_time
 
@@ -49,8 +50,17 @@ def test_what_terminals_show_is_plain_text(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     table = Table("layer", "time")
-    table.add_row("attention", "[red]3 ms[/red]")
+    table.add_row("attention", Text("3 ms", style="red"))
     text = as_text("word " * 100, table)
     assert "\x1b" not in text
     assert text.startswith("word " * 99 + "word")
     assert "3 ms" in text
+
+
+def test_brackets_and_colons_are_no_markup() -> None:
+    """Paths and names are printed as they are, in lines and in tables."""
+    path, name, closing = "/home/me/[projects]/model.py:3", "a100:100:b", "/data/[/old]/model.py"
+    table = Table(path, name, closing)
+    table.add_row(path, name, closing)
+    assert all(as_text(line) == line for line in (path, name, closing))
+    assert all(as_text(table).count(line) == 2 for line in (path, name, closing))

@@ -121,6 +121,17 @@ def test_hybrid_sharding_is_over_less_than_all_replicas() -> None:
     assert (found.step_time_s, found.peak_memory_bytes) == (hybrid.objective, hybrid.predicted.peak_memory_bytes)
 
 
+def test_a_feature_that_constraints_ask_for_has_no_other_plan() -> None:
+    """An answer without other plans says why it has none."""
+    arguments = {"example_inputs": tokens(), "optimizer": "adamw", "runtime": PRICED, "global_batch": 4}
+    plan = autoshard.plan(MODELS["dense"], CLUSTER, constraints={"tensor": 2}, **arguments)
+    answer = plan.why_not("tensor")
+    assert answer.used
+    assert not answer.variants
+    assert "no other plan: no plan for these devices, this batch and these constraints is without it." in str(answer)
+    assert not plan.why_not("zero-1").missing
+
+
 def test_what_is_not_answered_is_said() -> None:
     """An unknown feature; a spec, which no recipe chooses."""
     with pytest.raises(InvalidSpecError, match=r"ask for one of data \(ddp, .*zero-1, zero-2, fsdp \(zero-3"):

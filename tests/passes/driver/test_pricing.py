@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,6 +130,45 @@ def test_a_model_that_was_changed_is_priced_as_it_is_now(change: Callable[[nn.Mo
     after, other = (price_execution(each, cluster, PLAIN, tokens()) for each in (model, new))
     assert after.predicted == other.predicted != before.predicted
     assert after.parameters == other.parameters
+
+
+class Repeated(nn.Module):
+    """One layer as often as a number, or a number of a config, says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.times, self.config = nn.Linear(8, 8), 1, SimpleNamespace(times=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times * self.config.times):
+            x = self.layer(x)
+        return x.float().sum()
+
+
+@dataclasses.dataclass
+class Scaled:
+    """A loss that is compared by its fields, and so has no hash."""
+
+    factor: float = 1.0
+
+    def __call__(self, loss: torch.Tensor) -> torch.Tensor:
+        return self.factor * loss
+
+
+def test_a_setting_that_was_changed_counts() -> None:
+    """A number of a module, and a number of its config, change the price; the same loss gives the same price."""
+    model, loss, inputs = Repeated().bfloat16(), Scaled(), (torch.zeros(2, 8, dtype=torch.bfloat16),)
+
+    def price() -> float:
+        plan = price_execution(model, Cluster("h100_sxm", 1, 1), PLAIN, inputs, loss_fn=loss)
+        return plan.predicted.step_time_s
+
+    once = price()
+    assert price() == once
+    model.times = 2
+    twice = price()
+    model.config.times = 2
+    assert once < twice < price()
 
 
 class Wide(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard import Cluster, Mesh, P
+from autoshard import Cluster, Mesh, P, Recipe
 from autoshard.errors import InvalidSpecError, NotAvailableError
 from autoshard.ir.cluster_mesh import ClusterMesh
 from autoshard.ir.plan import Plan
@@ -162,6 +162,16 @@ def test_what_cannot_be_asked_is_said(free: Plan) -> None:
     for ask in (lambda: alone.why_not("tensor"), alone.limits):
         with pytest.raises(NotAvailableError, match="has no model at hand"):
             ask()
+
+
+def test_a_recipe_that_recomputes_is_asked_for_a_plan_that_does_not() -> None:
+    """The plan without recomputation is faster than the plan of the recipe."""
+    mesh, tokens = Cluster("h100_sxm", 1, 2).mesh({"data": 2}), torch.zeros(4, 8, dtype=torch.int64)
+    recipe = Recipe(data=2, zero=0, recompute="full")
+    plan = autoshard.plan(Model(8), mesh, example_inputs=(tokens,), optimizer="sgd", recipe=recipe)
+    (item,) = plan.why_not("recompute").variants
+    assert item.step_time_s is not None
+    assert item.step_time_s < plan.predicted.step_time_s
 
 
 def test_what_no_value_can_do_has_no_variants() -> None:

@@ -148,6 +148,14 @@ def test_names_that_do_not_exist_are_refused_with_those_that_do() -> None:
         plan.formula("step_flops", fixed=("depth",))
 
 
+@pytest.mark.parametrize("dims", [["batch"], {1: 1}, {"seq": 0.5}, {"seq": True}, {"seq": {"input:0": "a"}}])
+def test_dims_of_other_types_are_refused(dims: Any) -> None:
+    """Dims that are no numbers, and names that are no texts, are refused."""
+    plan = price_of(Execution(data=2), 16, dense(4))
+    with pytest.raises(FormulaError, match=r"dims=.*\{'batch': 0\}"):
+        plan.formula("step_flops", dims=dims)
+
+
 def test_plans_without_a_model_say_so(tmp_path: Any) -> None:
     """Plans from a file or another process say that they have no model."""
     plan = price_of(Execution(data=2), 16, dense(4))

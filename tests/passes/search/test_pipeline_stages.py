@@ -35,6 +35,13 @@ def test_given_counts_are_kept() -> None:
         cut_into_stages(("b",) * 6, Execution(pipeline=2, stage_layers=(4, 1)))
 
 
+def test_a_model_without_blocks_has_no_stages() -> None:
+    """Stages without any block are refused, given or not."""
+    for given in (None, (0, 0)):
+        with pytest.raises(RecipeError, match="2 stages cannot share 0 blocks"):
+            cut_into_stages((), Execution(pipeline=2, stage_layers=given))
+
+
 @pytest.mark.parametrize(
     ("schedule", "first"),
     [("Interleaved1F1B", [0, 4]), ("InterleavedZeroBubble", [0, 4]), ("ZBVZeroBubble", [0, 7]), ("DualPipeV", [0, 7])],
