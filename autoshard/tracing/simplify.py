@@ -243,8 +243,10 @@ def _is_uniform(value: Tensor) -> bool:
 
 
 def _digest(value: Tensor) -> str:
+    """Return a short text that differs between constants of different dtype, shape or content."""
     content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(content).hexdigest()[:8]
+    form = f"{value.dtype}{tuple(value.shape)}".encode()
+    return hashlib.sha256(form + content).hexdigest()[:8]
 
 
 def _attribute(module: Any, path: str) -> Any:

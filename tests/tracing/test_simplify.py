@@ -40,3 +40,24 @@ def test_a_new_tensor_needs_no_operand(name: str) -> None:
     (found,) = program.graph_module(x)
     assert found.dtype == model(x).dtype
     torch.testing.assert_close(found, model(x))
+
+
+class Constants(nn.Module):
+    """Compute with two constant tensors."""
+
+    def __init__(self, first: Tensor, second: Tensor) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * self.first, x * self.second
+
+
+def test_constants_of_equal_bytes_keep_their_shapes_and_types() -> None:
+    """Two constants that differ only in shape or dtype are two constants of the program."""
+    numbers = torch.arange(4.0)
+    for other in (numbers.view(2, 2), numbers.view(torch.int32)):
+        model, x = Constants(numbers, other), torch.ones(1)
+        program = tracing.trace(model, (x,), grad=False)
+        for found, expected in zip(program.graph_module(x), model(x), strict=True):
+            assert torch.equal(found, expected)
