@@ -65,6 +65,16 @@ def test_constants_of_equal_bytes_keep_their_shapes_and_types() -> None:
             assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_empty_operand_gives_a_concatenation_its_type(count: int) -> None:
+    """`out = torch.tensor([])`, to which a loop appends integers, makes the result float32."""
+    model, x = Maker(lambda x: torch.cat([torch.tensor([]), *[x.long()] * count])), torch.arange(3.0)
+    program = tracing.trace(model, (x,), grad=False)
+    (found,) = program.graph_module(x)
+    torch.testing.assert_close(found, model(x))
+    assert found.dtype == program.graph.output_node().args[0][0].meta["val"].dtype
+
+
 class AlmostEqualNames(nn.Module):
     """A model with parameters "a.b_c" and "a_b.c"."""
 
