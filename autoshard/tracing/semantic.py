@@ -167,7 +167,7 @@ def _one_head(x: Tensor) -> Tensor:
 
 
 def _mask_to_four_dims(mask: Tensor, lead: tuple[int, ...]) -> Tensor:
-    """Return a mask [..., S, S] as [B, H, S, S], where each dim may have size one. `lead` is that of `_to_four_dims`."""
+    """Return a mask [..., S, S] as [B, H, S, S]; any dim may have size one. `lead` is that of `_to_four_dims`."""
     if len(lead) == 1 and mask.dim() == 3:
         return mask.unsqueeze(-3)
     mask = mask[(None,) * (4 - mask.dim())]
