@@ -8,7 +8,7 @@ Arguments and results are those of `autoshard::attention`. The kernel depends on
 | CUDA, 16 bits, no mask; if causal, as many queries as keys | `aten._scaled_dot_product_flash_attention` |
 | calls of the row above, where torch prefers cuDNN (`_prefers_cudnn`) | `aten._scaled_dot_product_cudnn_attention` |
 | CUDA, otherwise | `aten._scaled_dot_product_efficient_attention` |
-| dropout; head sizes that no kernel takes | the definition, a block of queries at a time |
+| dropout; no queries or keys; head sizes that no kernel takes | the definition, a block of queries at a time |
 
 Three steps turn a call into calls that the kernels take:
 
@@ -199,7 +199,12 @@ class _GradientSums:
 
 
 def _has_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether some fused kernel of torch takes these dtypes and head sizes. No CUDA kernel takes float64."""
+    """Whether some fused kernel of torch takes these dtypes and sizes. No CUDA kernel takes float64.
+
+    No kernel takes zero queries or keys. The kernel for CPUs would end the process by a division by zero.
+    """
+    if 0 in (*q.shape, *k.shape):
+        return False
     if q.device.type == "cpu":
         return q.shape[-1] == v.shape[-1]
     is_narrow = q.dtype in (torch.float16, torch.bfloat16, torch.float32)
@@ -281,11 +286,11 @@ def _rows_of(mask: Tensor, rows: range) -> Tensor:
 def _blocks(q: Tensor, elements_of_row: int) -> list[range]:
     """Return the positions of consecutive blocks of queries, each with at most `_BLOCK_ELEMENTS` elements of a bias.
 
-    A query has `elements_of_row` elements of a bias. A block has at least one query.
+    A query has `elements_of_row` elements of a bias. A block has at least one query, unless there are none.
     """
     count = q.shape[2]
     size = max(1, _BLOCK_ELEMENTS // max(1, elements_of_row))
-    return [range(start, min(start + size, count)) for start in range(0, count, size)]
+    return [range(start, min(start + size, count)) for start in range(0, count, size)] or [range(0)]
 
 
 def _moved(offset: Sequence[int], rows: range) -> list[int]:

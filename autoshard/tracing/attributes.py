@@ -7,17 +7,21 @@ tensors, which must reach neither the trace's next run nor the user's model.
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from autoshard.ir.python_values import held_by, is_record
 from autoshard.tracing.calling import Result
 from autoshard.tracing.python_use import Accesses
 
 _OWN = frozenset(nn.Module().__dict__)
 """Attributes that every module has."""
+
+_DEPTH = 4
+"""Containers and records are searched that lie at most this deep within each other."""
 
 
 Kept = Mapping[tuple[str, nn.Module, str], Any]
@@ -32,51 +36,71 @@ def keeping_attributes(model: nn.Module) -> Iterator[Callable[[], Kept]]:
     stay as they are.
 
     Yield a function that returns the attributes in which tensors were stored since entry. A tensor counts if it is the
-    attribute's value, or an item of a dict, list, set or tuple in the attribute. Nested containers are not searched.
+    attribute's value, or lies within a container or record in the attribute (`_inside`).
     """
     titles = {module: title for title, module in model.named_modules()}
     before = [(module, _own_attributes(module)) for module in model.modules()]
-    held = [[(value, copy.copy(value)) for value in found.values() if _is_container(value)] for _, found in before]
+    tensors = [{name: _tensors(value) for name, value in attributes.items()} for _, attributes in before]
+    contents = [(holder, _content(holder)) for _, attributes in before for holder in _holders(attributes.values())]
 
     def kept() -> Kept:
         return {
             (titles[module], module, name): module.__dict__[name]
-            for (module, attributes), containers in zip(before, held, strict=True)
-            for name in _with_new_tensors(module, attributes, containers)
+            for (module, attributes), old in zip(before, tensors, strict=True)
+            for name in _with_new_tensors(module, attributes, old)
         }
 
     try:
         yield kept
     finally:
-        for (module, attributes), containers in zip(before, held, strict=True):
+        for module, attributes in before:
             _restore(module, attributes)
-            for value, content in containers:
-                _refill(value, content)
+        for holder, content in contents:
+            if _tensors(holder):
+                _refill(holder, content)
 
 
 def _own_attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in module.__dict__.items() if name not in _OWN}
 
 
-def _is_container(value: Any) -> bool:
-    return isinstance(value, (dict, list, set))
-
-
 def _with_new_tensors(
-    module: nn.Module, attributes: dict[str, Any], containers: list[tuple[Any, Any]]
+    module: nn.Module, attributes: dict[str, Any], tensors: dict[str, dict[int, Tensor]]
 ) -> Iterator[str]:
-    contents = {id(value): content for value, content in containers}
+    parameters = set(map(id, module._parameters.values()))
     for name, value in _own_attributes(module).items():
-        if not _holds_tensors(value) or set() < _items(value) <= _items(module._parameters):
+        found = _tensors(value)
+        if not found or (not isinstance(value, Tensor) and found.keys() <= parameters):
             continue  # a recurrent layer lists its own parameters
-        if value is not attributes.get(name) or _items(value) != _items(contents.get(id(value), value)):
+        if value is not attributes.get(name) or found.keys() != tensors[name].keys():
             yield name
 
 
-def _items(value: Any) -> set[int]:
-    """Return the `id` of each item of a container; an empty set for a tensor."""
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, set, tuple)) else ()
-    return set(map(id, items))
+def _inside(value: Any, depth: int) -> Iterable[Any]:
+    """Return the values in a container or record, which lies within fewer than `_DEPTH` others; () for other values."""
+    if depth == _DEPTH:
+        return ()
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, (list, set, tuple, deque)):
+        return value
+    return held_by(value).values() if is_record(value, _DEPTH - depth) else ()
+
+
+def _tensors(value: Any, depth: int = 0) -> dict[int, Tensor]:
+    """Return the tensors within a value, by `id`. The dict keeps them alive, so that no `id` is used again."""
+    if isinstance(value, Tensor):
+        return {id(value): value}
+    return {key: tensor for item in _inside(value, depth) for key, tensor in _tensors(item, depth + 1).items()}
+
+
+def _holders(values: Iterable[Any], depth: int = 0) -> Iterator[Any]:
+    """Yield the containers and records among `values`, and within them, that can get new content."""
+    for value in values:
+        inside = _inside(value, depth)
+        if isinstance(value, (dict, list, set, deque)) or (inside and not isinstance(value, tuple)):
+            yield value
+        yield from _holders(inside, depth + 1)
 
 
 def keep_scalars(kept: Kept, accesses: Accesses, result: Result) -> list[Tensor]:
@@ -116,7 +140,7 @@ def kept_note(model: nn.Module, result: Result) -> Iterator[str]:
 
 def _restore(module: nn.Module, attributes: dict[str, Any]) -> None:
     for name, value in _own_attributes(module).items():
-        if not _holds_tensors(value) or value is attributes.get(name):
+        if not _tensors(value) or value is attributes.get(name):
             continue
         if name in attributes:
             module.__dict__[name] = attributes[name]
@@ -124,18 +148,20 @@ def _restore(module: nn.Module, attributes: dict[str, Any]) -> None:
             del module.__dict__[name]
 
 
-def _refill(value: Any, content: Any) -> None:
-    if not _holds_tensors(value):
-        return
-    if isinstance(value, list):
-        value[:] = content
-        return
-    value.clear()
-    value.update(content)
+def _content(holder: Any) -> Any:
+    """Return a copy of the content of a container or record, for `_refill`."""
+    if isinstance(holder, dict):
+        return dict(holder)
+    return list(holder) if isinstance(holder, (list, set, deque)) else held_by(holder)
 
 
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return True
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, set, tuple)) else ()
-    return any(isinstance(item, Tensor) for item in items)
+def _refill(holder: Any, content: Any) -> None:
+    if isinstance(holder, (dict, list, set, deque)):
+        holder.clear()
+        (holder.extend if isinstance(holder, (list, deque)) else holder.update)(content)
+        return
+    for name in held_by(holder).keys() - content.keys():
+        delattr(holder, name)
+    for name, value in content.items():
+        if getattr(holder, name, None) is not value:
+            object.__setattr__(holder, name, value)

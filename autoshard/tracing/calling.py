@@ -225,6 +225,17 @@ def check_layouts(model: nn.Module) -> None:
         )
 
 
+def check_apart(model: nn.Module) -> None:
+    """Raise `TraceError` if a buffer of the model is one of its parameters: a program keeps each tensor once."""
+    parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+    for name, buffer in model.named_buffers():
+        if id(buffer) in parameters:
+            raise TraceError(
+                f"Buffer {name!r} of {type(model).__qualname__} is parameter {parameters[id(buffer)]!r} itself. Read "
+                "the parameter instead, or register a copy (weight.detach().clone())."
+            )
+
+
 def _is_positional(parameter: inspect.Parameter) -> bool:
     return parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
 

@@ -92,6 +92,8 @@ class ConcreteValues(TorchDispatchMode):
 
     def _nonzero(self, mask: Tensor) -> Tensor:
         assert self._counts is not None, "sizes are symbols"
+        if mask.numel() == 0:
+            return torch.ops.aten.nonzero_static.default(mask, size=0)
         places = torch.ops.aten.nonzero.default(mask)
         is_known = self._twin(mask) is not None
         number = self._run_on_twins(lambda twin: int(torch.count_nonzero(twin)), (mask,), {}) if is_known else None

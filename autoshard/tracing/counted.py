@@ -131,13 +131,13 @@ def _unique_dim(
 
 
 def _bincount(count: Count, x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    size = max(minlength, count(lambda tensor: tensor.max() + 1, x) if x.numel() else 0)
+    size = max(minlength, count(lambda tensor: tensor.max().long() + 1, x) if x.numel() else 0)
     if weights is None:
         counts, addends = torch.zeros(size, dtype=torch.int64, device=x.device), torch.ones_like(x, dtype=torch.int64)
     else:
         addends = weights if weights.dtype == torch.float32 else weights.double()
         counts = torch.zeros(size, dtype=addends.dtype, device=x.device)
-    return counts.index_add(0, x, addends)
+    return counts.index_add(0, x.long(), addends)
 
 
 COUNTED: Mapping[Any, Callable[..., Any]] = {

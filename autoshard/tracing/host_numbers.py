@@ -1,8 +1,8 @@
 """Raises `TraceError` if a model's results depend on numbers from Python's `random` or NumPy, drawn in `forward`.
 
-A trace would freeze these numbers. If a trace has changed a generator's state, the call is traced twice more. The
-generator then draws only its smallest number, or only its largest. If all traces give one program, the numbers do not
-matter (a layer drop of probability 0). Otherwise the error is raised.
+A trace would freeze these numbers. If a trace has changed a generator's state, the call is traced three times more. The
+generators then draw only their smallest number, only their largest, or only one between. If all traces give one
+program, the numbers do not matter (a layer drop of probability 0). Otherwise the error is raised.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from autoshard.errors import TraceError
 from autoshard.ir.program import Program
 from autoshard.tracing.provenance import user_line
 
-_LEAST, _GREATEST = 0.0, 1.0 - 2.0**-24
+_TRIED = ((0.0, 0), (1.0 - 2.0**-24, 2**32 - 1), (0.5, 0x7FFF0001))
+"""Pairs of a number in [0, 1), and 32 bits, that the generators draw instead of their own.
+
+NumPy makes integers of the last bits. A range of two or more integers may reject bits that are all 1, and takes those
+of the last pair.
+"""
+
+_WORDS, _FORCED = 624, 512
+"""Words of a Mersenne Twister's state, and how many of them are forced. The rest ends loops that reject numbers."""
 
 
 def host_generators() -> Sequence[Any]:
@@ -47,8 +55,8 @@ def refuse_host_numbers(
     if not moved:
         return
     lines: list[str] = []
-    for number in (_LEAST, _GREATEST):
-        with _giving(number, lines):
+    for number, bits in _TRIED:
+        with _giving(number, lines), _drawing(bits), _choosing(number):
             other = trace_again()
         if other.digest() != program.digest():
             where = f" ({lines[0]})" if lines else ""
@@ -84,6 +92,8 @@ def _giving(number: float, lines: list[str]) -> Iterator[None]:
         (np.random, "rand"): lambda *size: filled(size or None),
         (np.random, "uniform"): lambda low=0.0, high=1.0, size=None: low + (high - low) * filled(size),
     }
+    for place in _OTHERS:
+        instead[place] = getattr(*place)
     saved = {place: getattr(*place) for place in instead}
     for (module, name), function in instead.items():
         setattr(module, name, noting(function))
@@ -92,3 +102,52 @@ def _giving(number: float, lines: list[str]) -> Iterator[None]:
     finally:
         for (module, name), function in saved.items():
             setattr(module, name, function)
+
+
+_OTHERS = (
+    *((random, name) for name in ("randint", "randrange", "choice", "choices", "sample", "shuffle", "gauss")),
+    *((np.random, name) for name in ("randint", "choice", "permutation", "shuffle", "randn", "normal", "binomial")),
+)
+"""Further functions whose calls `_giving` notes. They draw from the generators' states."""
+
+
+@contextlib.contextmanager
+def _drawing(bits: int) -> Iterator[None]:
+    """Within the context, the next 512 draws of 32 bits from Python's and from NumPy's generator are `bits`.
+
+    So all functions of the generators draw numbers made of them, by whatever name a model calls the functions. At
+    exit, the generators get their states back.
+    """
+    python, numpy = random.getstate(), np.random.get_state(legacy=True)
+    forced = [_untempered(bits)] * _FORCED
+    random.setstate((python[0], (*forced, *python[1][_FORCED:_WORDS], 0), None))
+    np.random.set_state((numpy[0], np.array([*forced, *numpy[1][_FORCED:]], dtype=np.uint32), 0))
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@contextlib.contextmanager
+def _choosing(number: float) -> Iterator[None]:
+    """Within the context, Python's generator draws integer `number * n` of n, as its methods for integers ask."""
+    generator: Any = random._inst  # type: ignore[attr-defined]
+    generator._randbelow = lambda n: int(number * n)
+    try:
+        yield
+    finally:
+        del generator._randbelow
+
+
+def _untempered(bits: int) -> int:
+    """Return the word of a Mersenne Twister's state from which it draws `bits` (Matsumoto, Nishimura 1998, table 2)."""
+    bits ^= bits >> 18
+    bits ^= bits << 15 & 0xEFC60000
+    word = bits
+    for _ in range(4):
+        word = bits ^ (word << 7 & 0x9D2C5680)
+    bits = word
+    for _ in range(2):
+        word = bits ^ word >> 11
+    return word

@@ -235,7 +235,19 @@ def _keep_assigned(state: Mapping[str, Tensor], given: Mapping[str, Tensor], aft
     """
     for name, tensor in given.items():
         if after[name] is not tensor:
+            _check_assigned(name, state[name], after[name])
             state[name].copy_(after[name])
+
+
+def _check_assigned(name: str, before: Tensor, after: Tensor) -> None:
+    """Raise `TraceError` if `after`, assigned to the buffer `before`, would change its shape or kind of numbers."""
+    if after.shape == before.shape and torch.can_cast(after.dtype, before.dtype):
+        return
+    raise TraceError(
+        f"The model assigns {name!r} of shape={tuple(before.shape)}, {before.dtype}, a tensor of "
+        f"shape={tuple(after.shape)}, {after.dtype}, in forward; a program keeps shapes and types. Register a tensor "
+        "of the later shape and type."
+    )
 
 
 def select_tangents(outputs: Sequence[Tensor], options: TraceOptions, returned: int) -> list[Tensor]:

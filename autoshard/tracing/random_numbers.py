@@ -282,7 +282,7 @@ def _multinomial(self: Tensor, num_samples: int, replacement: bool = False) -> T
 
 
 def _native_dropout(input: Tensor, p: float, train: bool | None = None) -> tuple[Tensor, Tensor]:
-    if not train:
+    if train is False:  # None stands for training
         return input.clone(), torch.ones_like(input, dtype=torch.bool)
     kept = _draw("bernoulli", (1.0 - p,), input.shape, torch.bool, input.device)
     return input * kept * (0.0 if p >= 1.0 else 1.0 / (1.0 - p)), kept

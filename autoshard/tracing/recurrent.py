@@ -212,27 +212,33 @@ def _lengths(batch_sizes: Tensor, batch: int) -> Tensor:
 
 
 def _unpack(data: Tensor, batch_sizes: Tensor, lengths: Tensor) -> Tensor:
-    """Return the rows of a packed sequence, `data` [N, F], as [B, T, F].
+    """Return the rows of a packed sequence, `data` [N, ...], as [B, T, ...].
 
     Elements behind a sequence's end are copies of data[0].
     """
     steps, rows = (torch.arange(size, device=data.device) for size in (batch_sizes.size(0), lengths.size(0)))
     starts = batch_sizes.cumsum(0) - batch_sizes
     index = starts + rows.unsqueeze(1)  # [B, T]
-    return F.embedding(torch.where(steps < lengths.unsqueeze(1), index, 0), data)
+    return _look_up(data, torch.where(steps < lengths.unsqueeze(1), index, 0))
 
 
 def _pack(padded: Tensor, batch_sizes: Tensor, rows: int) -> Tensor:
-    """Return `padded` [B, T, F] as the rows [N, F] of a packed sequence, with N = `rows`: the inverse of `_unpack`."""
+    """Return `padded` [B, T, ...] as rows [N, ...] of a packed sequence, with N = `rows`: the inverse of `_unpack`."""
     ends = batch_sizes.cumsum(0)
     numbers = torch.arange(rows, device=padded.device)
     step = (ends <= numbers.unsqueeze(1)).sum(1)  # [N]
     row = numbers - (ends - batch_sizes)[step]
-    return F.embedding(row * padded.size(1) + step, padded.flatten(0, 1))
+    return _look_up(padded.flatten(0, 1), row * padded.size(1) + step)
+
+
+def _look_up(rows: Tensor, index: Tensor) -> Tensor:
+    """Return `rows[index]` by an embedding, whose table has two dims."""
+    table = rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
+    return F.embedding(index, table).reshape(*index.shape, *rows.shape[1:])
 
 
 def _pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """Return the results of `torch._pack_padded_sequence`: the packed rows [N, F], and the batch size of each step.
+    """Return the results of `torch._pack_padded_sequence`: the packed rows [N, ...], and the batch size of each step.
 
     Python reads `lengths` during the trace, because the shapes of the results depend on its values.
     """
@@ -257,7 +263,7 @@ def _pad_packed_sequence(
     x = _unpack(data, batch_sizes, lengths)
     steps = torch.arange(x.size(1), device=x.device)
     is_real = (steps < lengths.unsqueeze(1)).reshape(*lengths.shape, -1, *([1] * (x.dim() - 2)))
-    x = torch.where(is_real, x, padding_value)
+    x = torch.where(is_real, x, x.new_full((), padding_value))
     if total_length > x.size(1):
         rest = torch.full((x.size(0), total_length - x.size(1), *x.shape[2:]), padding_value).to(x)
         x = torch.cat((x, rest), dim=1)

@@ -100,10 +100,13 @@ def _attention(
     """Compute scaled dot-product attention over [..., S, D] by the semantic operator, which takes [B, H, S, D]."""
     if is_causal and attn_mask is not None:
         raise TraceError("scaled_dot_product_attention got both attn_mask and is_causal=True; give one of them.")
+    if enable_gqa and query.dim() == 3:  # [H, S, D]
+        rows = (x.unsqueeze(0) for x in (query, key, value))
+        return _attention(*rows, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True).squeeze(0)
     scale = 1.0 / math.sqrt(query.size(-1)) if scale is None else scale
     lead = _broadcast_lead(query, key, value, enable_gqa)
     q, k, v = (_to_four_dims(x, lead) for x in _match_heads(query, key, value, enable_gqa))
-    mask = None if attn_mask is None else _mask_to_four_dims(attn_mask, len(lead), q, k)
+    mask = None if attn_mask is None else _mask_to_four_dims(attn_mask, lead)
     q, k, v = _expand_batch(q, k, v)
     out = _attention_4d(q, k, v, mask, dropout_p, is_causal, scale)
     return out if len(lead) == 2 else out.reshape(*lead, *out.shape[-2:])
@@ -130,7 +133,8 @@ def _attention_4d(
 def _broadcast_lead(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
     """Return the result's dims before the last two."""
     if enable_gqa:
-        return tuple(query.shape[:-2])
+        batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+        return (*batch, query.size(-3))
     return tuple(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2]))
 
 
@@ -153,7 +157,8 @@ def _to_four_dims(x: Tensor, lead: tuple[int, ...]) -> Tensor:
     """
     if len(lead) <= 2:
         return x if x.dim() == 4 else x[(None,) * (4 - x.dim())] if len(lead) == 2 else _one_head(x)
-    return x.expand(*lead, *x.shape[-2:]).reshape(-1, lead[-1], *x.shape[-2:])
+    own = x[(None,) * (3 - x.dim())].shape[-3:]  # keys may have fewer heads than queries
+    return x.expand(*lead[:-1], *own).reshape(-1, *own)
 
 
 def _one_head(x: Tensor) -> Tensor:
@@ -161,12 +166,14 @@ def _one_head(x: Tensor) -> Tensor:
     return x.unsqueeze(-3) if x.dim() == 3 else x.unsqueeze(0).unsqueeze(0)
 
 
-def _mask_to_four_dims(mask: Tensor, lead_dims: int, q: Tensor, k: Tensor) -> Tensor:
-    if lead_dims == 1 and mask.dim() == 3:
+def _mask_to_four_dims(mask: Tensor, lead: tuple[int, ...]) -> Tensor:
+    """Return a mask [..., S, S] as [B, H, S, S]; any dim may have size one. `lead` is that of `_to_four_dims`."""
+    if len(lead) == 1 and mask.dim() == 3:
         return mask.unsqueeze(-3)
-    if mask.dim() <= 4:
-        return mask[(None,) * (4 - mask.dim())]
-    return mask.expand(*mask.shape[:-2], q.size(-2), k.size(-2)).reshape(-1, mask.size(-3), q.size(-2), k.size(-2))
+    mask = mask[(None,) * (4 - mask.dim())]
+    if any(size > 1 for size in mask.shape[:-3]) and len(lead) > 2:
+        mask = mask.expand(*lead[:-1], *mask.shape[-3:])
+    return mask.flatten(0, -4)
 
 
 def _expand_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,6 +12,7 @@ value that moves between devices keeps its elements but not its strides.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Mapping
@@ -87,7 +88,7 @@ class Copier:
             return self._remember(node, self._full(node.meta["val"], node.args[0], _base_name(node)))
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.node)
         if node.target is _ATEN.cat.default:
-            args = (_without_empty(args[0]), *args[1:])
+            args = (self._of_one_type(_without_empty(args[0]), node), *args[1:])
         if node.target is _ATEN.native_batch_norm_backward.default:
             args = _with_input_gradient(args)
         target = _WITHOUT_OPERAND.get(node.target)
@@ -161,6 +162,14 @@ class Copier:
             kept = _without_empty([self.node(operand) for operand in args[0]])
             return kept[0] if len(kept) == 1 and kept[0].meta["val"].dtype == node.meta["val"].dtype else None
         return None
+
+    def _of_one_type(self, operands: list[fx.Node], node: fx.Node) -> list[fx.Node]:
+        """Return the operands of a concatenation, cast if only its left-out empty operands gave it its dtype."""
+        dtype = node.meta["val"].dtype
+        kinds = [operand.meta["val"].dtype for operand in operands]
+        if functools.reduce(torch.promote_types, kinds) == dtype:
+            return operands
+        return [self._call(_ATEN._to_copy.default, (operand,), node, {"dtype": dtype}) for operand in operands]
 
     def _only_returned(self, node: fx.Node) -> bool:
         return node in self._results and all(user.op == "output" for user in node.users)
@@ -243,8 +252,10 @@ def _is_uniform(value: Tensor) -> bool:
 
 
 def _digest(value: Tensor) -> str:
+    """Return a short text that differs between constants of different dtype, shape or content."""
     content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(content).hexdigest()[:8]
+    form = f"{value.dtype}{tuple(value.shape)}".encode()
+    return hashlib.sha256(form + content).hexdigest()[:8]
 
 
 def _attribute(module: Any, path: str) -> Any:

@@ -30,6 +30,7 @@ from autoshard.tracing.attributes import kept_note
 from autoshard.tracing.calling import (
     ModelCall,
     TracedCall,
+    check_apart,
     check_fits,
     check_layouts,
     count_targets,
@@ -116,6 +117,7 @@ def trace(
     own_args, own_kwargs = innermost_arguments(args, kwargs, len(derivatives))
     targets = 0 if loss_fn is None else count_targets(model, loss_fn, len(own_args))
     check_layouts(model)
+    check_apart(model)
     check_fits(model, own_args, own_kwargs, targets)
     model_call = ModelCall(loss_fn, targets, None if casts is None else casts.cast_inputs, loss_only)
     if derivatives:

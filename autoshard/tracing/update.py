@@ -239,6 +239,7 @@ class _Appending:
         graph, name = self.program.graph, re.sub(r"\W", "_", slot_name)
         with graph.inserting_after(self.values.get("last") or self.program.nodes_by_name()[self.inputs[-1].node]):
             node = graph.create_node("placeholder", name, (), {}, name=name)
+        node.target = node.name
         node.meta = {"val": value, "phase": "update", "module": "", "source": ""}
         self.inputs.append(InputSlot(node.name, kind, slot_name))
         self.values["last"] = node

@@ -30,7 +30,8 @@ CUDNN_BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.def
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[Any, ...]:
     """Arguments of attention: grouped heads, masks of all broadcasts, causal shards of a sequence, dropout."""
-    batch, groups, shared, queries, keys, head = (draw(st.integers(1, most)) for most in (2, 2, 2, 9, 9, 5))
+    batch, groups, shared, head = (draw(st.integers(1, most)) for most in (2, 2, 2, 5))
+    queries, keys = draw(st.integers(0, 9)), draw(st.integers(0, 9))
     value_size = draw(st.sampled_from([head, head + 1]))
     dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
@@ -92,6 +93,19 @@ def test_lies_as_fakes_say(arguments: tuple[Any, ...], block_elements: int) -> N
             gradients = backward(torch.randn_like(found[0]), q, k, v, mask, *found, *rest)
         assert _strides(found) == _strides(fake_attention(*arguments))
         assert _strides(gradients) == _strides(fake_attention_backward(found[0], q, k, v))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 3), (3, 0)])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_no_queries_or_no_keys(queries: int, keys: int, is_masked: bool) -> None:
+    """Torch's kernel for CPUs would divide by zero, and end the process."""
+    q, k = torch.randn(1, 2, queries, 4), torch.randn(1, 2, keys, 4)
+    mask = torch.zeros(1, 1, queries, keys) if is_masked else None
+    rest = (None, 0.0, False, 0.5, 0, [0] * 4, [1, 2, queries, keys])
+    out, lse = native_attention(q, k, k, mask, *rest)
+    assert torch.equal(out, torch.zeros_like(q))
+    gradients = native_attention_backward(out, q, k, k, mask, out, lse, *rest)
+    assert all(map(torch.equal, gradients, map(torch.zeros_like, (q, k, k))))
 
 
 def _strides(tensors: tuple[Tensor, ...]) -> list[list[int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import torch
 from torch import nn
 
@@ -37,6 +39,34 @@ def test_a_model_that_keeps_tensors_is_traced_and_left_as_it_was() -> None:
     assert model.called
     model(x).backward()
     assert model.bias.grad is not None
+
+
+class KeepsDeeply(nn.Module):
+    """Keeps tables for rotary embeddings in a dict of tuples, and tensors of the last call in two other nests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.seen: list[list[torch.Tensor]] = [[]]
+        self.record = types.SimpleNamespace(last=None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        angles = torch.arange(4.0)
+        cos, sin = self.tables.setdefault(len(x), (angles.cos(), angles.sin()))
+        self.seen[0].append(x)
+        self.record.last = self.record.new = x
+        return (self.inner(x) * cos + sin).sum()
+
+
+def test_tensors_within_nested_containers_are_taken_out() -> None:
+    """Neither the next run of the trace nor the model gets them, and the user is told of them."""
+    model, x = KeepsDeeply(), torch.randn(2, 4)
+    program = trace(model, (x,), {})
+    assert (model.tables, model.seen, vars(model.record)) == ({}, [[]], {"last": None})
+    assert "keeps tensors in tables, seen, record when" in program.python.notes[0]
+    model(x).backward()
+    assert model.inner.weight.grad is not None
 
 
 def test_tensors_are_taken_out_after_an_error() -> None:

@@ -187,3 +187,11 @@ def test_a_comparison_is_guarded_and_the_size_is_not() -> None:
         assert check_guards(program, _inputs(many), state)
         assert not check_guards(program, _inputs(few), state)
         assert_equals_eager(program, model, _inputs(many))
+
+
+def test_no_rows_are_selected_from_none() -> None:
+    """A mask without elements has a known number of ones, and its search is no operator of unknown size."""
+    model, args = Uses(lambda model, x, mask: x[:0][mask[:0]].sum() + x.sum()), _inputs(3)
+    program = trace(model, args)
+    assert torch.ops.aten.nonzero.default not in {node.target for node in program.graph.nodes}
+    assert_equals_eager(program, model, args)

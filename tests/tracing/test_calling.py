@@ -1,4 +1,4 @@
-"""Split a call's arguments between the model and the loss."""
+"""Split a call's arguments between the model and the loss, and refuse tensors that a program cannot keep."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from autoshard.errors import TraceError
+from autoshard.tracing import trace
 from autoshard.tracing.calling import count_targets
 
 LOSSES: dict[str, tuple[Callable[..., Any], int]] = {
@@ -32,3 +34,11 @@ def test_a_loss_of_more_targets_than_there_are_arguments_is_refused() -> None:
     """The message says both numbers."""
     with pytest.raises(TraceError, match=r"takes 3 targets after the outputs, .* only 2 positional arguments"):
         count_targets(nn.Linear(2, 2), LOSSES["of three targets"][0], 2)
+
+
+def test_a_buffer_that_is_a_parameter_is_named() -> None:
+    """A parameter registered once more as a buffer is refused by both names."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_buffer("teacher", model[0].weight)
+    with pytest.raises(TraceError, match=r"Buffer 'teacher' of Sequential is parameter '0\.weight' itself"):
+        trace(model, (torch.ones(2),))

@@ -43,6 +43,7 @@ SELECTIONS: dict[str, Select] = {
     "unique_consecutive, rows": lambda x, mask: _of_runs(x, *torch.unique_consecutive(mask[:, :2], True, True, 0)),
     "unique, columns": lambda x, mask: _of_runs(x.T, *torch.unique(mask.T[:, :2].long(), True, True, True, 0)),
     "bincount": lambda x, mask: x.mean() * torch.bincount(mask.sum(1)).float(),
+    "bincount of bytes": lambda x, mask: x.mean() * torch.bincount(mask.sum(1).byte() + 251).float(),
     "bincount, weighted": lambda x, mask: x.mean() * torch.bincount(mask.sum(1), x[:, 0].detach().double(), 4).float(),
     "repeat_interleave": lambda x, mask: x.repeat_interleave(mask.sum(1), dim=0),
 }

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from autoshard.errors import TraceError
 from autoshard.tracing import trace
 
+_draw_by_another_name = random.random
+
 
 class Draws(nn.Module):
     def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -29,6 +31,10 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "places of numpy": lambda h: h[torch.from_numpy(np.random.permutation(8)[:4])],
     "a rare layer drop": lambda h: h if random.random() < 0.01 else 2 * h,
     "a layer drop of numpy": lambda h: h if np.random.uniform(0, 1) < 0.01 else 2 * h,
+    "a rare integer": lambda h: h if random.randint(0, 30) < 30 else 2 * h,
+    "a rare integer of numpy": lambda h: 2 * h if np.random.randint(40) else h,
+    "a rare number by another name": lambda h: h if _draw_by_another_name() < 0.01 else 2 * h,
+    "a rare number of a distribution": lambda h: h if np.random.binomial(1, 0.01) else 2 * h,
     "a number": lambda h: h * random.uniform(0.9, 1.1),
 }
 
@@ -52,3 +58,20 @@ def test_the_line_that_draws_is_named() -> None:
 def test_numbers_that_do_not_matter_are_let_pass() -> None:
     """A layer drop of probability zero."""
     trace(Draws(lambda h: 2 * h if random.uniform(0, 1) < 0.0 else h), (torch.randn(8, 4),))
+
+
+def test_generators_keep_their_states() -> None:
+    """Only the first of the traces takes numbers from Python's and NumPy's generators."""
+
+    def draw(h: Tensor) -> Tensor:
+        drawn.append((random.random(), random.choice(range(100)), np.random.randint(100), np.random.randn()))
+        return h
+
+    drawn: list[tuple[float, ...]] = []
+    random.seed(3), np.random.seed(3)
+    trace(Draws(draw), (torch.randn(8, 4),))
+    after = random.random(), np.random.rand()
+    random.seed(3), np.random.seed(3)
+    for _ in range(len(drawn) // 4):
+        draw(torch.ones(1))
+    assert (random.random(), np.random.rand()) == after

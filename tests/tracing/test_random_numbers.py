@@ -163,3 +163,9 @@ def test_numbers_lie_in_memory_as_those_of_pytorch() -> None:
     """Random numbers like a transposed tensor have its memory layout, and can be viewed like it."""
     program = _traced(lambda h: h.t() + torch.rand_like(h.t()).t().reshape(-1).view(4, 6).t())
     assert len(_draws(program)) == 1
+
+
+def test_native_dropout_trains_unless_told_otherwise() -> None:
+    """`torch.native_dropout(x, p, None)` drops, as PyTorch's own does."""
+    for train, draws in ((None, 1), (True, 1), (False, 0)):
+        assert len(_draws(_traced(lambda x, train=train: torch.native_dropout(x, 0.5, train)[0]))) == draws

@@ -158,6 +158,21 @@ def test_packed_sequences_are_whole(kind: str, options: dict[str, Any]) -> None:
     assert_equals_eager(trace(layer, (packed,)), layer, (packed,))
 
 
+class RePacked(nn.Module):
+    """Packs a sequence of any shape and type, and pads it again."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        packed = packing.pack_padded_sequence(x, lengths, batch_first=True)
+        return packed.data, packing.pad_packed_sequence(packed, batch_first=True)[0]
+
+
+@pytest.mark.parametrize("x", [torch.arange(15).view(3, 5), torch.rand(3, 5, 2, 4)], ids=["tokens", "images"])
+def test_sequences_of_numbers_and_images_are_packed(x: Tensor) -> None:
+    """Each element of a packed sequence may be a number, such as a token, or have several dims."""
+    args = (x, torch.tensor([5, 4, 2]))
+    assert_equals_eager(trace(RePacked(), args, grad=False), RePacked(), args)
+
+
 def test_lengths_as_numbers() -> None:
     """Lengths in a list are constants of the program."""
     model, args = Packed(_layer("gru", 3, 4)), (torch.randn(5, 3, 3), [2, 5, 4])

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from autoshard import tracing
+from autoshard.ir.update import Update, UpdateGroup, UpdateRule
+from autoshard.kernels.optimizers import SGD_HYPER
 
 OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "zeros": lambda x: x.new_zeros(4, 5),
@@ -40,3 +42,57 @@ def test_a_new_tensor_needs_no_operand(name: str) -> None:
     (found,) = program.graph_module(x)
     assert found.dtype == model(x).dtype
     torch.testing.assert_close(found, model(x))
+
+
+class Constants(nn.Module):
+    """Compute with two constant tensors."""
+
+    def __init__(self, first: Tensor, second: Tensor) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * self.first, x * self.second
+
+
+def test_constants_of_equal_bytes_keep_their_shapes_and_types() -> None:
+    """Two constants that differ only in shape or dtype are two constants of the program."""
+    numbers = torch.arange(4.0)
+    for other in (numbers.view(2, 2), numbers.view(torch.int32)):
+        model, x = Constants(numbers, other), torch.ones(1)
+        program = tracing.trace(model, (x,), grad=False)
+        for found, expected in zip(program.graph_module(x), model(x), strict=True):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_empty_operand_gives_a_concatenation_its_type(count: int) -> None:
+    """`out = torch.tensor([])`, to which a loop appends integers, makes the result float32."""
+    model, x = Maker(lambda x: torch.cat([torch.tensor([]), *[x.long()] * count])), torch.arange(3.0)
+    program = tracing.trace(model, (x,), grad=False)
+    (found,) = program.graph_module(x)
+    torch.testing.assert_close(found, model(x))
+    assert found.dtype == program.graph.output_node().args[0][0].meta["val"].dtype
+
+
+class AlmostEqualNames(nn.Module):
+    """A model with parameters "a.b_c" and "a_b.c"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.a_b = nn.Module(), nn.Module()
+        self.a.b_c = nn.Parameter(torch.full((3,), 2.0))
+        self.a_b.c = nn.Parameter(torch.full((3,), 3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.a.b_c + self.a_b.c**2).sum()
+
+
+def test_parameters_whose_names_differ_in_dots_are_two_inputs() -> None:
+    """Names of inputs have "_" in place of dots, and stay distinct; so do the inputs of an optimizer's state."""
+    rule = UpdateRule("momentum_update", ("momentum_buffer",), (False, False), SGD_HYPER)
+    update = Update("SGD", (UpdateGroup(rule, ("a.b_c", "a_b.c")),), None)
+    program = tracing.trace(AlmostEqualNames(), (torch.ones(3),), update=update)
+    assert [slot.node for slot in program.inputs[:2]] == ["p_a_b_c", "p_a_b_c_1"]
+    names = [node.target for node in program.graph.find_nodes(op="placeholder")]
+    assert len(set(names)) == len(names)
