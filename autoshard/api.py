@@ -81,7 +81,7 @@ def compile(
             positional arguments of a call.
         plan: a plan, or the path of a saved plan, for calls with gradients, which must have its input shapes. Nothing
             is searched for them. Other calls keep the plan's specs of parameters, and search the rest. If the plan is
-            for another mesh, a search starts from it. The found plan is at least as fast on this mesh.
+            for another mesh, a search on this mesh starts from it, and its result is at least as fast.
         recipe: restricts the search to this `Recipe`; fields that are None are searched. On a mesh with an axis
             "pipeline", `schedule` and `virtual_stages` say how stages run. With `plan`, a field that differs from the
             plan's raises `PlanMismatchError`.
