@@ -98,11 +98,11 @@ class Rule:
         notation: the factors of each dim of the operands, then of the results. `(a b)` is a dim of two factors in
             row-major order, `1` a dim of size one, and `_` a dim that stays whole. `scalar` is a tensor without dims.
             The operands are the tensors among the call's arguments, in order. Tensors in lists count too, and absent
-            ones are left out. A pair of sequences of `Dims` may replace the text.
+            ones are left out. A pair of sequences of `autoshard.rules.notation.Dims` may replace the text.
         reduce: from a factor that a result lacks to its reduction: "sum", "max", "min" or "product".
         linear: sets of positions of operands. All results are jointly linear in the operands of a set. If exactly these
-            operands are partial sums, the results are partial sums. A product has `[(0,), (1,)]`, and a sum has `[(0,
-            1)]`. `[()]` means that the results are zero.
+            operands are partial sums, the results are partial sums. A sum has `[(0, 1)]`, and a product has
+            `[(0,), (1,)]`. `[()]` means that the results are zero.
         beside: from the position of an operand to a condition on its values, under which other operands may be partial
             sums. The condition is "finite" (default), "not zero" (a divisor), "anything" or "never".
         transparent: True if the operator only moves elements of operand 0. Any partial value then passes.

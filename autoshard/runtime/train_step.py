@@ -74,10 +74,10 @@ class StepObserver(Protocol):
 class TrainStep(HasWeights):
     """A training step: each call runs forward, backward, clipping and update on one global batch.
 
-    `autoshard.compile(model, mesh, optimizer=optimizer)` makes it; the constructor is internal. A call `loss =
-    step(*batch)` takes the model's arguments, followed by the targets of `loss_fn`. It returns the loss of the whole
+    `autoshard.compile(model, mesh, optimizer=optimizer)` makes it; the constructor is internal. A call takes the
+    model's arguments, followed by the targets of `loss_fn`: `loss = step(*batch)`. It returns the loss of the whole
     batch on every rank, a scalar without gradient. Under `torchrun`, all ranks must call it together, with the same
-    batch.
+    batch. `step.sharded` is the compiled model, and `step.optimizer` the optimizer.
 
     Raises:
         TraceError: on a call, if `micro_batches` does not divide dim 0 of the inputs, or the model cannot be traced.
@@ -326,7 +326,10 @@ class TrainStep(HasWeights):
         refuse_capture("TrainStep")
 
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
-        """Compile the program of a step on a global batch without running it, on all ranks; return its plan."""
+        """Compile the program of a step on a global batch without running it, on all ranks together.
+
+        Return its plan, or None for a program that was written by hand.
+        """
         part_args, part_kwargs = self._parts(args, kwargs).parts[0]
         with naming_micro_batches(self.micro_batches):
             if self._traced is not None:
