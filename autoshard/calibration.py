@@ -46,22 +46,28 @@ def calibrate(
     budget_s: float = 20.0,
     on_progress: OnProgress | None = None,
 ) -> Calibration:
-    """Measure this machine, and return the result, whose `cluster` is an argument of `autoshard.plan`.
+    """Measure this machine as a `Cluster` for `autoshard.plan`, or correct a planned cluster by a measured step.
 
-    With a process group, all ranks measure at once. With `step`, nothing is run: the step's last profile corrects the
-    cluster that the step was planned for. The seconds that a constant of the hardware predicts are multiplied by a
-    factor. The factor is the measured time of the constant's calls, divided by their predicted time.
+    Without `step`, operators and collectives are timed; under `torchrun` all ranks must call this together. With
+    `step`, nothing runs. The step's last profile gives a correction factor for each constant of the hardware, such as
+    "matmul.bf16". The factor is measured seconds / predicted seconds, over all calls that the constant prices.
 
     Args:
-        step: a step with a profile, or a profile. None: measure operators and collectives one by one.
+        step: a `TrainStep` that was profiled, or a `Profile`. None: measure operators and collectives one by one.
         name: name of the measured cluster.
-        memory_bytes: usable bytes per rank; default: the device's own (GPU), or this machine's split over its ranks.
-            With `step`, default: the memory of the corrected cluster.
+        memory_bytes: usable bytes per rank. None: the GPU's memory, or a CPU machine's memory divided by its ranks.
+            With `step`, None keeps the memory of the planned cluster.
         budget_s: rough limit for all timed runs together, in seconds; not used with `step`.
-        on_progress: called before each measurement, e.g. to draw a progress bar; not used with `step`.
+        on_progress: called as `on_progress(name, finished, total)` before each measurement, with the measurement's name
+            and numbers of measurements; not used with `step`.
+
+    Returns:
+        The calibration, the same on every rank. `calibration.cluster` is the measured cluster, and
+        `calibration.save(path)` writes it as a TOML file.
 
     Raises:
-        NotAvailableError: the step has no profile, or one process simulated all its ranks.
+        NotAvailableError: the step has no profile, or one process simulated all its ranks. Profile a step under
+            `torchrun` with `step.profile(steps=3)`.
     """
     if step is not None:
         return learned_from(_profile_of(step), name, memory_bytes)

@@ -32,7 +32,11 @@ class InvalidSpecError(AutoshardError):
 
 
 class TraceError(AutoshardError):
-    """A model cannot be captured as a graph, or a call needs other operators than its graph has."""
+    """A model cannot be captured as a graph, or an argument of a public function has the wrong type.
+
+    The message names the line of the model and a change that avoids the error. The limits are in
+    docs/reference/tracing.md.
+    """
 
 
 class ChangedInPlaceError(AutoshardError, RuntimeError):
@@ -54,7 +58,11 @@ class OperatorError(AutoshardError, ValueError):
 
 
 class RuleInferenceError(AutoshardError):
-    """No sharding rule can be inferred: the operator is random or in-place, or raises on the drawn inputs."""
+    """`infer_rule` cannot infer a sharding rule; write the rule by hand with `autoshard.sharding_rule`.
+
+    The operator is random, writes to an operand, returns no tensors, or fails on most generated operands. Or the sample
+    has tensors without data (meta device).
+    """
 
 
 class DoesNotFitError(AutoshardError):
@@ -74,7 +82,7 @@ class DoesNotFitError(AutoshardError):
 
 
 class RecipeError(AutoshardError):
-    """A recipe contradicts itself, or does not fit the model or the cluster."""
+    """A field of a `Recipe` or `Runtime` is invalid, or a recipe does not fit the model, the mesh or the cluster."""
 
 
 class PlanMismatchError(AutoshardError):
@@ -86,7 +94,11 @@ class PlanMismatchError(AutoshardError):
 
 
 class VerificationError(AutoshardError):
-    """The proof that the lowered program equals the traced program failed."""
+    """A program is not proven to equal its traced program, or a checked value differs from one device.
+
+    The usual cause is a bug in autoshard or a wrong custom rule. Please report the message. `compile(verify=False)`
+    runs the program without a proof, so its results may be wrong.
+    """
 
 
 class RankMismatchError(AutoshardError):
@@ -106,7 +118,10 @@ class LostRankError(AutoshardError):
 
 
 class UnknownHardwareError(AutoshardError):
-    """No hardware file describes this device, link or cluster name."""
+    """A `Cluster` cannot be made: its hardware is unknown, its parts do not fit together, or its file is invalid.
+
+    For an unknown name, the message lists the known names. They are the names of the files in `cost_models/data`.
+    """
 
 
 class CheckpointError(AutoshardError):

@@ -40,12 +40,10 @@ STOPPED = 128 + signal.SIGTERM
 
 
 class Run:
-    """A run, as its training function sees it. `autoshard.run` makes it.
-
-    Args:
-        checkpoints: the checkpoints of the run.
+    """The current start of a run. `autoshard.run` makes it, and passes it to the training function.
 
     Attributes:
+        checkpoints: the checkpoints of the run.
         ranks: the number of processes of this start; a restart may have another number.
         rank: the number of this process, from 0.
     """
@@ -56,20 +54,24 @@ class Run:
         self.rank = dist.get_rank() if _has_group() else int(os.environ.get("RANK", "0"))
 
     def steps(self, step: TrainStep | nn.Module, until: int, /, **stateful: Any) -> Iterator[int]:
-        """Load the latest checkpoint, and yield the number of each step that is left. The last number is `until - 1`.
+        """Load the latest checkpoint, then yield the number of each step that is left, up to `until - 1`.
 
-        After each step, a checkpoint is saved if it is due, and after the last step in any case. If any rank gets
-        SIGTERM, all ranks save after the present step, and the run ends with exit status 143.
+        All ranks must iterate together, and the loop body calls `step` once. After each step, a checkpoint is saved if
+        it is due, and after the last step in any case. If any rank gets SIGTERM, all ranks save after the current step,
+        and their processes end with status 143.
 
         Args:
-            step: the result of `compile` with `example_inputs=`, or a plain module.
-            until: the number of steps of the whole run.
-            stateful: further objects to load and save, with `state_dict` and `load_state_dict`: a schedule, a data
-                loader.
+            step: a result of `compile`, which must have got `example_inputs=`; or a plain module.
+            until: the number of steps of the whole run, counted over all starts.
+            stateful: further objects to load and save, by keyword, with `state_dict` and `load_state_dict`. Examples
+                are a learning rate schedule and a data loader.
 
         Raises:
-            CheckpointError, LostRankError: see `Checkpoints.load` and `Checkpoints.save`.
-            NotAvailableError: `until` is no whole number.
+            CheckpointError: a checkpoint is damaged, belongs to another model, or cannot be written. Or an object in
+                `stateful` lacks the two methods.
+            LostRankError: another rank stopped, or showed no sign of life in time.
+            NotAvailableError: `until` is not a whole number of at least 0.
+            SystemExit: with status 143, after SIGTERM, if steps are left.
         """
         if isinstance(until, bool) or not isinstance(until, int) or until < 0:
             raise NotAvailableError(f"until={until!r}: pass the number of steps of the whole run.")
@@ -95,21 +97,22 @@ class Run:
 def run(train: Callable[[Run], T], *, checkpoints: Checkpoints) -> T:
     """Call `train(run)`, which trains from the latest checkpoint on, however often the run is started.
 
-    Each process calls `run`, under `torchrun --max-restarts` or alone. Each process uses the accelerator of its local
-    rank. The errors of ranks are in the summary that `torchrun` prints, and in the errors of the ranks that wait for
-    them.
+    Each process calls this function, under `torchrun --max-restarts` or alone. `torchrun` starts all processes again if
+    one fails. Each process uses the accelerator of its local rank. The errors of ranks are in the summary that
+    `torchrun` prints, and in the errors of the ranks that wait for them.
 
     Args:
-        train: builds the model, compiles for the ranks that are there, and loops over `run.steps`. Everything that is
-            not in the checkpoint begins anew at each start.
+        train: builds the model, compiles for `run.ranks` ranks, and loops over `run.steps`. All state outside the
+            checkpoint begins anew at each start.
         checkpoints: the run's checkpoints: `Checkpoints(folder, every=1000)`.
 
     Returns:
         The result of `train`, after the last checkpoint is complete.
 
     Raises:
-        SystemExit: with status 143, after SIGTERM to any rank: the run is saved, and steps are left.
-        NotAvailableError: `train` or `checkpoints` has another type.
+        SystemExit: with status 143 (128 + SIGTERM), if any rank gets SIGTERM and steps are left. The run is saved.
+        NotAvailableError: `train` is not callable, or `checkpoints` is not a `Checkpoints`.
+        Exception: each error of `train`, on the rank where it occurs.
 
     Example:
         >>> import tempfile, autoshard

@@ -92,14 +92,15 @@ def published(formula: Size, *, even: bool = False) -> sympy.Expr:
 
 
 def vectorise(formula: sympy.Expr) -> Callable[..., NDArray[np.float64]]:
-    """Turn a formula into a numpy function, for sweeps over many sizes at once.
+    """Turn a sympy formula, such as a result of `Plan.formula`, into a numpy function for many sizes at once.
 
     Returns:
         A function with one keyword argument for each symbol: numbers, or arrays that broadcast to each other. Its
         result is float64, exact up to 2**53 and rounded beyond that. Ceilings are exact.
 
     Raises:
-        CostArgumentError: the argument is no formula; or a call misses symbols, or has symbols outside the formula.
+        cost_models.errors.CostArgumentError: `formula` is not a sympy expression. Later, a call misses symbols, or has
+            symbols that the formula lacks. The class is a `ValueError`, but not an `AutoshardError`.
 
     Example:
         >>> batch, data = sympy.symbols("batch data")

@@ -21,31 +21,43 @@ OFFLOADS = ("none", "activations", "optimizer", "parameters")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """An expert's layout of a training step, complete or partial.
+    """The layout of a training step in the words of Megatron-LM, DeepSpeed and FSDP.
 
-    `autoshard.plan` and `autoshard.compile` search the fields that are None. `autoshard.price` searches nothing: a
-    field that is None gets a plain value (`autoshard.ir.execution.Execution.of`).
+    Every field is None by default. `autoshard.plan` and `autoshard.compile` search the fields that are None. On a mesh,
+    a size that is given must equal the size of its axis, which is named below. `autoshard.price` searches nothing and
+    replaces None. It takes all remaining devices for `data`, 1 for other sizes, 0 for `zero`, False for flags and
+    "none" for texts.
 
     Args:
-        data: replicas of the model; FSDP's shards count among the replicas.
-        zero: ZeRO stage over `data` x `context`: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
-        zero_group: ranks over which ZeRO shards, for hybrid sharding. None: all of `data` x `context`; on a mesh, the
-            axes "replica" and "data" together.
-        tensor: ranks that split heads, hidden units and the vocabulary of each layer.
-        sequence_parallel: outside tensor-parallel regions, `tensor` splits activations along the sequence.
-        context: ranks that split the sequence.
-        expert: ranks that share out the experts, taken from `data` x `context` x `tensor` / `expert_tensor`.
-        expert_tensor: ranks among `tensor` that split each expert.
-        pipeline: ranks of the pipeline, each with `virtual_stages` stages. None on a mesh: the size of its axis
-            "pipeline".
-        schedule: pipeline schedule by its name in torch.distributed.pipelining ("1F1B", "ZBVZeroBubble"), listed in
-            docs/tutorials/pipelines_and_experts.md. None on a mesh: "1F1B", or "Interleaved1F1B" with virtual stages.
-        virtual_stages: model chunks on each pipeline rank. None on a mesh: the fewest that the schedule takes.
-        stage_layers: blocks of each stage, `pipeline` x `virtual_stages` entries; None balances the stages.
-        micro_batch: sequences of one replica in one forward.
-        recompute: the backward's recomputation: "none"; "selective", the core of attention; "full", every block.
-        offload: tensors in host memory: "none"; "activations", saved activations of blocks; "optimizer", optimizer
-            state; "parameters", parameters and optimizer state.
+        data: data-parallel ranks, which split the batch; FSDP's shards count among them. Axes "replica", "data" and
+            "expert" together.
+        zero: ZeRO stage over `data` x `context`. Stage 0 shards nothing, 1 the optimizer state, 2 gradients too, 3
+            parameters too.
+        zero_group: ranks over which ZeRO shards, for hybrid sharding (HSDP). On a mesh, a value needs an axis "data" of
+            this size, and an axis "replica" for the copies. None: all of `data` x `context`.
+        tensor: ranks of tensor parallelism, which split heads, hidden units and the vocabulary. Axis "model".
+        sequence_parallel: whether `tensor` splits activations along the sequence, outside the regions of tensor
+            parallelism.
+        context: ranks of context parallelism, which split the sequence in all layers, attention included. Axis
+            "context".
+        expert: ranks of expert parallelism, each with some of the experts. They are ranks of `data` x `context` x
+            `tensor` / `expert_tensor`, and add no devices. `compile` runs only divisors of `data`. Axis "expert".
+        expert_tensor: ranks among `tensor` that split each expert; a divisor of `tensor`. `compile` runs only 1 and
+            `tensor`.
+        pipeline: ranks of the pipeline, each with `virtual_stages` stages. Axis "pipeline", whose size replaces None.
+        virtual_stages: pipeline stages on each pipeline rank. None on a mesh: the fewest that the schedule takes.
+        schedule: name of the pipeline schedule, such as "1F1B" or "ZBVZeroBubble". All names are in
+            docs/tutorials/pipelines_and_experts.md. None on a mesh: "1F1B", or "Interleaved1F1B" with several virtual
+            stages.
+        stage_layers: number of blocks in each stage, in the order of the forward. There are `pipeline` x
+            `virtual_stages` entries. None balances the stages.
+        micro_batch: samples that each of the `data` ranks computes in one forward. A step on a batch has batch /
+            (`data` x `micro_batch`) micro-batches.
+        recompute: activations that the backward computes again. "none"; "selective", the core of attention, which
+            `compile` refuses; "full", all activations in blocks.
+        offload: tensors that wait in host memory. "none"; "activations", those that blocks save for the backward;
+            "optimizer", the optimizer state; "parameters", parameters and optimizer state. `compile` and `price` both
+            refuse the last two. `compile` takes "activations" only with `recompute`.
 
     Raises:
         RecipeError: a field is out of range, or two fields contradict each other. The message names the fields.
@@ -148,7 +160,12 @@ class Recipe:
 
     @property
     def without_program(self) -> str:
-        """The first field that `compile` cannot run yet, such as "recompute='selective'"; "" if there is none."""
+        """The first field that `compile` cannot run yet, with its value; "" if `compile` can run the recipe.
+
+        Example:
+            >>> Recipe(recompute="selective").without_program
+            "recompute='selective'"
+        """
         has_experts, has_groups = is_several(self.expert), self.zero_group is not None
         refused = {
             f"expert={self.expert} with data={self.data}": has_experts and (self.data or 0) % (self.expert or 1) != 0,

@@ -18,44 +18,51 @@ GRADIENT_DTYPES = ("bf16", "f16", "f32")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """How a framework executes a recipe.
+    """The way in which a framework executes a recipe, for `autoshard.price` and `autoshard.plan(runtime=)`.
+
+    `autoshard.ir.runtime.RUNTIMES` has "megatron", "fsdp2" and "deepspeed". Only `name` is required. True by default
+    are `master_weights`, `narrow_copies`, `overlap_gradients`, `overlap_parameters`, `overlap_tensor`,
+    `overlap_offload`, `folded_experts`, `fused` and `offloads_in_pipelines`. All other flags are False by default.
 
     Args:
         name: name of the framework.
-        early_stop: recomputation of a block ends with the last value that the backward needs, before the block's last
-            product (torch's checkpoints that are not reentrant).
-        attention: kernel of fused attention, by the device's names ("flash2"); None: the device's usual kernel.
-        gradient_dtype: type in which gradients are summed over micro-batches and reduced over replicas.
-        separate_sum: a micro-batch's 16-bit gradients are stored beside their float32 sum (DeepSpeed's bf16 optimizer).
-            Megatron-LM adds each product to the sum at once.
+        early_stop: recomputation of a block ends with the last value that the backward needs, so the last product is
+            left out. Checkpoints of torch that are not reentrant do this.
+        attention: kernel of fused attention, such as "flash2". None, the default: the device's usual kernel.
+        gradient_dtype: type in which gradients are summed over micro-batches and reduced over replicas: "bf16", "f16"
+            or "f32" (default).
+        separate_sum: a micro-batch's 16-bit gradients are stored beside their float32 sum, as in DeepSpeed's bf16
+            optimizer. Otherwise each product is added to the sum at once, as in Megatron-LM.
         master_weights: the optimizer keeps trained parameters in float32.
         frozen_masters: parameters without gradients are kept in float32 too.
-        narrow_copies: below ZeRO-3 the model holds a copy of float32 parameters in the type of its products, and ZeRO
-            shards the originals. Otherwise each product casts its parameters.
+        narrow_copies: below ZeRO-3, each rank also holds all parameters in the 16-bit type of the products, and ZeRO
+            shards the float32 originals. Otherwise each product casts its parameters.
         overlap_gradients: gradients are reduced during the backward of the last micro-batch.
-        overlap_parameters: ZeRO-1/2 gather the updated parameters during the next forward; ZeRO-3 gathers each block's
-            parameters during the block before it.
+        overlap_parameters: ZeRO-1 and ZeRO-2 gather updated parameters during the next forward. ZeRO-3 gathers a
+            block's parameters during the block before it.
         overlap_tensor: the backward's collectives over `tensor` run beside the products of weight gradients.
         overlap_pipeline: messages between stages travel during computation.
-        overlap_expert: expert all-to-alls of a micro-batch run beside the computation of another micro-batch.
-        overlap_offload: activations go to the host and return beside computation; otherwise the step waits for them.
-        merged_dispatch: a token is sent once to a rank with several of its experts, and once to a node over the network
-            (DeepEP, HybridEP). Otherwise it is sent once for each expert, and ranks sort received tokens by expert.
-        folded_experts: the ranks of an expert group are neighbours, regardless of attention's tensor and context groups
-            (Megatron-Core's parallel folding). Otherwise an expert group has one rank of each tensor and context group.
-        separate_experts: each expert's product is a kernel of its own (Transformer Engine's grouped layers on cuBLAS).
-            Otherwise one kernel computes all experts of a rank.
-        bucket_bytes: size of the buckets in which gradients and parameters are exchanged; ZeRO-3 has at least one
-            bucket for each block.
-        listed_collectives: all-gathers and reduce-scatters use lists with a tensor for each rank, which the host copies
-            one by one (torch.distributed.all_gather before torch 1.10).
-        fused: chains of memory-bound operators run as one kernel each. The optimizer is always fused.
-        cuda_graph: kernels are launched from a captured graph.
+        overlap_expert: all-to-alls of experts run beside the computation of another micro-batch.
+        overlap_offload: activations travel to the host and back during computation. Otherwise the step waits for them.
+        merged_dispatch: a token is sent once to each rank with some of its experts, and once to each node (DeepEP,
+            HybridEP). Otherwise it is sent once for each expert, and ranks sort received tokens by expert.
+        folded_experts: an expert group has consecutive ranks, as in Megatron-Core's parallel folding. With data=4,
+            tensor=2 and expert=4, the groups are ranks 0 to 3, and 4 to 7. Otherwise the ranks of a group differ in
+            `data` alone: ranks 0, 2, 4, 6, and 1, 3, 5, 7. `expert` must then divide `data`.
+        separate_experts: each expert's product is a kernel of its own, as in Transformer Engine. Otherwise one kernel
+            computes all experts of a rank.
+        bucket_bytes: bytes of a bucket in which gradients and parameters are exchanged; default 200,000,000. ZeRO-3 has
+            at least one bucket for each block.
+        listed_collectives: all-gathers and reduce-scatters take a list with one tensor per rank, which the host copies
+            one by one.
+        fused: a chain of memory-bound operators runs as one kernel. The optimizer is always fused.
+        cuda_graph: kernels are launched from a captured CUDA graph.
         blocking_launches: the host waits for each kernel before it issues the next (CUDA_LAUNCH_BLOCKING=1).
-        schedules: pipeline schedules of the framework, by the names of `Recipe.schedule`; () stands for all. A search
-            proposes only these schedules.
-        zero_stages: ZeRO stages of the framework; `zero_in_pipelines`: ZeRO stages that work with a pipeline.
-        offloads_in_pipelines: whether activations may go to the host with a pipeline.
+        schedules: pipeline schedules that a search may propose, by the names of `Recipe.schedule`. (), the default,
+            allows all.
+        zero_stages: ZeRO stages that the framework has; default (0, 1, 2, 3).
+        zero_in_pipelines: ZeRO stages that work together with a pipeline; default (0, 1, 2, 3).
+        offloads_in_pipelines: activations may be offloaded together with a pipeline.
 
     Raises:
         RecipeError: a field has an invalid value. The message names the field.

@@ -31,16 +31,18 @@ _SET: list[Tuning | None] = []
 
 
 def tune_kernels(is_on: bool = True, *, folder: str | Path | None = None, timer: Timer | None = None) -> None:
-    """Turn tuning on or off: from now on, measure block sizes of Triton kernels, and keep the fastest in a folder.
+    """Turn the tuning of Triton kernels on or off for this process.
 
-    The environment variable AUTOSHARD_TUNE does the same for a whole run. Set it to "1", or to a folder.
+    A tuned kernel measures block sizes at its first launch on new sizes, and keeps the fastest in a folder. Tuning is
+    off by default, and needs a GPU. The environment variable AUTOSHARD_TUNE does the same for a whole run. Set it to
+    "1", or to a folder.
 
     Args:
-        is_on: if False, kernels run with their default block sizes.
-        folder: the folder of the tuned block sizes. The default is `autoshard/tuned` in the user's cache
-            (`XDG_CACHE_HOME`, or `~/.cache`). Ranks on several machines need a folder that all of them see.
-        timer: replaces `triton.testing.do_bench`. `timer(function, quantiles=...)` returns times in milliseconds. With
-            a timer, kernels in Triton's interpreter are tuned too.
+        is_on: True turns tuning on. False turns it off, and kernels run with their default block sizes.
+        folder: folder of the tuned block sizes, which all ranks must share. None: `autoshard/tuned` in the user's cache
+            (`XDG_CACHE_HOME`, or `~/.cache`).
+        timer: `timer(function, quantiles=...)`, which returns times in milliseconds. None: `triton.testing.do_bench`.
+            With a timer, kernels in Triton's interpreter are tuned too.
 
     Raises:
         KernelError: the folder belongs to another user, or other users can write to it.

@@ -76,24 +76,25 @@ class _Case:
 
 
 def infer_rule(operator: Any, sample_inputs: Sequence[Any] | Mapping[str, Any]) -> Rule:
-    """Find the sharding rule of an operator by running it on shards, register the rule, and return it.
+    """Find the sharding rule of an operator by running it on pieces of tensors, register the rule, and return it.
 
-    The rule covers calls like the sample: the operands have the same numbers of dims, and all other arguments are
-    equal. Infer from another sample to cover other calls. Calls without a rule run whole on every device.
+    The rule covers calls like the sample: operands with the same numbers of dims, and equal other arguments. It allows
+    even splits only. To cover other calls, call again with another sample. Calls without a rule run whole on every
+    rank. Under `torchrun`, all ranks must call this, because each process has its own rules.
 
     Args:
         operator: a `torch.ops` overload, or the result of `torch.library.custom_op` or `triton_op`.
-        sample_inputs: a tuple of positional arguments or a dict of keyword arguments, with real tensors. A dim of size
-            one is assumed to have this size in all calls. Give other dims sizes of 2 or more, different where possible.
-            The operator runs hundreds of times, so use small tensors.
+        sample_inputs: a tuple of positional arguments or a dict of keyword arguments, with tensors that have data. A
+            dim of size one counts as size one in all calls. Give other dims sizes of 2 or more, different where
+            possible. Use small tensors, because the operator runs hundreds of times.
 
     Returns:
         The rule. Dims that cannot be split are `_`.
 
     Raises:
-        RuleInferenceError: the operator is random, writes to an operand, returns no tensors, or raises an error for
-            drawn operands.
-        OperatorError: `operator` is no operator, has a written rule, or raises an error for the sample.
+        RuleInferenceError: the operator is random, writes to an operand, returns no tensors, or fails on most generated
+            operands. Or the sample has tensors on the meta device. Write the rule with `sharding_rule`.
+        OperatorError: `operator` is not an operator, has a rule written by hand, or raises an error for the sample.
 
     Example:
         >>> @torch.library.custom_op("autoshard_doctest::scaled_sum", mutates_args=())

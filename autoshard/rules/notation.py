@@ -88,36 +88,43 @@ class Carry:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The sharding rule of one call, as a rule function returns it. Sizes of factors are not yet known.
+    """The ways in which an operator call may be split over ranks. A function under `sharding_rule` returns a rule.
+
+    A factor is a named index of the operator, such as `m` in the matrix product `"m k, k n -> m n"`. Ranks that split a
+    factor each hold a piece of every dim that has the factor. A result is partial if each rank holds one term of its
+    reduction. All fields but `notation` are optional. An example is in docs/how_to/custom_operator.md.
 
     Args:
-        notation: `"m k, k n -> m n"`, or a pair of sequences of `Dims` for operands and results. The operands are the
-            tensors among the call's arguments, in order. Lists are flattened, and absent optional tensors left out.
-        reduce: from a factor that some result lacks to the reduction over it, such as `{"k": "sum"}`.
-        linear: sets of operand indices. All results are jointly linear in the operands of a set. If exactly these
-            operands are partial sums, the results are partial sums. A product has `[(0,), (1,)]`, and a sum has
-            `[(0, 1)]`. `[()]` means that the result is zero.
-        beside: from the index of an operand to the condition under which partial sums in other operands may pass.
-            A quotient has `{1: OperandCondition.NOT_ZERO}`. By default, the operand must be finite.
-        transparent: whether the operator only moves elements of operand 0. Then any partial value passes.
-        carries: further ways for partial values to pass, such as a maximum through a monotone operator.
-        added: indices of operands that a result adds to a sum over a factor, such as the bias of `addmm`. If an axis
-            splits the factor, these operands must be partial sums over the axis. Otherwise each rank would add them.
-        whole: from a factor to indices of results that lack the factor, and are whole even if the factor is split.
-            Either these results do not depend on the factor, or the rewrite reduces over the factor
-            (`context.all_reduce`).
-        exchanged: from a factor to the least number of its elements in a rank's piece. The rewrite communicates along
-            the factor, although no result lacks it. Examples are a softmax over a split dim, and a halo exchange.
-        together: groups of factors that one axis may split at the same time, such as tokens and experts. They share no
-            operand dim. The rewrite communicates along the axis (`context.group`), and the results are not partial.
+        notation: the factors of each dim of the operands, then of the results. `(a b)` is a dim of two factors in
+            row-major order, `1` a dim of size one, and `_` a dim that stays whole. `scalar` is a tensor without dims.
+            The operands are the tensors among the call's arguments, in order. Tensors in lists count too, and absent
+            ones are left out. A pair of sequences of `autoshard.rules.notation.Dims` may replace the text.
+        reduce: from a factor that a result lacks to its reduction: "sum", "max", "min" or "product".
+        linear: sets of positions of operands. All results are jointly linear in the operands of a set. If exactly these
+            operands are partial sums, the results are partial sums. A sum has `[(0, 1)]`, and a product has
+            `[(0,), (1,)]`. `[()]` means that the results are zero.
+        beside: from the position of an operand to a condition on its values, under which other operands may be partial
+            sums. The condition is "finite" (default), "not zero" (a divisor), "anything" or "never".
+        transparent: True if the operator only moves elements of operand 0. Any partial value then passes.
+        carries: further ways for partial values to pass. `[Carry(frozenset({0}), Reduction.MAX)]` lets a partial
+            maximum pass a monotone operator.
+        added: positions of operands that are added to a sum over a factor, such as the bias of `addmm`. If the factor
+            is split, these operands must be partial sums. Otherwise each rank would add them.
+        whole: from a factor to positions of results that lack the factor and stay whole when it is split. Either these
+            results do not depend on the factor, or `local` reduces over it (`context.all_reduce`).
+        exchanged: from a factor along which `local` communicates, though no result lacks it, to the least number of
+            elements in a rank's piece. Examples are a softmax over a split dim, and a halo exchange.
+        together: groups of factors that one axis may split at the same time, such as tokens and experts. The factors of
+            a group share no operand dim. `local` communicates along the axis (`context.group`), so no result is
+            partial.
         blocked: factors that cannot be split, except within a group of `together`.
-        sizes: from a factor to its size. In a dim that is a product of factors, the size of one factor follows from the
-            shape. All other factors of the dim need an entry here, or a dim of their own elsewhere.
-        local: the rewrite that emits the local calls if some factor is split. Without a rewrite, each rank runs the
-            operator unchanged on its local operands.
-        padding: from a factor that may be split unevenly to the fill value of padding, in all operands that have the
-            factor. The field is for factors that `autoshard.rules.padding` cannot decide. A rewrite that needs no fill
-            values has `{}`. A call with a rewrite but without this field is only split evenly.
+        sizes: from a factor to its size. A dim of several factors needs the sizes of all but one of them. A size is
+            also known if another dim is this factor alone.
+        local: a function `local(context, *args, **kwargs)` that emits each rank's calls if a factor is split. The
+            arguments have local values. None: each rank runs the operator unchanged on local operands.
+        padding: from a factor to the value that fills the padding of uneven splits, in all operands with the factor.
+            `autoshard.rules.padding` decides for all other factors. With `local`, None allows even splits only, and
+            `{}` means that padding may have any value.
         even: factors that may only be split evenly. `"*"` stands for all factors.
     """
 

@@ -31,16 +31,18 @@ _inferred: dict[Any, tuple[str, ...]] = {}
 
 
 def sharding_rule(*operators: Any) -> Callable[[_Function], _Function]:
-    """Register the decorated function as the sharding rule of `operators`.
+    """Register the decorated function as the sharding rule of `operators`, for all later calls of `compile` and `plan`.
 
-    An operator is a `torch.ops` overload, or the result of `torch.library.custom_op` or `triton_op`. It may also be
-    given by name, as "library.name.overload", if its library is not imported yet.
+    The function takes the arguments of a call, with fake tensors of global shape. It returns a `Rule`, or only its
+    notation as a string. None means that the call runs whole on every rank. Under `torchrun`, each process must
+    register the rule. An example is in docs/how_to/custom_operator.md.
 
-    The function takes the arguments of a call, with fake tensors of global shape. It returns a `Rule`, or only the
-    notation as a string, or None for a call that cannot be split.
+    Args:
+        operators: `torch.ops` overloads, or results of `torch.library.custom_op` or `triton_op`. If a library is not
+            imported yet, give the name "library.name.overload".
 
     Raises:
-        OperatorError: an argument is no operator, an operator already has a rule, or the decorated object is no
+        OperatorError: an argument is not an operator, an operator already has a rule, or the decorated object is not a
             function.
     """
     return rule_of(*(operator if _is_name(operator) else checked_operator(operator) for operator in operators))

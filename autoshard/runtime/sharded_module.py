@@ -4,8 +4,8 @@ It has the submodules, parameters and buffers of the user's model, under the sam
 for the whole mesh. Each new kind of call (input shapes, training or evaluation, with or without gradients) is compiled
 when it first occurs, and cached.
 
-The simulator does not change the user's model. With processes, its parameters become DTensors, and each rank keeps its
-shard, as with FSDP's `fully_shard`. Parameter objects from before `compile` forward to the DTensors
+The simulator does not change the user's model. Under `torchrun`, its parameters become DTensors, and each rank keeps
+its shard, as with FSDP's `fully_shard`. Parameter objects from before `compile` forward to the DTensors
 (`runtime.replaced_parameter`), so optimizers and lists that hold them keep working.
 """
 
@@ -60,11 +60,12 @@ MAX_PROGRAMS = 32
 
 
 class ShardedModule(OfModel, HasWeights):
-    """A model that runs on all ranks of a mesh, made by `autoshard.compile`.
+    """A model that runs on all ranks of a mesh. `autoshard.compile` makes it; call it like the user's model.
 
-    An attribute that this module lacks, such as `sharded.config`, is read from and set on the user's model. A method of
-    the user's model (`sharded.generate`) runs the user's own code, without the compiled program. With processes, all
-    ranks run that code, and parameters are gathered while it reads them.
+    Without `torchrun`, outputs are whole tensors. Under `torchrun`, all ranks must call together. Scalars are then
+    plain, and other outputs are DTensors that the plan places. An attribute that this module lacks, such as
+    `sharded.config`, is read from and set on the user's model. The user's methods (`sharded.generate`) run the user's
+    code, on all ranks, with whole parameters.
     """
 
     @in_normal_mode
@@ -100,7 +101,7 @@ class ShardedModule(OfModel, HasWeights):
         self._become(model)
 
     def members(self) -> Members:
-        """Return the model's present modules, parameters and buffers. Buffers that became DTensors are gathered."""
+        """The runtime calls this: return the modules, parameters and buffers, with buffers in DTensors gathered."""
         if self._members is None or not self._members.are_unchanged():
             if self._members is not None:
                 self._members.refuse_assigned_data()
@@ -110,7 +111,7 @@ class ShardedModule(OfModel, HasWeights):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh on which a program runs. With a pipeline, it is a stage's mesh, without the axis "pipeline"."""
+        """The mesh of `compile`; if it has an axis "pipeline", the mesh of one stage, without this axis."""
         return self._engine.mesh
 
     @property
@@ -125,7 +126,7 @@ class ShardedModule(OfModel, HasWeights):
 
     @property
     def programs(self) -> tuple[CompiledProgram, ...]:
-        """The cached programs of all kinds of calls, those of the least recently used kind first."""
+        """The compiled programs in the cache, the least recently used first; empty before the first program."""
         return tuple(executable.compiled for executable in self._known)
 
     @property
@@ -136,7 +137,7 @@ class ShardedModule(OfModel, HasWeights):
 
     @property
     def engine(self) -> Engine:
-        """The engine that runs the programs."""
+        """The runtime reads this: the engine that runs the programs."""
         return self._engine
 
     def _model_weights(self) -> Weights:
@@ -149,7 +150,7 @@ class ShardedModule(OfModel, HasWeights):
         return self
 
     def whole_parameters(self) -> AbstractContextManager[None]:
-        """Within the context, the user's own code gets whole plain tensors when it reads parameters."""
+        """Return a context in which the user's own code reads and writes whole parameters; all ranks must enter it."""
         if self.model_weights.pipeline_rank_of and self._engine.control is not None:
             raise NotAvailableError(
                 "The model's own code reads all parameters. With a process per rank, each rank holds only the "
@@ -178,7 +179,7 @@ class ShardedModule(OfModel, HasWeights):
             write_seeds(destination, prefix, self.seeds)
 
     def get_extra_state(self) -> Any:
-        """Return the extra state for the `state_dict`, which `torch.distributed.checkpoint.state_dict` broadcasts."""
+        """`torch.distributed.checkpoint` calls this: return the state of random numbers, or None without one."""
         return extra_state_of(self)
 
     @in_normal_mode
@@ -191,12 +192,12 @@ class ShardedModule(OfModel, HasWeights):
         self._original[0]._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the compiled program. Arguments and result are those of the user's model, with global shapes."""
+        """Run the compiled program in global shapes, on all ranks together; `Options` sets the form of the outputs."""
         with self.agreement.one_thread:
             return self._run(FlatCall.of(args, kwargs, self._outputs))
 
     def run_for_loss(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call the model on these arguments, and return only the loss."""
+        """`TrainStep` calls this: run the model, and return only the loss, its first floating scalar."""
         with self.agreement.one_thread:
             return self._run(FlatCall.of(args, kwargs, Outputs.LOSS))
 
@@ -252,11 +253,11 @@ class ShardedModule(OfModel, HasWeights):
         return key_of(plain, members, grad=grad, updates=update is not None), self.training
 
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
-        """Compile the program for a call without running it; return its plan, or None if it has none."""
+        """Compile a call's program without running it, on all ranks; return its plan, or None for a program by hand."""
         return self._compile_for(FlatCall.of(args, kwargs, self._outputs))
 
     def compile_for_loss(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan | None:
-        """Compile the program of `run_for_loss` without running it; return its plan."""
+        """`TrainStep` calls this: compile the program of `run_for_loss` without running it, and return its plan."""
         return self._compile_for(FlatCall.of(args, kwargs, Outputs.LOSS))
 
     def _compile_for(self, call: FlatCall) -> Plan | None:
@@ -272,7 +273,7 @@ class ShardedModule(OfModel, HasWeights):
     def find_step(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], update: Update, members: Members, *, runs: bool = True
     ) -> tuple[Executable, FlatCall]:
-        """Find or compile the program of a whole training step; return it and the flattened (padded) call.
+        """`TrainStep` calls this: return the program of a whole step, compiled if new, and the padded, flattened call.
 
         `runs` says whether the program will run, so that ranks compare its inputs.
         """
@@ -413,7 +414,7 @@ class ShardedModule(OfModel, HasWeights):
 
     @contextmanager
     def requesting(self, call: FlatCall, grad: bool, seed: torch.Tensor | None = None) -> Iterator[Request]:
-        """Yield the compiler's request for a call. Within the context, the model's parameters are meta tensors."""
+        """The runtime calls this: yield the compiler's request for a call. Meanwhile the model has meta parameters."""
         model = self._original[0]
         args, kwargs = call.assemble([self._example(leaf) for leaf in call.leaves])
         with outlined_parameters(model) as own:
@@ -461,7 +462,7 @@ class ShardedModule(OfModel, HasWeights):
             self.model_weights.place(self._placed)
 
     def gather_inputs(self, executable: Executable, call: FlatCall) -> list[torch.Tensor]:
-        """Wait until ranks agree on the call, draw its seed if it has one, and return its inputs (`input_names`)."""
+        """The runtime calls this: return a program's inputs by `input_names`, once all ranks agree on the call."""
         assert self._members is not None, "the call's program is found"
         given, parameters = call.tensors, self._members.parameters
         check_devices(given, self._engine.device, executable.traced_devices)

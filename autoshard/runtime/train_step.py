@@ -72,25 +72,19 @@ class StepObserver(Protocol):
 
 
 class TrainStep(HasWeights):
-    """A training step: each call trains `sharded` on one batch. `autoshard.compile(..., optimizer=...)` makes it.
+    """A training step: each call runs forward, backward, clipping and update on one global batch.
 
-    Args:
-        sharded: the model; it returns a loss, or a structure whose first scalar is the loss.
-        optimizer: an optimizer over the parameters of `sharded`.
-        max_grad_norm: gradients are scaled down to this norm over all parameters; None: no clipping.
-        micro_batches: the number of equal parts along dim 0 of the batch. Their gradients add up to the gradient of
-            the whole batch. Each part has its weight in the loss, which may be a sum, a mean, or a sum divided by a
-            count of targets. An operator that mixes samples (batch norm in training) raises an error with its name.
-        traced: whether the update is part of the program; both the optimizer and the module's compiler must support it.
-        executor: runs the tasks of a step; the module's own executor, if the mesh has a pipeline.
-        graphs: launches forward and backward as CUDA graphs; only if traced and without stages.
-        weigh: see `LossWeigher`.
-        plans_any_batch: whether calls of any batch size can be planned: no plan, recipe or constraint of inputs and
-            outputs is given.
-        returns_norm: whether to compute `last_grad_norm` even without `max_grad_norm`.
-        on_nonfinite: "raise", "skip" or None; see `autoshard.Options`.
-        loss_scale: the scale of the loss for gradients in float16; None: the loss is not scaled.
-        predict: predicts the step of a program, for `profile`.
+    `autoshard.compile(model, mesh, optimizer=optimizer)` makes it; the constructor is internal. A call takes the
+    model's arguments, followed by the targets of `loss_fn`: `loss = step(*batch)`. It returns the loss of the whole
+    batch on every rank, a scalar without gradient. Under `torchrun`, all ranks must call it together, with the same
+    batch. `step.sharded` is the compiled model, and `step.optimizer` the optimizer.
+
+    Raises:
+        TraceError: on a call, if `micro_batches` does not divide dim 0 of the inputs, or the model cannot be traced.
+        NotAvailableError: on a call with micro-batches, if an operator mixes samples (batch norm in training), or the
+            loss is not a weighted sum over micro-batches.
+        NonFiniteError: on a call with `Options(on_nonfinite="raise")`.
+        RankMismatchError, LostRankError: on a call, if ranks differ, or another rank stopped.
     """
 
     def __init__(
@@ -110,6 +104,21 @@ class TrainStep(HasWeights):
         loss_scale: LossScale | None = None,
         predict: PredictSteps | None = None,
     ) -> None:
+        """Make a step; `compile` calls this.
+
+        Args:
+            sharded: the model; it returns a loss, or a structure whose first scalar is the loss.
+            optimizer: an optimizer over the parameters of `sharded`.
+            max_grad_norm, micro_batches, on_nonfinite: see `autoshard.compile` and `autoshard.Options`.
+            traced: whether the update is part of the program, which optimizer and compiler must support.
+            executor: runs the tasks of a step; the module's own executor, if the mesh has a pipeline.
+            graphs: launches forward and backward as CUDA graphs; only if traced and without stages.
+            weigh: see `LossWeigher`.
+            plans_any_batch: no plan, recipe or constraint of inputs and outputs fixes the batch size.
+            returns_norm: whether to compute `last_grad_norm` even without `max_grad_norm`.
+            loss_scale: the loss scale for gradients in float16; None: the loss is not scaled.
+            predict: predicts the step of a program, for `profile`.
+        """
         self.sharded = sharded
         self.optimizer = optimizer
         self._max_grad_norm = max_grad_norm
@@ -153,9 +162,10 @@ class TrainStep(HasWeights):
 
     @property
     def max_grad_norm(self) -> float | None:
-        """The norm to which gradients are scaled down; None: no clipping.
+        """The norm to which gradients are clipped; None: no clipping.
 
-        A traced step compiles again for each new norm.
+        It can be set between steps, to the same value on all ranks. If `is_traced`, the next step compiles a program
+        for a new value.
         """
         return self._max_grad_norm
 
@@ -168,13 +178,15 @@ class TrainStep(HasWeights):
 
     @property
     def last_grad_norm(self) -> torch.Tensor | None:
-        """The norm over all gradients of the last step, before clipping: a scalar on the device of the parameters.
+        """The norm over all gradients of the last step, before clipping and without the loss scale.
 
-        It equals the result of `torch.nn.utils.clip_grad_norm_` on one device. It is None before the first step, and if
-        every target of a batch was ignored. Reading its value (`.item()`) waits for the device.
+        It is a scalar on the device of the parameters, and equals the result of `torch.nn.utils.clip_grad_norm_` on one
+        device. A skipped step has its norm too, which may be infinite or NaN. It is None before the first step, and if
+        no sample of the batch counts in the loss. Reading its value (`.item()`) waits for the device.
 
         Raises:
-            NotAvailableError: the step does not compute the norm.
+            NotAvailableError: the step does not compute the norm. Compile with `max_grad_norm=` or
+                `Options(grad_norm=True)`.
         """
         if not self.has_grad_norm:
             raise NotAvailableError(
@@ -190,25 +202,25 @@ class TrainStep(HasWeights):
 
     @property
     def on_nonfinite(self) -> str | None:
-        """The response to a loss or gradient norm that is not finite: "raise", "skip", or None for no check."""
+        """The value of `Options(on_nonfinite=)`: "raise", "skip", or None for no check of loss and gradient norm."""
         return self._check.on_nonfinite
 
     @property
     def skipped_steps(self) -> int:
         """The number of steps without an update, because loss or gradients were not finite.
 
-        `on_nonfinite="skip"` skips steps, and so does `precision="f16"` if gradients overflow.
+        Steps are skipped with `on_nonfinite="skip"`, and with `precision="f16"` if gradients overflow.
         """
         return self._check.skipped_steps
 
     @property
     def loss_scale(self) -> float | None:
-        """The factor of the loss in the next step, as in `torch.amp.GradScaler`; None if the loss is not scaled."""
+        """The loss scale of the next step, as in `torch.amp.GradScaler`; None if the loss is not scaled."""
         return None if self._loss_scale is None else self._loss_scale.value
 
     @property
     def steps_done(self) -> int:
-        """The number of steps that ended without an error, with those before the checkpoint of `Checkpoints.load`."""
+        """The number of steps that ended without an error, with skipped steps and those before a loaded checkpoint."""
         return self._check.steps_done
 
     def count_from(self, steps_done: int) -> None:
@@ -226,19 +238,16 @@ class TrainStep(HasWeights):
         return self.order.micro_batches
 
     def loss_weights(self, *args: Any, **kwargs: Any) -> LossWeights | None:
-        """Return how the loss of a batch follows from losses of calls with these arguments; None without a loss.
+        """`autoshard.data.loader` calls this: return how the loss of a batch follows from losses of micro-batches.
 
-        The arguments are those of one micro-batch, whose program must be compiled.
+        The arguments are those of one micro-batch, whose program must be compiled. None if the model returns no loss.
         """
         assert self.sharded.program is not None, "it is compiled"
         return self._weigher.of(self.sharded.program, FlatCall.of(args, kwargs, Outputs.LOSS))
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh on which the step's program runs.
-
-        With a pipeline, it is a stage's mesh, without the axis "pipeline".
-        """
+        """The mesh of `compile`; if it has an axis "pipeline", the mesh of one stage, without this axis."""
         return self.sharded.mesh
 
     @property
@@ -268,11 +277,11 @@ class TrainStep(HasWeights):
         return StepLoss.of(loss)
 
     def add_observer(self, observer: StepObserver) -> None:
-        """Call the methods of `observer` at the start and the end of each step from now on."""
+        """Call `observer.begin()` before each later step, and `observer.end(loss)` after it, on this rank."""
         self._observers = (*self._observers, observer)
 
     def remove_observer(self, observer: StepObserver) -> None:
-        """Call the methods of `observer` no more."""
+        """Call the methods of `observer` no more; do nothing if it was not added."""
         self._observers = tuple(item for item in self._observers if item is not observer)
 
     @property
@@ -283,19 +292,20 @@ class TrainStep(HasWeights):
     def profile(self, *, steps: int = 3, path: str | Path | None = None) -> ProfileRun:
         """Measure the next steps on all ranks, and compare them with the predicted step. All ranks must call this.
 
-        The steps are the training's own: the next step warms up, and the `steps` steps after it are measured. No step
-        runs twice. While steps are measured, no other `torch.profiler` may run.
+        No steps are added: go on to call `step`. The next call warms up, and the `steps` calls after it are measured. A
+        call that compiles a program is not measured. While steps are measured, no other `torch.profiler` may run.
 
         Args:
-            steps: number of steps to measure.
-            path: file for the timelines of all ranks, for ui.perfetto.dev; None for no file.
+            steps: number of steps to measure, at least 1.
+            path: file for the timelines of all ranks, for ui.perfetto.dev; None: no file.
 
         Returns:
-            An object to print after the last step; `result` is the `Profile`. It is also a context manager, whose end
-            ends the profile.
+            An object that prints as a table after the last step, with the `Profile` in `result`. It is also a context
+            manager. Leaving it ends the measurement early, with the steps measured so far. All ranks must leave it
+            together.
 
         Raises:
-            NotAvailableError: `steps` is no number above 0, or the step runs as a CUDA graph.
+            NotAvailableError: `steps` is not a whole number above 0, or the step runs as a CUDA graph.
         """
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise NotAvailableError(f"step.profile(steps={steps!r}): pass a whole number of steps, at least 1.")
@@ -324,7 +334,10 @@ class TrainStep(HasWeights):
         refuse_capture("TrainStep")
 
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
-        """Compile the program of a step on a global batch without running it; return its plan."""
+        """Compile the program of a step on a global batch without running it, on all ranks together.
+
+        Return its plan, or None for a program that was written by hand.
+        """
         part_args, part_kwargs = self._parts(args, kwargs).parts[0]
         with naming_micro_batches(self.micro_batches):
             if self._traced is not None:
@@ -333,10 +346,14 @@ class TrainStep(HasWeights):
                 return self.sharded.compile_for_loss(part_args, part_kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dicts of the model, with its place in the sequence of seeds, and of the optimizer.
+        """Return the state of the model and the optimizer, for `load_state_dict` and torch's own savers.
 
-        The keys are "model" and "optimizer". If the loss is scaled, "loss_scale" has a state of
-        `torch.amp.GradScaler`.
+        Under `torchrun`, each rank gets DTensors with its own shards. Save them with `torch.distributed.checkpoint`, or
+        use `Checkpoints`.
+
+        Returns:
+            The model's state dict under "model", with the state of its random numbers, and the optimizer's under
+            "optimizer". If the loss is scaled, "loss_scale" has a state of `torch.amp.GradScaler`.
         """
         found = {"model": self.sharded.state_dict(), "optimizer": self.optimizer.state_dict()}
         return found | self.loss_scale_state()
@@ -352,7 +369,7 @@ class TrainStep(HasWeights):
         return {} if self._loss_scale is None else {"loss_scale": self._loss_scale.state_dict()}
 
     def load_loss_scale(self, state: Mapping[str, Any]) -> None:
-        """Load a result of `loss_scale_state`, if it has a loss scale and the loss is scaled."""
+        """`Checkpoints` calls this: load a result of `loss_scale_state`, if it has a scale and the loss is scaled."""
         if self._loss_scale is not None and "loss_scale" in state:
             self._loss_scale.load_state_dict(state["loss_scale"])
 

@@ -40,18 +40,19 @@ def check_calls(
 ) -> CheckReport:
     """Run each operator of a model under given specs on simulated ranks, and compare its outputs with one device.
 
-    If `check_plan` finds a difference, it prints a script that calls this function. The program that runs is not
-    verified statically.
+    If `check_plan` finds a difference, `report.small_failure` is a script that calls this function. The program that
+    runs is not proven first.
 
     Args:
         model: calls operators, and returns a tuple of tensors; it has no parameters.
         mesh: the mesh to simulate.
         inputs: the model's positional arguments.
         given: the spec of each input.
-        calls: the specs of each operator call, in the order of the calls.
-        tolerance: largest difference relative to the largest element of each output. Default: 1e-5, or the machine
-            epsilon of the narrowest floating dtype of any value, if it is larger. If one device's outputs for nearly
-            equal inputs differ by more, the mesh's outputs may differ by more too.
+        calls: for each operator call, in order, a pair: the specs of its tensor operands, and the specs of its tensor
+            results.
+        tolerance: largest difference relative to the largest element of each output. None: 1e-5, or the machine epsilon
+            of the narrowest floating dtype of any value, if it is larger. If one device's outputs for nearly equal
+            inputs differ by more, the mesh's outputs may differ by more too.
 
     Returns:
         A report; differing outputs raise no error (see `CheckReport.raise_if_different`).

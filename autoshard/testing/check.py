@@ -68,33 +68,31 @@ def check_plan(
     to a few calls that still differ (`CheckReport.small_failure`).
 
     Args:
-        model: any module; it is not changed. If it draws random numbers, one device draws the same numbers as ranks.
+        model: any module; it is not changed. If it uses random numbers, one device gets the same numbers as the ranks.
         mesh: the mesh to simulate.
-        inputs: positional arguments, or keyword arguments as a mapping.
+        inputs: positional arguments as a tuple, or keyword arguments as a mapping.
         plan: the plan to run; None: plan now.
-        steps: optimizer steps, at least 1.
-        tolerance: largest difference relative to the largest element of each value. Default: 1e-5, or the machine
-            epsilon of the compute dtype if it is larger.
-        make_optimizer: maps parameters to an optimizer; None: gradient descent with learning rate 0.01.
+        steps: number of optimizer steps, at least 1.
+        tolerance: largest difference relative to the largest element of each value. None: 1e-5, or the machine epsilon
+            of `precision` if it is larger.
+        make_optimizer: takes parameters, and returns an optimizer, which runs outside the program. None: gradient
+            descent with learning rate 0.01.
         whole_step: train by `autoshard.compile(..., optimizer=...)`, with the update in the program. The model returns
-            its loss first. The plan then must cover a whole step with one micro-batch.
-        precise: a wider dtype, such as `torch.float64`. One device also runs in this dtype, which measures the rounding
-            error of each value. A value may then differ by a few times its rounding error. Gradients of nearly uniform
-            attention, which are ill-conditioned, need this allowance. A rounding error may be small by chance. So if a
-            value differs, one device runs a few more times, on parameters and inputs that are moved by one rounding. If
-            the value still differs, the mesh and one device run in the wider dtype, by the plan's specs. A value that
-            then agrees to 1e-9 of its scale differed only by rounding. None: no wider run. With a `precision`, None
-            measures rounding against a run in the model's own dtypes.
-        precision: the compute precision, such as "bf16" (see `autoshard.compile`). One device then runs the same
-            casts.
-        traced: the program of the call (for a whole step, of a micro-batch), if it has already been traced.
+            its loss first. A `plan` must then be for a whole step, with one micro-batch.
+        precise: a wider dtype, such as `torch.float64`, in which one device runs too, to measure each value's rounding
+            error. A value may then differ by 4 times this error, which ill-conditioned gradients need. If a value
+            differs, more runs on slightly moved inputs and a run of the mesh in the wider dtype decide. None: no wider
+            run; with `precision`, one device also runs in the model's own dtypes.
+        precision: the compute precision, such as "bf16" (see `autoshard.compile`). One device then runs the same casts.
+            None: that of `plan`, or the model's own dtypes.
+        traced: the traced program, if it is known, such as a result of `traced_call`. None: trace now.
 
     Returns:
         A report; differing values raise no error (see `CheckReport.raise_if_different`).
 
     Raises:
-        NotAvailableError: `make_optimizer` and `whole_step` are both given, `steps` is below 1, or one device cannot
-            run the model in `precise`.
+        NotAvailableError: `make_optimizer` and `whole_step` are both given, `steps` is not a whole number of at least
+            1, or one device cannot run the model in `precise`.
     """
     if not isinstance(steps, int) or steps < 1:
         raise NotAvailableError(f"steps={steps!r} compares nothing; run at least one step.")

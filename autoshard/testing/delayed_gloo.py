@@ -34,14 +34,14 @@ from autoshard.ir.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A network along one axis, as each rank sees it.
+    """The network along one mesh axis, as each rank sees it. By default it adds no time.
 
     Args:
-        latency_s: seconds from the end of sending to the end of receiving.
-        bandwidth_bytes_per_s: the rate at which a rank sends; infinite for a link with latency only.
+        latency_s: seconds from the end of sending to the end of receiving; default 0.
+        bandwidth_bytes_per_s: bytes per second that a rank sends; infinite by default.
 
     Raises:
-        MeshError: the latency is negative, or the bandwidth is not positive.
+        MeshError: the latency is negative or infinite, or the bandwidth is not positive.
     """
 
     latency_s: float = 0.0
@@ -83,16 +83,19 @@ _MACHINE = _MachineClock()
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A collective or message that a rank waited for.
+    """A collective or message that this rank waited for, as `record_transfers` records it.
+
+    Times are seconds of the mesh's clock (`delayed_mesh(clock=)`). The default clock is `time.perf_counter`, whose zero
+    is arbitrary, so only differences of times have a meaning.
 
     Args:
-        operation: the process group's operation, such as "allreduce", "send", "recv".
-        axes: the mesh axes whose links the transfer occupied.
+        operation: the operation of the process group, such as "allreduce", "send" or "recv".
+        axes: the mesh axes whose links the transfer occupied; ("box",) inside a box.
         sent_bytes: the bytes that this rank sent; for a received message, the bytes that its sender sent.
-        issued_s: the time of its start (a message: by its sender), by the mesh's clock.
-        done_s: the time when the links had finished it, by the mesh's clock.
+        issued_s: the time when the operation was issued; for a received message, by its sender.
+        done_s: the time when the links had finished it.
         duration_s: the seconds that it takes on idle links.
-        waited_s: the seconds that this rank waited for it: the time that computation did not hide.
+        waited_s: the seconds that this rank waited for it, which computation did not hide.
     """
 
     operation: str
@@ -304,24 +307,25 @@ class DelayedGloo(dist.ProcessGroup):
 def delayed_mesh(
     axes: Mapping[str, int], links: Mapping[str, Link], *, box: tuple[int, Link] | None = None, clock: Clock = _MACHINE
 ) -> DeviceMesh:
-    """Make a mesh of CPU processes whose collectives and messages take as long as over given links.
+    """Make a torch mesh of CPU processes whose communication takes as long as over given links.
 
     All processes must call this together, after `torch.distributed.init_process_group`. All groups that
     `autoshard.compile` makes of the mesh are delayed, even those along several axes.
 
     Args:
-        axes: sizes by name, major to minor, for all processes of the run.
+        axes: size of each axis by name, with ranks in row-major order: consecutive ranks lie along the last axis. The
+            sizes multiply to the number of processes.
         links: the link of each axis; an axis without a link is not delayed.
-        box: `(n, link)`: each n consecutive ranks share a box (one machine, say), and a group inside a box uses
-            `link` in place of its axes' links.
-        clock: the clock of the delays: the machine's clock, or a clock that counts this process's work. A counting
-            clock measures hidden communication exactly, even on a busy machine.
+        box: `(n, link)`: each n consecutive ranks share a box, such as one machine. A group inside a box uses `link` in
+            place of its axes' links. None: no boxes.
+        clock: an object with methods `now_s()` and `sleep(seconds)`. Default: the machine's clock. A clock that counts
+            this process's work measures hidden communication exactly, even on a busy machine.
 
     Returns:
-        The mesh. `autoshard.testing.record_transfers` records the transfers over its links.
+        The mesh, an argument of `autoshard.compile`. `record_transfers` records the transfers over its links.
 
     Raises:
-        MeshError: a link's axis is not in the mesh, or the sizes do not match the run.
+        MeshError: a link's axis is not in the mesh, there is no process group, or it has another number of processes.
 
     Example:
         ```python
@@ -355,9 +359,9 @@ def delayed_mesh(
 
 @contextmanager
 def record_transfers(device_mesh: DeviceMesh) -> Iterator[list[Transfer]]:
-    """Record each collective and message over a `delayed_mesh` for which this rank waits in this context.
+    """Record each collective and message over a `delayed_mesh` for which this rank waits within the context.
 
-    The context's value is a list, to which a transfer is added when its wait ends.
+    The context yields a list, to which a `Transfer` is added when its wait ends. Each rank records its own.
 
     Raises:
         MeshError: the mesh is not from `delayed_mesh`.

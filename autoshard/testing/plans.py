@@ -35,15 +35,16 @@ Values that depend on parameters alone are kept over micro-batches if the budget
 
 
 def plans(program: DrawnProgram | Program, mesh: Mesh, *, precision: str | None = None) -> st.SearchStrategy[Plan]:
-    """Draw plans of a program in which each node has any strategy that its sharding rule admits.
+    """Generate plans of a program in which each node has any strategy that its sharding rule admits.
 
     Half of the plans may recompute or offload values. The program is traced once, and its nodes' strategies are listed
-    once, for all drawn plans.
+    once, for all plans.
 
     Args:
-        program: a drawn program, which is traced here, or a traced one.
+        program: a generated program, which is traced here, or a traced one.
         mesh: the mesh to plan for.
-        precision: the compute precision, such as "bf16". A traced program must have been traced with it.
+        precision: the compute precision, such as "bf16". A traced program must have been traced with it. None: the
+            model's own dtypes.
     """
     is_added_up = False
     if isinstance(program, DrawnProgram):
@@ -59,9 +60,13 @@ def plans(program: DrawnProgram | Program, mesh: Mesh, *, precision: str | None 
 
 @lru_cache(maxsize=1)
 def traced_call(program: DrawnProgram, precision: str | None) -> Program:
-    """Return the traced program of a drawn model's call; for a drawn training step, that of one micro-batch.
+    """Return the traced program of a generated model's call; for a training step, that of one micro-batch.
 
-    The last result is cached. Pass it to `check_plan(traced=)`.
+    Pass it to `check_plan(traced=)`, so that the program is traced once. Only the last result is cached.
+
+    Args:
+        program: a result of `programs()`.
+        precision: the compute precision, such as "bf16"; None: the model's own dtypes.
     """
     dtype = None if precision is None else PRECISIONS[precision]
     return trace_training(program.model, program.inputs, {}, program.whole_step, dtype)

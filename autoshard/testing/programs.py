@@ -32,13 +32,13 @@ _VOCABULARY = 16
 
 @dataclass(frozen=True, slots=True)
 class DrawnProgram:
-    """A model with example inputs.
+    """A generated model with example inputs, from `programs()`. It prints as its source code.
 
     Args:
         model: the module; equal sources have equal parameters.
-        inputs: positional example inputs; for a whole step, the inputs of all its micro-batches.
+        inputs: positional example inputs; for a training step, the whole batch with all its micro-batches.
         source: Python code that defines `model`, `inputs` and, for a training step, `whole_step`.
-        whole_step: the training step; None if the program is a call of the model.
+        whole_step: the training step. None, the default, if the program is only a call of the model.
     """
 
     model: nn.Module
@@ -53,14 +53,14 @@ class DrawnProgram:
 def programs(
     *, max_blocks: int = 4, uneven: bool | None = None, whole_steps: bool | None = False, draws: bool = False
 ) -> st.SearchStrategy[DrawnProgram]:
-    """Draw small models: an embedding or features, blocks of operators, and perhaps a loss.
+    """Generate small models: an embedding or features, blocks of operators, and perhaps a loss.
 
     Args:
         max_blocks: largest number of blocks (`autoshard.testing.blocks`) between input and loss.
-        uneven: whether some dims are not multiples of four; None draws it, rarely true.
+        uneven: whether batch, length and width are not multiples of four; None: rarely.
         whole_steps: whether programs are training steps, with a loss, a traced optimizer, clipping and micro-batches;
-            None draws it.
-        draws: whether blocks may draw random numbers; `check_plan` then lets one device draw the same numbers.
+            None: some are.
+        draws: whether models may use random numbers, such as dropout. `check_plan` gives one device the same numbers.
 
     Example:
         >>> from hypothesis import find

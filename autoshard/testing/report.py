@@ -31,14 +31,15 @@ ROUNDING_FACTOR = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One value on the mesh beside the same value on one device.
+    """One value of a checked run, on the simulated mesh and on one device. `Plan.compare` returns another class.
 
     Args:
         name: for example "output:0", "gradient layers.0.weight" or "parameter layers.0.weight".
-        difference: largest absolute difference of an element; infinite if one of the values is missing.
+        difference: largest absolute difference of an element between mesh and one device; infinite if one of the values
+            is missing.
         scale: largest absolute value of an element on one device.
-        rounding: largest error of an element on one device, compared with a more precise run of one device, over all
-            sampled runs. It is 0 without a more precise run.
+        rounding: largest rounding error of an element on one device, measured against a run in a wider dtype. 0, the
+            default, without such a run.
     """
 
     name: str
@@ -47,15 +48,20 @@ class Comparison:
     rounding: float = 0.0
 
     def is_close(self, tolerance: float) -> bool:
-        """Whether the difference is at most `tolerance * scale`, `ABSOLUTE_FLOOR` or `ROUNDING_FACTOR * rounding`."""
+        """Whether the difference counts as rounding.
+
+        It may be at most 1e-6 (`ABSOLUTE_FLOOR`), `tolerance * scale`, or 4 times `rounding` (`ROUNDING_FACTOR`).
+        """
         return self.difference <= max(ABSOLUTE_FLOOR, tolerance * self.scale, ROUNDING_FACTOR * self.rounding)
 
     def beside(self, nearby: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> Comparison:
-        """Return this comparison with `rounding` raised to the largest difference between two values of one device.
+        """`CheckReport.sampled` calls this: return the comparison with one more sample of the rounding error.
+
+        `rounding` becomes the largest difference between `nearby` and `exact`, if this is larger.
 
         Args:
             nearby: values, by name, of one device's run on parameters and inputs moved by one rounding.
-            exact: values, by name, of a more precise run.
+            exact: values, by name, of one device's run in a wider dtype.
         """
         if self.name not in nearby or self.name not in exact:
             return self
@@ -64,16 +70,16 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """The compared values, and the plan that ran.
+    """The result of `check_plan` or `check_calls`: values on the mesh, compared with one device. It prints as text.
 
     Args:
         plan: the plan of the run on the mesh.
-        comparisons: the compared values.
+        comparisons: one comparison for each value.
         tolerance: the largest difference that counts as rounding, relative to a value's largest element.
-        small_failure: code of the shortest part of the program that was found to differ; "" if no value differs, or no
-            part was found.
-        precisely: comparisons of a second run, in which the mesh and one device both compute in a wider dtype. It is
-            empty if the rounding errors of one device explain all differences.
+        small_failure: a Python script that runs a few operator calls which still differ, by `check_calls`. It is ""
+            (default) if no value differs, or no such calls were found.
+        precisely: comparisons of a second run, in which mesh and one device compute in the wider dtype of
+            `check_plan(precise=)`. Empty (default) if the second run was not needed, or not possible.
     """
 
     plan: Plan
@@ -84,7 +90,10 @@ class CheckReport:
 
     @property
     def differing(self) -> tuple[Comparison, ...]:
-        """The comparisons that differ by more than rounding: of `precisely`, or if that is empty, of `comparisons`."""
+        """The comparisons whose difference exceeds rounding; empty if all values are equal up to rounding.
+
+        They are taken from `precisely`. If it is empty, they are taken from `comparisons`.
+        """
         if self.precisely:
             return tuple(item for item in self.precisely if not item.is_close(PRECISE_TOLERANCE))
         return tuple(item for item in self.comparisons if not item.is_close(self.tolerance))
@@ -97,14 +106,14 @@ class CheckReport:
     def sampled(
         self, run_nearby: Callable[[int], Mapping[str, torch.Tensor]], exact: Mapping[str, torch.Tensor]
     ) -> CheckReport:
-        """Return this report with more samples of one device's rounding errors, from at most `SAMPLES` runs.
+        """`check_plan` calls this: return the report with more samples of one device's rounding errors.
 
-        Runs end as soon as no value differs by more than rounding.
+        At most `SAMPLES` runs are made, and none once every value is equal up to rounding.
 
         Args:
             run_nearby: takes the number of a run; returns one device's values, by name, for parameters and inputs that
                 are moved by one rounding. Each number moves them in other directions.
-            exact: the values of a more precise run, by name.
+            exact: values, by name, of one device's run in a wider dtype.
         """
         report = self
         for number in range(SAMPLES):
@@ -115,7 +124,7 @@ class CheckReport:
         return report
 
     def raise_if_different(self) -> None:
-        """Raise `VerificationError` if a value differs by more than rounding. The text names all such values."""
+        """Raise `VerificationError` if a value differs by more than rounding; the message names all such values."""
         if not self.is_equal:
             raise VerificationError(str(self))
 

@@ -20,7 +20,7 @@ AXIS_NAMES = ("data", "model", "expert", "stage")
 
 @st.composite
 def meshes(draw: st.DrawFn, *, max_axes: int = 3, max_ranks: int = 8) -> Mesh:
-    """Draw meshes of at most `max_axes` axes and `max_ranks` ranks. An axis may have size one.
+    """Generate meshes of at most `max_axes` axes and `max_ranks` ranks. An axis may have size one.
 
     Example:
         >>> from hypothesis import find
@@ -42,14 +42,13 @@ def specs(
     reductions: Sequence[Reduction] = tuple(Reduction),
     mesh_order: bool = False,
 ) -> PartitionSpec:
-    """Draw partition specs of tensors with `ndim` dims on `mesh`.
+    """Generate partition specs of tensors with `ndim` dims on `mesh`.
 
     Args:
-        draw: Hypothesis's function.
-        mesh: the mesh; None draws one.
-        ndim: the number of dims; None draws it, up to three.
-        reductions: the reductions to draw from. All partial axes of a spec have the same reduction. Empty: no axis is
-            partial.
+        mesh: the mesh; None: any of `meshes()`.
+        ndim: the number of dims; None: 0 to 3.
+        reductions: the reductions of partial values. All partial axes of a spec have the same reduction. Empty: no axis
+            is partial.
         mesh_order: whether the axes of a dim are in the order of the mesh, which torch placements require.
     """
     mesh = draw(meshes()) if mesh is None else mesh
@@ -71,7 +70,11 @@ def specs(
 def shapes(
     *, min_dims: int = 0, max_dims: int = 3, min_size: int = 1, max_size: int = 9
 ) -> st.SearchStrategy[tuple[int, ...]]:
-    """Draw small shapes. Many of their dims are smaller than a mesh axis, or not divisible by its size.
+    """Generate small shapes. Many of their dims are smaller than a mesh axis, or not divisible by its size.
+
+    Args:
+        min_dims, max_dims: smallest and largest number of dims.
+        min_size, max_size: smallest and largest size of a dim.
 
     Example:
         >>> from hypothesis import find
@@ -84,7 +87,7 @@ def shapes(
 
 @st.composite
 def clusters(draw: st.DrawFn, *, max_nodes: int = 4, max_devices: int = 8) -> Cluster:
-    """Draw clusters of at most `max_nodes` nodes and `max_devices` equal devices. Their networks are fast or slow.
+    """Generate clusters of at most `max_nodes` nodes and `max_devices` equal devices. Their networks are fast or slow.
 
     Example:
         >>> from hypothesis import find
@@ -105,9 +108,15 @@ _NODES = ("h100_sxm", "a100_sxm_80gb", "a100_pcie_40gb", "mi300x", "l4", "cpu_la
 def schedules(
     draw: st.DrawFn, *, max_ranks: int = 4, max_micro_batches: int = 9, max_virtual_stages: int = 3
 ) -> PipelineOrder:
-    """Draw pipeline schedules: each pipeline rank's tasks in a step, in order, including sends and receives.
+    """Generate pipeline schedules: each pipeline rank's tasks in a step, in order, including sends and receives.
 
-    The schedule is any of `SCHEDULES` that admits the drawn numbers of ranks, micro-batches and virtual stages.
+    A schedule has a name of `Recipe.schedule`, and numbers of ranks, micro-batches and virtual stages that the schedule
+    allows.
+
+    Args:
+        max_ranks: largest number of pipeline ranks.
+        max_micro_batches: largest number of micro-batches in a step.
+        max_virtual_stages: largest number of stages on each rank.
 
     Example:
         >>> from hypothesis import find

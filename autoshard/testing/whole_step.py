@@ -20,13 +20,14 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class WholeStep:
-    """A training step: forward, backward, clipping and the update of an optimizer.
+    """A training step for `check_plan`: forward, backward, clipping and the update of an optimizer.
 
     Args:
-        make_optimizer: maps parameters to an optimizer whose update is traced (SGD, Adam, AdamW of torch.optim).
-        max_grad_norm: gradients are clipped to this norm; None: no clipping.
-        micro_batches: the number of equal parts into which dim 0 of each input is split.
-        loss_scaling: settings of the scale of the loss in float16; None: the defaults.
+        make_optimizer: takes the model's parameters, and returns an optimizer whose update is traced. These are SGD,
+            Adam, AdamW and Muon of torch.optim.
+        max_grad_norm: gradients are clipped to this norm. None, the default: no clipping.
+        micro_batches: the number of equal parts into which dim 0 of each input is split; default 1.
+        loss_scaling: settings of the loss scale in float16. None: the defaults of `LossScaling`.
     """
 
     make_optimizer: MakeOptimizer
@@ -47,7 +48,7 @@ class WholeStep:
         ]
 
     def update(self, model: nn.Module, *, scales_loss: bool = False) -> Update:
-        """Return the description of the optimizer's update of `model`'s parameters that tracing needs."""
+        """`check_plan` calls this: return the optimizer's update of `model`'s parameters as data for tracing."""
         optimizer = self.make_optimizer(model.parameters())
         names = names_of(model.named_parameters())
         return describe_update(optimizer, names, self.max_grad_norm, scales_loss=scales_loss)

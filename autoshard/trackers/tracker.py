@@ -25,22 +25,24 @@ from autoshard.trackers.writer import RunWriter
 
 
 def track(step: TrainStep, *writers: RunWriter, start: int | None = None) -> Tracker:
-    """Write the numbers of each step from now on. All ranks may call; the first rank writes.
+    """Write the numbers of each step from now on: loss, gradient norm, learning rate, speed and memory.
 
-    The numbers are listed in docs/how_to/watch_a_run.md.
+    All ranks may call this; only the first rank writes. All numbers are listed in docs/how_to/watch_a_run.md.
 
     Args:
         step: the step, the result of `autoshard.compile` with an optimizer.
-        writers: `TensorBoard(folder)`, `CSV(path)`, `WandB()`, `Progress()`, or objects of your own (`RunWriter`).
-        start: number of steps done before; the next step has the number `start + 1`. Default: `step.steps_done`, which
+        writers: `TensorBoard(folder)`, `CSV(path)`, `WandB()` or `Progress()` of `autoshard.trackers`. An object of
+            your own needs the methods of `RunWriter`, `log` and `close`.
+        start: number of steps done before; the next step has the number `start + 1`. None: `step.steps_done`, which
             counts on after `Checkpoints.load`.
 
     Returns:
-        The tracker, a context manager. The numbers of the last step are written by its `close`, or when the object
+        The tracker, a context manager. The numbers of a step are written when the next step ends, so that no step waits
+        for the GPU. Leaving the context (or `close`) writes the last step. A tracker that stays open writes it when
         `step` is deleted or the program ends.
 
     Raises:
-        NotAvailableError: `step` is no training step, or an object is no writer.
+        NotAvailableError: `step` is not a training step, or an object is not a writer.
 
     Example:
         >>> import autoshard, torch, tempfile
