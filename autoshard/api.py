@@ -25,6 +25,7 @@ from autoshard.arguments import (
 )
 from autoshard.call import Call, LossFunction, Options
 from autoshard.ir.cluster_mesh import ClusterMesh
+from autoshard.ir.cost_errors import errors_of_ours
 from autoshard.ir.garbage import seldom_collecting
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
@@ -38,6 +39,7 @@ from cost_models.hardware import Cluster
 
 
 @seldom_collecting
+@errors_of_ours()
 def compile(
     model: nn.Module,
     mesh: DeviceMesh | Mesh | ClusterMesh | Cluster,
@@ -154,6 +156,7 @@ def compile(
 
 
 @seldom_collecting
+@errors_of_ours()
 def plan(
     model: nn.Module,
     target: DeviceMesh | Mesh | ClusterMesh | Cluster,
@@ -254,6 +257,7 @@ def plan(
 
 
 @seldom_collecting
+@errors_of_ours()
 def price(
     model: nn.Module,
     cluster: Cluster,
@@ -297,7 +301,7 @@ def price(
         RecipeError: the recipe does not fit the model or the cluster, or offloads more bytes than the hosts hold.
         NotAvailableError: `offload` is "optimizer" or "parameters", or an argument is invalid.
         TraceError: the model cannot be traced, or runs other operators for other batch sizes.
-        cost_models.errors.UnknownHardwareError: the recipe offloads activations, and the device has no known host link.
+        UnknownHardwareError: the recipe offloads activations, and the device has no known host link.
 
     Example:
         >>> import autoshard
@@ -339,6 +343,7 @@ def verify(compiled: ShardedModule | TrainStep) -> VerificationReport:
 
 
 @seldom_collecting
+@errors_of_ours()
 def prove(
     model: nn.Module,
     target: DeviceMesh | Mesh | ClusterMesh | Cluster | Plan,

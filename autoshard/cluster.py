@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, Unpack
@@ -13,8 +12,9 @@ from typing import Any, Self, Unpack
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.errors import NotAvailableError, UnknownHardwareError
+from autoshard.errors import NotAvailableError
 from autoshard.ir.cluster_mesh import ClusterMesh
+from autoshard.ir.cost_errors import errors_of_ours
 from autoshard.ir.mesh import Mesh
 from autoshard.runtime.launch import world_size
 from cost_models.device import Device
@@ -22,18 +22,6 @@ from cost_models.errors import CostModelError
 from cost_models.hardware import Cluster as PricedCluster
 from cost_models.hardware import NodeParts, NodeType, node_of_driver, node_type
 from cost_models.topology import GroupLinks
-
-
-@contextmanager
-def _errors_of_ours() -> Iterator[None]:
-    """Within the context, raise `UnknownHardwareError` of `autoshard` in place of errors of `cost_models`.
-
-    `cost_models` imports nothing of `autoshard`, so it has errors of its own.
-    """
-    try:
-        yield
-    except CostModelError as error:
-        raise UnknownHardwareError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -60,7 +48,7 @@ class Cluster(PricedCluster):
     """
 
     def __init__(self, node: str | NodeType, nodes: int = 1, devices_per_node: int | None = None) -> None:
-        with _errors_of_ours():
+        with errors_of_ours():
             PricedCluster.__init__(self, node, nodes, devices_per_node)
 
     @classmethod
@@ -84,7 +72,7 @@ class Cluster(PricedCluster):
             ...            network_bytes_per_s_per_device=25e9).nodes
             8
         """
-        with _errors_of_ours():
+        with errors_of_ours():
             found = PricedCluster.of(unit, devices, **parts)
         return cls(found.node, found.nodes, found.devices_per_node)
 
@@ -113,7 +101,7 @@ class Cluster(PricedCluster):
         Raises:
             UnknownHardwareError: there is no such file, or the file does not describe a cluster.
         """
-        with _errors_of_ours():
+        with errors_of_ours():
             found = PricedCluster.load(path)
         return cls(found.node, found.nodes, found.devices_per_node)
 
