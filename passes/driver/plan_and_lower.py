@@ -173,9 +173,11 @@ def allowed_by(planning: PlanningProblem, options: PlanOptions) -> dict[int, np.
     for variable, mask in both.items():
         if not mask.any():
             words = "" if options.recipe is None else f" ({options.recipe.words})"
+            names = {slot.node: slot.name for slot in planning.space.program.inputs}
+            member = planning.members[variable][0]
             raise RecipeError(
-                f"constraints= and recipe={words} leave no spec for {planning.members[variable][0]!r} together. Leave "
-                "one of the two out."
+                f"constraints= and recipe={words} leave no spec for {names.get(member, member)!r} together. Leave one "
+                "of the two out."
             )
     return both
 

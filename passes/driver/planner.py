@@ -315,7 +315,7 @@ class Planner:
                     raise KeyboardInterrupt("the search was ended before anything that fits was found") from error
                 if control.ceiling.has_cut:
                     raise DoesNotFitError(
-                        f"time_budget_s={self.time_budget_s:g} was up before the search ended, and until then {error} "
+                        f"time_budget_s={self.time_budget_s:g} was up before the search ended. {error} "
                         "Or give it more time.",
                         smallest_bytes=error.smallest_bytes,
                     ) from error

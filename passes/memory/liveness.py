@@ -12,8 +12,8 @@ including uses through views. A copy that a reshard makes takes memory from the 
   reads it is over.
 * The memory behind a view or a fan-out is either the value itself, or the copy that a reshard made on the way there.
   Both have the same bytes, which the view's spec alone decides (`EITHER`).
-* Parameters, buffers and inputs live from the start; parameters also carry optimizer state. An update overwrites its
-  operands, so it needs no further memory.
+* Parameters, buffers, inputs and constants live from the start to the end; parameters also carry optimizer state. An
+  update overwrites its operands, so it needs no further memory.
 * Results live to the end. A call returns its outputs whole, and a training step returns none.
 
 Every size depends on the options of at most two variables. There is one exception: the copy of an input may be used by
@@ -248,6 +248,7 @@ class _Lifetimes:
         viewed: name of a view, fan-out or in-place update to the index of the link whose memory it shares.
         deaths: place to the last point at which its value is used, also through views.
         is_step: whether the program is a training step.
+        same: names of sites whose constant is the constant of an earlier site.
     """
 
     space: SearchSpace
@@ -257,6 +258,7 @@ class _Lifetimes:
     viewed: dict[str, int] = field(init=False)
     deaths: dict[tuple[str, int], int] = field(init=False)
     is_step: bool = field(init=False)
+    same: set[str] = field(default_factory=set)
     values: dict[tuple[str, int], Interval] = field(default_factory=dict)
     on_links: list[OnLink] = field(default_factory=list)
 
@@ -269,6 +271,10 @@ class _Lifetimes:
             if self._is_view(link):
                 self.viewed[link.head] = index
         self._find_deaths()
+        constants: dict[object, str] = {}
+        for name, site in self.space.sites.items():
+            if site.is_constant and site.node is not None and constants.setdefault(site.node.target, name) != name:
+                self.same.add(name)
 
     def find(self) -> tuple[dict[tuple[str, int], Interval], tuple[OnLink, ...]]:
         owned: dict[str, int] = {}  # view to the point from which its memory is counted by its own spec
@@ -292,11 +298,12 @@ class _Lifetimes:
         if site.is_alias and len(site.results) > 1:
             start = None
         death = self.deaths[place]
-        last, sure = (None, death) if start is None or site.is_input else self._last_reader(place)
-        if not site.is_alias:
-            self.values[place] = Interval(0 if site.is_input else self.times.calls[name], sure)
-        elif start is not None:
+        stays = site.is_input or site.is_constant
+        last, sure = (None, death) if start is None or stays else self._last_reader(place)
+        if site.is_alias and start is not None:
             self._keep(self.viewed[name], Held.EITHER, start, sure)
+        elif not site.is_alias and name not in self.same:
+            self.values[place] = Interval(0 if stays else self.times.calls[name], sure)
         for index in self.readers[place]:
             until = sure if index == last and self._is_view(self.space.links[index]) else None
             self._reader(index, death, until)
@@ -367,7 +374,8 @@ class _Lifetimes:
             for result in range(len(site.results)):
                 uses = map(self._use, self.readers[name, result])
                 born = self.times.calls[name]
-                self.deaths[name, result] = self.times.end if site.is_input else max(uses, default=born)
+                stays = site.is_input or site.is_constant
+                self.deaths[name, result] = self.times.end if stays else max(uses, default=born)
 
     def _use(self, index: int) -> int:
         """Return the last point at which the reader of link `index` uses the value, directly or through views.

@@ -1,8 +1,9 @@
 """Find the peak memory of a lowered program on each rank, by a walk through its nodes in the order in which ranks run.
 
-Parameters, buffers, optimizer state and inputs are in memory throughout. Saved values live until the backward has used
-them, and gradients until the update, which overwrites its inputs. A call returns its outputs in the plan's spec; a
-training step keeps no outputs. Units of blocks that the program leaves out count too (`passes.memory.storages`).
+Parameters, buffers, constants, optimizer state and inputs are in memory throughout. Saved values live until the
+backward has used them, and gradients until the update, which overwrites its inputs. A call returns its outputs in the
+plan's spec; a training step keeps no outputs. Units of blocks that the program leaves out count too
+(`passes.memory.storages`).
 """
 
 from __future__ import annotations
@@ -58,9 +59,10 @@ def step_memory(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad =
     """
     memory = Storages(LocalUnits.of(phased.lowered))
     inputs = _inputs(memory, phased)
+    constants = memory.hold_constants(graphs_of(phased))
     sums = _sums(memory, phased) if micro_batches > 1 else []
-    once = _run_once(memory, phased, inputs)
-    held = [*inputs, *once]
+    once = _run_once(memory, phased, inputs, constants)
+    held = [*inputs, *constants, *once]
     results = memory.run(
         filled(phased.forward.graph), [*(inputs[index] for index in phased.forward_inputs), *once], [*held, *sums]
     )
@@ -77,12 +79,12 @@ def step_memory(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad =
     if phased.update is not None:
         carried = gradients[len(phased.backward_outputs) :]
         read = [*carried, *(inputs[index] for index in phased.update_inputs)]
-        memory.run(update_in_place(phased.update, written_by_update(phased)), read, inputs)
+        memory.run(update_in_place(phased.update, written_by_update(phased)), read, [*inputs, *constants])
     parts = memory.parts or dict.fromkeys(PARTS, 0)
     if load == ONE_STAGE:
         return StepMemory(parts)
     pairs = zip(phased.lowered.inputs, inputs, strict=True)
-    own = [value for slot, value in pairs if slot.slot.kind not in _OF_MICRO_BATCH] + [*sums, *once]
+    own = [value for slot, value in pairs if slot.slot.kind not in _OF_MICRO_BATCH] + [*constants, *sums, *once]
     beside = (load.stages - 1) * memory.bytes_of(own)
     beside += (load.in_flight - 1) * (memory.bytes_of([*own, *saved]) - memory.bytes_of(own))
     return StepMemory({**parts, ACTIVATIONS: parts[ACTIVATIONS] + beside})
@@ -112,10 +114,19 @@ def update_in_place(update: fx.GraphModule, written: Mapping[int, int]) -> fx.Gr
     return made
 
 
-def _run_once(memory: Storages, phased: PhasedProgram, inputs: Sequence[Value]) -> list[Value]:
+def graphs_of(phased: PhasedProgram) -> list[fx.Graph]:
+    """Return the graphs that a program runs: what is hoisted, forward, backward and update."""
+    modules = (phased.hoisted, phased.forward, phased.backward, phased.update)
+    return [module.graph for module in modules if module is not None]
+
+
+def _run_once(
+    memory: Storages, phased: PhasedProgram, inputs: Sequence[Value], constants: Sequence[Value]
+) -> list[Value]:
     if phased.hoisted is None:
         return []
-    return memory.run(filled(phased.hoisted.graph), [inputs[index] for index in phased.hoisted_inputs], inputs)
+    read = [inputs[index] for index in phased.hoisted_inputs]
+    return memory.run(filled(phased.hoisted.graph), read, [*inputs, *constants])
 
 
 def _sums(memory: Storages, phased: PhasedProgram) -> list[Value]:

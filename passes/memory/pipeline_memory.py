@@ -3,8 +3,8 @@
 The graphs of a stage are walked once, for one micro-batch (`passes.memory.storages`). The rank's schedule then tells
 how many micro-batches are in memory at once:
 
-* Parameters, buffers, optimizer state and the inputs of all micro-batches are in memory throughout. Hoisted values are
-  there from the stage's first forward on, and sums of gradients from its first backward on.
+* Parameters, buffers, constants, optimizer state and the inputs of all micro-batches are in memory throughout. Hoisted
+  values are there from the stage's first forward on, and sums of gradients from its first backward on.
 * Saved values of a forward live until the backward. The first half of a cut backward keeps the values that the second
   half reads, which are most saved values.
 * A received value takes memory from the receive until its reader runs. A sent value that is not saved takes memory
@@ -27,7 +27,7 @@ from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.pipeline_order import StageTask, Work
 from autoshard.ir.program import InputKind
 from autoshard.ir.staged import StagedProgram, StageProgram
-from passes.memory.lowered_memory import carried_bytes, local_bytes, update_in_place, written_by_update
+from passes.memory.lowered_memory import carried_bytes, graphs_of, local_bytes, update_in_place, written_by_update
 from passes.memory.storages import ACTIVATIONS, GRADIENTS, INPUTS, PARAMETERS, STATE, Storages, Value
 
 
@@ -49,7 +49,7 @@ class _Needs:
     """Bytes that a stage takes. Each peak comes on top of the values that are in memory throughout.
 
     Args:
-        parameters, state: parameters with buffers, and optimizer state; in memory throughout.
+        parameters, state: parameters with buffers and constants, and optimizer state; in memory throughout.
         inputs: inputs of one micro-batch, without values from other stages.
         hoisted: values that are computed once for all micro-batches.
         hoisting: the peak while the hoisted values are computed.
@@ -115,6 +115,8 @@ def _needs_of(stage: StageProgram, staged: StagedProgram) -> _Needs:
         for slot, value in zip(lowered.inputs, inputs, strict=True)
         if slot.slot.name not in crossing and slot.slot.kind is not InputKind.TANGENT
     ]
+    constants = memory.hold_constants(graphs_of(phased))
+    held += constants
     base = memory.bytes_of(held)
     once, hoisting = [], 0
     if phased.hoisted is not None:
@@ -156,7 +158,7 @@ def _needs_of(stage: StageProgram, staged: StagedProgram) -> _Needs:
         own = phased.halves.weights.graph
         halves["second_half_with_sums"] = more_with_sums(own, own, between)
     return _Needs(
-        parameters=total(InputKind.PARAMETER, InputKind.BUFFER),
+        parameters=total(InputKind.PARAMETER, InputKind.BUFFER) + memory.bytes_of(constants),
         state=total(InputKind.STATE, InputKind.HYPER, InputKind.SQUARES, InputKind.UNSCALE),
         inputs=total(InputKind.INPUT, InputKind.SEED),
         hoisted=hoisted,
@@ -193,8 +195,9 @@ def _update_bytes(phased: PhasedProgram, carried: Sequence[int]) -> int:
     lowered = phased.lowered
     held = [memory.new(local_bytes(lowered.inputs[index], lowered.mesh)) for index in phased.update_inputs]
     graph = update_in_place(phased.update, written_by_update(phased))
-    memory.run(graph, [*map(memory.new, carried), *held], held)
-    return memory.peak - memory.bytes_of(held)
+    throughout = [*held, *memory.hold_constants([graph])]
+    memory.run(graph, [*map(memory.new, carried), *held], throughout)
+    return memory.peak - memory.bytes_of(throughout)
 
 
 @dataclass(slots=True)

@@ -1,7 +1,8 @@
 """Count the bytes of a rank's storages while a graph of local operators runs.
 
 An operator's result takes memory from its call to its last use, including uses through views. Allocations inside
-kernels are counted for a few operators only (`workspaces`). Values on the host take no device memory.
+kernels are counted for a few operators only (`workspaces`). Values on the host take no device memory. A constant of the
+program takes memory once, throughout.
 
 A program may leave out units of blocks (`autoshard.ir.repeat`). The first unit after the gap stands for them: each of
 its storages counts once more for every unit left out. In each phase the left-out units run between the two units beside
@@ -25,6 +26,7 @@ from autoshard.kernels.offload import to_host
 from passes.strategies.collective_nodes import size_in_whole_program
 from passes.strategies.local_units import LocalUnits
 from passes.strategies.repeated import AFTER_GAP, BEFORE_GAP
+from passes.strategies.tensor_infos import bytes_in
 from passes.strategies.workspaces import workspace_bytes
 
 PARAMETERS, STATE, GRADIENTS, INPUTS, ACTIVATIONS = PARTS = (
@@ -61,12 +63,14 @@ _ALL_THERE = LocalUnits((), {})
 class Storages:
     """The peak of a rank's bytes over all graphs walked so far, and the bytes of each category at that peak.
 
-    `units` has the repeated units of the program, of which some are left out.
+    `units` has the repeated units of the program, of which some are left out. `constants` has the value of each
+    constant by its name.
     """
 
     units: LocalUnits = _ALL_THERE
     peak: int = 0
     parts: dict[str, int] = field(default_factory=dict)
+    constants: dict[str, Value] = field(default_factory=dict)
 
     def new(self, size: int, part: str = ACTIVATIONS, node: fx.Node | None = None) -> Value:
         """Return a value with one new storage of `size` bytes.
@@ -77,6 +81,21 @@ class Storages:
         if spot is None or spot.unit != AFTER_GAP:
             return (Storage(size if node is None else round(size_in_whole_program(node, size)), part),)
         return (Storage(size, part, float(size * self.units.repeats[spot.repeat].left_out), spot.repeat),)
+
+    def hold_constants(self, graphs: Iterable[fx.Graph]) -> list[Value]:
+        """Return a new value for each constant that the graphs read. All nodes of one name read one constant.
+
+        If only left-out units and the unit that stands for them have the constant, their copies count too.
+        """
+        nodes = defaultdict[str, list[fx.Node]](list)
+        for node in (node for graph in graphs for node in graph.find_nodes(op="get_attr")):
+            nodes[str(node.target)].append(node)
+        for name, alike in nodes.items():
+            spots = map(self.units.spot, alike)
+            is_of_units = all(spot is not None and spot.unit == AFTER_GAP for spot in spots)
+            size = bytes_in(alike[0].meta["val"])
+            self.constants[name] = self.new(size, INPUTS, alike[0] if is_of_units else None)
+        return list(self.constants.values())
 
     def bytes_of(self, values: Iterable[Value]) -> int:
         """Return the bytes of the storages of some values; a shared storage counts once."""
@@ -134,6 +153,8 @@ class Storages:
 
         A view has the storages of its operand. Other nodes make new storages.
         """
+        if node.op == "get_attr" and str(node.target) in self.constants:
+            return self.constants[str(node.target)]
         if node.target is to_host:
             return self.new(0)
         value = node.meta.get("val")

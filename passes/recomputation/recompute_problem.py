@@ -4,8 +4,8 @@ A variable is one decision for all nodes that are alike. The problem differs fro
 these points (`recompute_options` explains policies):
 
 * Time: a recomputed call runs twice, and so do the reshards of its operands (`_Building.costs`, `edges`).
-* Operands: a recomputation needs each operand held from the forward, recomputed before, or as an input of the program.
-  Other pairs of policies cost infinity (`_fits_together`).
+* Operands: a recomputation needs each operand held from the forward, recomputed before, or as an input or a constant of
+  the program. Other pairs of policies cost infinity (`_fits_together`).
 * Copies: an offloaded value costs the time of its two copies, which nothing hides. Its fetch needs no operands.
 * Memory depends on policies too (`recompute_memory`).
 
@@ -267,7 +267,8 @@ class _Building:
         return found
 
     def _fits_together(self, link: Link, tail: ValuePolicy, head: ValuePolicy) -> bool:
-        if head not in RECOMPUTED or self.planning.space.sites[link.tail].is_input:
+        source = self.planning.space.sites[link.tail]
+        if head not in RECOMPUTED or source.is_input or source.is_constant:
             return True
         if tail in RESTORED:
             before, after = self.memory.split.restored[link.tail, tail], self.memory.split.restored[link.head, head]

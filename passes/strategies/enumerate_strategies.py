@@ -84,6 +84,11 @@ class Site:
         """Whether the site is a placeholder of the program: a parameter, buffer, state, input or tangent."""
         return self.node is not None and self.node.op == "placeholder"
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether the site is a tensor that the program contains, such as a mask that the model makes once."""
+        return self.node is not None and self.node.op == "get_attr"
+
 
 @dataclass(frozen=True, slots=True)
 class Link:

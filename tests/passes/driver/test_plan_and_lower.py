@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autoshard.errors import DoesNotFitError, InvalidSpecError, NoShardingRuleError, PlanMismatchError
+from autoshard.errors import DoesNotFitError, InvalidSpecError, NoShardingRuleError, PlanMismatchError, RecipeError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
+from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import P, PartitionSpec
 from autoshard.rules import registry
 from passes.driver import plan_and_lower as pipeline
@@ -300,3 +301,11 @@ def test_a_plan_that_the_ceiling_cut_says_so(
     assert found.was_cut or found.objective == pytest.approx(whole.objective, rel=1e-9)
     assert found.was_cut or looks > 1
     assert Plan.from_json(found.to_json()).was_cut is found.was_cut
+
+
+def test_a_constraint_that_contradicts_a_recipe_is_refused_with_the_name_of_the_parameter() -> None:
+    """The error has the parameter's qualified name, not the name of its node."""
+    mesh = Mesh({"data": 2})
+    options = PlanOptions(constraints={"second.weight": P()}, recipe=Recipe(zero=3))
+    with pytest.raises(RecipeError, match=r"recipe= \(zero=3; .*\) leave no spec for 'second\.weight' together"):
+        plan_program(perceptron_program(), mesh, h100s(mesh), options)

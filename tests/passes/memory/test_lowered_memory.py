@@ -5,8 +5,11 @@ from __future__ import annotations
 from itertools import permutations
 
 import pytest
+import torch
+from torch import nn
 
 from autoshard import Mesh
+from autoshard.tracing import trace
 from passes.driver.plan_of_choice import memory_of_choice
 from passes.driver.plan_options import PlanOptions
 from passes.memory.storages import ACTIVATIONS, GRADIENTS, PARAMETERS, PARTS, STATE
@@ -62,3 +65,34 @@ def test_another_axis_on_a_spec_takes_no_more_of_parameters() -> None:
     ]
     assert pairs
     assert all(held[two] < held[one] for one, two in pairs)
+
+
+class Offset(nn.Module):
+    """Four layers; the first reads a large table twice, which is a buffer or a plain tensor."""
+
+    def __init__(self, *, is_buffer: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.register_buffer("table", torch.rand(512, 16))
+        if not is_buffer:
+            table = self.table
+            del self.table
+            self.table = table
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.table[:8] * self.table.sum()
+        for layer in self.layers:
+            x = x + torch.relu(layer(x))
+        return x.square().mean()
+
+
+def test_a_constant_takes_as_much_memory_as_a_buffer() -> None:
+    """A constant is in memory throughout and once, in the search's count too."""
+    peaks, counts = [], []
+    for is_buffer in (True, False):
+        planning = problem_of(trace(Offset(is_buffer=is_buffer), (torch.zeros(8, 16),)), LINE)
+        whole = [0] * len(planning.members)
+        peaks.append(peak_of(planning, whole))
+        counts.append(planning.usage(whole).max())
+    assert peaks[0] == peaks[1]
+    assert counts[0] == counts[1]

@@ -50,6 +50,18 @@ class Pointwise(nn.Module):
         return y.sum()
 
 
+class Scaled(nn.Module):
+    """A weight times a constant that is no buffer, under functions whose derivatives need operands or results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64, 64))
+        self.scale = torch.rand(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight * self.scale).sin().exp().sum()
+
+
 @st.composite
 def chains(draw: st.DrawFn) -> Program:
     """Programs with few values to recompute."""
@@ -114,6 +126,19 @@ def test_cost_and_memory_are_those_of_the_program_with_clones(name: str) -> None
         same += cost == pytest.approx(problem.assignment.cost_of(choice), rel=1e-12)
     assert min(recomputed, offloaded) >= 12
     assert same >= 2
+
+
+def test_a_value_computed_from_a_constant_may_be_recomputed() -> None:
+    """A constant of the program is there at any time, and needs no policy."""
+    problem = joint(problem_of(trace(Scaled(), (torch.zeros(64, 64),)), LINE))
+    recomputed: set[str] = set()
+    for choice in (drawn_choice(problem, seed) for seed in range(24)):
+        restored, strategies = problem.restored(choice), problem.without_policies(choice)
+        recomputed |= {node.name for node in restored.recomputed}
+        running = with_restored(problem.planning, restored)
+        assert running.usage(strategies).max() <= problem.usage(choice).max()
+    sites = problem.space.sites
+    assert recomputed & {link.head for link in problem.space.links if sites[link.tail].is_constant}
 
 
 def test_the_optimum_is_what_its_program_costs_and_takes() -> None:
