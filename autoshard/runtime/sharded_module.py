@@ -270,11 +270,12 @@ class ShardedModule(OfModel, HasWeights):
         )
 
     def find_step(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], update: Update, members: Members, *, runs: bool = True
-    ) -> tuple[Executable, FlatCall]:
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], update: Update | None, members: Members,
+        *, runs: bool = True,
+    ) -> tuple[Executable, FlatCall]:  # fmt: skip
         """Find or compile the program of a whole training step; return it and the flattened (padded) call.
 
-        `runs` says whether the program will run, so that ranks compare its inputs.
+        `update` is None to leave it out. `runs` says whether the program will run, so that ranks compare its inputs.
         """
         with torch.enable_grad():
             return self._find_padded(FlatCall.of(args, kwargs, Outputs.LOSS), members, update, runs=runs)
