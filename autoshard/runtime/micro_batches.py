@@ -144,7 +144,7 @@ class LossWeigher:
     """Finds how the losses of micro-batches are weighed.
 
     A step without micro-batches needs weights only for a batch with copied rows. They are then derived from two traces,
-    and kept for the last such program.
+    and kept for the last such program and shapes.
 
     Args:
         sharded: the module of the step.
@@ -153,7 +153,7 @@ class LossWeigher:
 
     sharded: ShardedModule
     weigh: Weigh
-    _last: tuple[CompiledProgram, LossWeights | None] | None = None
+    _last: tuple[CompiledProgram, list[torch.Size], LossWeights | None] | None = None
 
     def of(self, compiled: CompiledProgram, call: FlatCall) -> LossWeights | None:
         """Return the weights for the program of a micro-batch; None without a loss.
@@ -164,14 +164,15 @@ class LossWeigher:
         """
         if compiled.weights is not None:
             return compiled.weights
-        if self._last is None or self._last[0] is not compiled:
+        shapes = [tensor.shape for tensor in call.tensors.values()]  # a program may run padded calls
+        if self._last is None or self._last[0] is not compiled or self._last[1] != shapes:
             with (
                 torch.enable_grad(),
                 self.sharded.agreement.working(),
                 self.sharded.requesting(call, grad=True) as request,
             ):
-                self._last = compiled, self.weigh(request)
-        return self._last[1]
+                self._last = compiled, shapes, self.weigh(request)
+        return self._last[2]
 
     def weights_of(self, compiled: CompiledProgram, batch: MicroBatches, calls: Sequence[FlatCall]) -> list[float]:
         """Return the weight of each micro-batch's loss in the loss of the batch.
