@@ -47,9 +47,9 @@ def run(call: ProgramCall, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Te
     If gradients are enabled, the call becomes a node of autograd's graph.
     """
     if torch.is_grad_enabled():
-        # Autograd would call hooks on an input without gradient, with None in place of the gradient.
-        names, without = call.executable.input_names, call.executable.without_gradient
-        reached = (None if name in without else tensor for name, tensor in zip(names, tensors, strict=True))
+        reached: list[torch.Tensor | None] = list(tensors)
+        for place in call.executable.without_gradient:
+            reached[place] = None  # or else autograd would call hooks on the input with None
         return ProgramFunction.apply(call, tuple(tensors), *reached)
     return _distinct(call.executable.run_forward(tensors)[0])
 

@@ -205,9 +205,10 @@ class Executable:
         return inputs_behind_gradients(self.phased.lowered.traced)
 
     @cached_property
-    def without_gradient(self) -> frozenset[Key]:
-        """Kind and name of the forward's inputs that get no gradient, whichever output a backward starts from."""
-        return inputs_without_gradient(self.phased.lowered.traced)
+    def without_gradient(self) -> tuple[int, ...]:
+        """Positions in `inputs` of those that get no gradient, whichever output a backward starts from."""
+        found = inputs_without_gradient(self.phased.lowered.traced)
+        return tuple(place for place, key in enumerate(self.input_names) if key in found)
 
     @cached_property
     def updated_buffers(self) -> frozenset[str]:

@@ -63,8 +63,8 @@ def padded_length(length: int) -> int:
         >>> [padded_length(length) for length in (1, 2, 9, 12, 13, 100)]
         [1, 8, 12, 12, 16, 128]
     """
-    if length == 1:  # models often run other code for one token
-        return 1
+    if length <= 1:  # models often run other code for one token, and an empty input is refused
+        return length
     power = max(_SHORTEST, 1 << (length - 1).bit_length())
     middle = 3 * power // 4
     return middle if length <= middle and middle > _SHORTEST else power

@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from autoshard.errors import AutoshardError, NotAvailableError, TraceError
 from autoshard.ir.loss import no_loss
 from autoshard.ir.loss_weights import LossWeights, ReadInput
-from autoshard.ir.outputs import Outputs
 from autoshard.ir.program import InputKind
 from autoshard.ir.request import CompiledProgram, Request
 from autoshard.runtime.executable import Executable
@@ -145,7 +144,7 @@ class LossWeigher:
     """Finds how the losses of micro-batches are weighed.
 
     A step without micro-batches needs weights only for a batch with copied rows. They are then derived from two traces,
-    and kept for the last such program.
+    and kept for the last such program and shapes.
 
     Args:
         sharded: the module of the step.
@@ -154,7 +153,7 @@ class LossWeigher:
 
     sharded: ShardedModule
     weigh: Weigh
-    _last: tuple[CompiledProgram, LossWeights | None] | None = None
+    _last: tuple[CompiledProgram, list[torch.Size], LossWeights | None] | None = None
 
     def of(self, compiled: CompiledProgram, call: FlatCall) -> LossWeights | None:
         """Return the weights for the program of a micro-batch; None without a loss.
@@ -165,31 +164,33 @@ class LossWeigher:
         """
         if compiled.weights is not None:
             return compiled.weights
-        if self._last is None or self._last[0] is not compiled:
+        shapes = [tensor.shape for tensor in call.tensors.values()]  # a program may run padded calls
+        if self._last is None or self._last[0] is not compiled or self._last[1] != shapes:
             with (
                 torch.enable_grad(),
                 self.sharded.agreement.working(),
                 self.sharded.requesting(call, grad=True) as request,
             ):
-                self._last = compiled, self.weigh(request)
-        return self._last[1]
+                self._last = compiled, shapes, self.weigh(request)
+        return self._last[2]
 
-    def weights_of(self, compiled: CompiledProgram, batch: MicroBatches) -> list[float]:
+    def weights_of(self, compiled: CompiledProgram, batch: MicroBatches, calls: Sequence[FlatCall]) -> list[float]:
         """Return the weight of each micro-batch's loss in the loss of the batch.
 
         Args:
             compiled: the program of a micro-batch.
             batch: the micro-batches.
+            calls: the call of the program for each micro-batch, with padded inputs if the program runs padded calls.
 
         Raises:
             NotAvailableError: the loss is not a weighted sum over micro-batches.
         """
         if batch.is_whole:
             return [1.0]
-        weights = self.of(compiled, FlatCall.of(*batch.parts[0], Outputs.LOSS))
+        weights = self.of(compiled, calls[0])
         if weights is None:
             raise no_loss([tuple(slot.shape) for slot in compiled.phased.lowered.outputs])
-        return weights.of_parts(batch.copies, _reader_of(self.sharded, batch.parts))
+        return weights.of_parts(batch.copies, _reader_of(self.sharded, calls))
 
 
 def common_program(weigher: LossWeigher, batch: MicroBatches, find: Find) -> tuple[Executable, Sequence[FlatCall]]:
@@ -211,7 +212,7 @@ def common_program(weigher: LossWeigher, batch: MicroBatches, find: Find) -> tup
     first = executables[0]
     if batch.is_whole or not first.phased.lowered.traced.guards:
         return first, calls
-    read = _reader_of(weigher.sharded, batch.parts)
+    read = _reader_of(weigher.sharded, calls)
     for executable in found:
         weights = weigher.of(executable.compiled, calls[executables.index(executable)])
         branches = None if weights is None else weights.branches
@@ -235,15 +236,15 @@ def sum_of(shares: Sequence[torch.Tensor]) -> torch.Tensor:
     return shares[0] if len(shares) == 1 else torch.stack(list(shares)).sum()
 
 
-def _reader_of(sharded: ShardedModule, parts: Sequence[Part]) -> ReadInput:
+def _reader_of(sharded: ShardedModule, calls: Sequence[FlatCall]) -> ReadInput:
     """Return a function that takes the number of a micro-batch, and kind and name of an input or buffer.
 
-    It returns the whole tensor.
+    It returns the whole tensor. `calls` has the call of each micro-batch.
     """
-    calls = [FlatCall.of(*part).tensors for part in parts]
+    tensors = [call.tensors for call in calls]
 
     def read(part: int, kind: str, name: str) -> torch.Tensor:
-        value = calls[part][name] if kind == InputKind.INPUT else sharded.get_buffer(name)
+        value = tensors[part][name] if kind == InputKind.INPUT else sharded.get_buffer(name)
         return value.full_tensor() if isinstance(value, DTensor) else value
 
     return read

@@ -119,7 +119,10 @@ def lent_parameters(model: nn.Module, lend: Callable[[torch.Tensor], torch.Tenso
         yield
     finally:
         for owner, leaf, parameter in before:
-            setattr(owner, leaf, parameter)
+            if isinstance(parameter, nn.Parameter):
+                setattr(owner, leaf, parameter)
+            else:  # `torch.func.functional_call` puts plain tensors there
+                owner._parameters[leaf] = parameter
 
 
 @contextmanager

@@ -220,7 +220,6 @@ class ShardedModule(OfModel, HasWeights):
 
         `seed` is the seed that the call drew, or None.
         """
-
         state, training = executable.state, self.training
 
         def differentiate(derivative: Derivative, tangents: Sequence[torch.Tensor]) -> ProgramCall:
@@ -239,10 +238,7 @@ class ShardedModule(OfModel, HasWeights):
     def _find_padded(
         self, call: FlatCall, members: Members, update: Update | None = None, *, runs: bool = True
     ) -> tuple[Executable, FlatCall]:
-        """Find or compile the program for a call, padded if that is proven; return it and the call to run.
-
-        `runs` says whether the program will run, so that ranks compare its inputs.
-        """
+        """Find or compile the program for a call, padded if that is proven; return it and the call to run."""
         if self._lengths is not None:
             call = self._lengths.choose(self._lengths.pad(call), lambda padded: self._kind(padded, members, update))
         return self._find(call, members, update, runs=runs)
@@ -271,11 +267,12 @@ class ShardedModule(OfModel, HasWeights):
         )
 
     def find_step(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], update: Update, members: Members, *, runs: bool = True
-    ) -> tuple[Executable, FlatCall]:
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], update: Update | None, members: Members,
+        *, runs: bool = True,
+    ) -> tuple[Executable, FlatCall]:  # fmt: skip
         """`TrainStep` calls this: return the program of a whole step, compiled if new, and the padded, flattened call.
 
-        `runs` says whether the program will run, so that ranks compare its inputs.
+        `update` is None to leave it out. `runs` says whether the program will run, so that ranks compare its inputs.
         """
         with torch.enable_grad():
             return self._find_padded(FlatCall.of(args, kwargs, Outputs.LOSS), members, update, runs=runs)

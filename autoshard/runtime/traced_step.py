@@ -82,7 +82,7 @@ class TracedStep:
         """Run one step on the micro-batches of a batch; return the loss of the whole batch."""
         find = partial(self._sharded.find_step, update=self._state.update(members), members=members)
         executable, calls = common_program(self._weigher, batch, find)
-        weights, losses = self._weigher.weights_of(executable.compiled, batch), list[torch.Tensor]()
+        weights, losses = self._weigher.weights_of(executable.compiled, batch, calls), list[torch.Tensor]()
 
         def inputs(micro_batch: int) -> dict[int, Sequence[torch.Tensor]]:
             return self._inputs(executable, calls[micro_batch])

@@ -25,6 +25,7 @@ from autoshard.ir.pipeline_order import StageTask, Work, one_after_another
 from autoshard.ir.plan import Plan
 from autoshard.ir.profile import PredictSteps, Profile
 from autoshard.ir.update import check_norm
+from autoshard.runtime.executable import Executable
 from autoshard.runtime.executor import Executor
 from autoshard.runtime.graphed_passes import GraphedPasses
 from autoshard.runtime.loss_scale import LossScale
@@ -416,11 +417,15 @@ class TrainStep(HasWeights):
         """Return the weight of each micro-batch in the loss."""
         if batch.is_whole:
             return [1.0]
-        (args, kwargs), *_ = batch.parts
-        with torch.enable_grad():
-            self.sharded.compile_for_loss(args, kwargs)
-        assert self.sharded.program is not None, "`compile_for_loss` compiled it"
-        return self._weigher.weights_of(self.sharded.program, batch)
+        first, *others = batch.parts
+        executable, call = self._find(first)
+        is_padded = call.exact is not None
+        rest = (self._find(part)[1] if is_padded else FlatCall.of(*part, Outputs.LOSS) for part in others)
+        return self._weigher.weights_of(executable.compiled, batch, [call, *rest])
+
+    def _find(self, part: Part) -> tuple[Executable, FlatCall]:
+        """Find or compile the program of forward and backward of a micro-batch; return it and the call to run."""
+        return self.sharded.find_step(*part, None, self.sharded.members(), runs=False)
 
     def _update(self, loss: torch.Tensor) -> None:
         """Check loss and gradients. If they pass, clip the gradients, and take the optimizer's own step.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -344,6 +345,20 @@ CHECKS = {name.removeprefix("check_"): item for name, item in globals().items() 
 def test_on_the_simulator(name: str) -> None:
     """The check passes where all ranks are simulated."""
     CHECKS[name]()
+
+
+def test_a_call_on_other_values_of_parameters() -> None:
+    """`torch.func.functional_call` runs on the given tensors, and gradients flow into them, from the first call on."""
+    model = nn.Linear(6, 2)
+    sharded, start = compiled(copy.deepcopy(model)), torch.full((2, 6), 0.5, requires_grad=True)
+    for _ in range(2):
+        found, expected = (
+            torch.func.functional_call(item, {"weight": start * 2, "bias": torch.zeros(2)}, data()).square().mean()
+            for item in (sharded, model)
+        )
+        assert_close(found, expected, "loss")
+        assert_close(*(torch.autograd.grad(loss, start)[0] for loss in (found, expected)), "gradient")
+    assert_close(sharded(data()), model(data()), "parameters of its own")
 
 
 outcomes = checked_once(CHECKS, ranks=2, deadline_s=200)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -162,6 +163,18 @@ def test_four_ranks_have_their_part_of_the_weights_of_one_device() -> None:
 def test_what_no_initialiser_writes_is_named() -> None:
     with pytest.raises(TraceError, match=r"No initialiser gives a value to 'table', made on the meta device.*init_fn"):
         compiled(on_meta(), None).init_weights(0)
+
+
+def test_a_seed_is_an_integer() -> None:
+    """An integer of NumPy gives the weights of the same integer of Python; a fraction is refused."""
+    model = nn.Linear(3, 3)
+    sharded = autoshard.compile(model, Mesh({"data": 2}))
+    sharded.init_weights(3)
+    expected = model.weight.clone()
+    sharded.init_weights(np.int64(3))  # type: ignore[arg-type]
+    assert torch.equal(model.weight, expected)
+    with pytest.raises(NotAvailableError, match=r"init_weights\(seed=1.5\): seed is a float"):
+        sharded.init_weights(1.5)  # type: ignore[arg-type]
 
 
 def test_weights_need_a_place_first() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -108,6 +109,33 @@ def test_a_training_step_pads() -> None:
         torch.testing.assert_close(step(*batch(length)), loss.detach())
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(model.get_parameter(name), parameter)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, partial(torch.optim.Adagrad, eps=1e-3)])
+def test_micro_batches_are_padded(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    """Padded micro-batches with unequal numbers of targets are weighed as the batch of one device is."""
+    model = Tagger()
+    plain = copy.deepcopy(model)
+    options = autoshard.Options(dynamic_lengths=PADDING)
+    optimizer, own = kind(plain.parameters(), 0.1), kind(model.parameters(), 0.1)
+    step = autoshard.compile(model, Mesh({"data": 2}), optimizer=own, micro_batches=2, options=options)
+    for length in (10, 11):
+        tokens, targets = batch(length)
+        targets[0, 4:] = -100
+        loss = plain(tokens, targets)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(step(tokens, targets), loss.detach())
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), parameter)
+
+
+def test_an_empty_length_is_refused() -> None:
+    """A call without any token is refused as without padding."""
+    sharded = autoshard.compile(Tagger(), Mesh({"data": 2}), options=autoshard.Options(dynamic_lengths=PADDING))
+    with pytest.raises(TraceError, match="no elements"):
+        sharded(*batch(0))
 
 
 def equal_to_one_device(model: nn.Module, padding: dict[str, float], *calls: tuple[torch.Tensor, ...]) -> ShardedModule:

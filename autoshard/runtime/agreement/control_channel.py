@@ -165,12 +165,18 @@ class ControlChannel:
             return  # the store is gone; the rank's next message raises the error
 
     def _forget(self, turn: int) -> None:
-        """Delete this rank's message of `turn` (if any) from the store. All ranks must have read it before."""
+        """Delete this rank's message of `turn` (if any) from the store; the first rank deletes the verdict too.
+
+        All ranks must have read them before.
+        """
         if turn < 0:
             return
         self._store.delete_key(f"{turn}/{self.rank}")
         for number in range(1, self._parts.pop(turn, 1)):
             self._store.delete_key(f"{turn}/{self.rank}/{number}")
+        if self.rank == self.ranks[0]:
+            self._store.delete_key(f"{turn}/count")
+            self._store.delete_key(f"{turn}/verdict")
 
 
 def _store_of(ranks: tuple[int, ...], rank: int) -> dist.Store:

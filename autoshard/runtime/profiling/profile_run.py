@@ -10,6 +10,7 @@ import torch
 
 from autoshard.errors import NotAvailableError
 from autoshard.ir.profile import PredictSteps, Profile, StepSpans
+from autoshard.ir.request import CompiledProgram
 from autoshard.ir.staged import PIPELINE_AXIS
 from autoshard.runtime.profiling.record_step import StepRecording
 from autoshard.runtime.sharded_module import ShardedModule
@@ -40,8 +41,9 @@ class ProfileRun:
         self._predict, self._on_end = predict, on_end
         self._measured: list[StepSpans] = []
         self._recording: StepRecording | None = None
-        self._is_warm, self._has_ended, self._were_on = False, False, False
-        self._programs = 0
+        self._is_warm, self._has_ended = False, False
+        self._were_on: bool | None = None
+        self._programs: tuple[CompiledProgram, ...] = ()
         self._result: Profile | None = None
 
     @property
@@ -61,7 +63,7 @@ class ProfileRun:
     def begin(self) -> None:
         """Begin to record a step; the step calls this method."""
         self._abandon()
-        self._programs = len(self._sharded.programs)
+        self._programs = self._sharded.programs
         ranges = self._sharded.engine.ranges
         self._were_on, ranges.are_on = ranges.are_on, True
         if self._is_warm:
@@ -71,9 +73,9 @@ class ProfileRun:
         """End the recording of a step; the step calls this method. If enough steps are measured, call `close`."""
         recording, self._recording = self._recording, None
         spans = None if recording is None else recording.end()
-        self._sharded.engine.ranges.are_on = self._were_on
-        has_compiled = len(self._sharded.programs) > self._programs
-        self._is_warm = True
+        self._restore_ranges()
+        has_compiled = any(all(item is not known for known in self._programs) for item in self._sharded.programs)
+        self._programs, self._is_warm = (), True
         if spans is not None and not has_compiled:
             self._measured.append(spans)
         if len(self._measured) == self._steps:
@@ -113,7 +115,12 @@ class ProfileRun:
         if self._recording is not None:
             self._recording.stop()
             self._recording = None
-            self._sharded.engine.ranges.are_on = self._were_on
+        self._restore_ranges()
+
+    def _restore_ranges(self) -> None:
+        """Switch the ranges as they were before the step."""
+        if self._were_on is not None:
+            self._sharded.engine.ranges.are_on, self._were_on = self._were_on, None
 
     def _profile(self) -> Profile:
         program, control = self._sharded.program, self._sharded.engine.control

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from pathlib import Path
 
 import torch
@@ -66,6 +67,9 @@ def export_weights(
     The arguments are those of `HasWeights.export`. `pipeline_rank_of` has the pipeline rank that alone holds a
     parameter, by the parameter's name.
     """
+    if not isinstance(max_file_bytes, Real):
+        kind = type(max_file_bytes).__name__
+        raise WeightsError(f"max_file_bytes={max_file_bytes!r} is a {kind}; pass a number: 5 * 10**9 for 5 GB.")
     if max_file_bytes < 1:
         raise WeightsError(f"max_file_bytes={max_file_bytes} holds no tensor; pass at least 1.")
     check_is_placed(model, "export")
@@ -169,6 +173,11 @@ def _begin(path: Path, aside: Path) -> None:
     """Undo an interrupted `_swap` of the folder `path`, and make the empty temporary folder `aside`."""
     if path.exists() and not path.is_dir():
         raise WeightsError(f"{path} is a file; export writes a folder. Name another.")
+    if Path.cwd().is_relative_to(path):
+        raise WeightsError(
+            f"{path} is or contains the current folder of this process ({Path.cwd()}), and export replaces the folder. "
+            "Name a folder inside the current folder."
+        )
     _put_back(path)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 from torch import nn
@@ -86,7 +87,9 @@ class Weights:
     def init(self, seed: int, init_fn: InitFunction | None) -> None:
         """Initialise all weights by the modules' initialisers, then `init_fn` (`HasWeights.init_weights`)."""
         self.check_are_placed("init_weights")
-        self._init(seed, init_fn, None)
+        if not isinstance(seed, Integral):
+            raise NotAvailableError(f"init_weights(seed={seed!r}): seed is a {type(seed).__name__}; pass an integer.")
+        self._init(int(seed), init_fn, None)
 
     @in_normal_mode
     def _init(self, seed: int, init_fn: InitFunction | None, only: Collection[str] | None) -> None:

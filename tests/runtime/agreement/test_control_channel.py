@@ -28,6 +28,15 @@ def test_a_message_has_any_size(channel: ControlChannel, size: int) -> None:
         assert channel.exchange(value, "say much") == [value]
 
 
+def test_many_turns_leave_few_keys(channel: ControlChannel) -> None:
+    """The store, which a process holds in memory, does not grow with the number of turns."""
+    sizes = []
+    for _ in range(5):
+        channel.exchange(b"0", "say little")
+        sizes.append(channel._store.num_keys())
+    assert sizes[1:] == sizes[1:2] * 4
+
+
 def test_what_comes_a_moment_later_is_waited_for(channel: ControlChannel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A waiting rank polls with pauses, and leaves the processor to other ranks."""
     answers = iter([False, False, True])

@@ -75,9 +75,25 @@ def test_too_few_steps_are_named() -> None:
     assert step.last_profile is run.result
 
 
+def test_a_step_that_replaces_a_program_is_not_measured() -> None:
+    """A step that compiles is found where the cache of programs is full too."""
+    step = plain_step(options=Options(max_programs=1))
+    step(X)
+    with step.profile(steps=1) as run:
+        step(X)
+        step(torch.cat([X, X]))
+        with pytest.raises(NotAvailableError, match="has measured 0 steps so far"):
+            str(run)
+        step(torch.cat([X, X]))
+    assert run.result.steps == 1
+
+
 def test_an_error_drops_the_profile() -> None:
-    """A step that fails is not measured, and leaves no range on."""
+    """A step that fails is not measured, and leaves no range on, also while the profile warms up."""
     step = plain_step(options=Options(on_nonfinite="raise"))
+    with pytest.raises(autoshard.NonFiniteError), step.profile():
+        step(X * torch.nan)
+    assert not step.sharded.engine.ranges.are_on
     found = step.profile()
     step(X)
     step(X)

@@ -180,7 +180,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
-    """Unsupported dtypes, tensors without values, a path that is a file, and a useless size are refused."""
+    """Unsupported dtypes, tensors without values, a path that is a file, and useless sizes are refused."""
     with pytest.raises(WeightsError, match=r"no dtype for 'weight' \(torch.complex128\)"):
         export(nn.Linear(2, 2, bias=False, dtype=torch.complex128), tmp_path / "a")
     with pytest.raises(NotAvailableError, match=r"export would write weights .*'weight', 'bias'"):
@@ -190,6 +190,19 @@ def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
         export(nn.Linear(2, 2), tmp_path / "a")
     with pytest.raises(WeightsError, match="max_file_bytes=0 holds no tensor"):
         export(nn.Linear(2, 2), tmp_path / "b", 0)
+    with pytest.raises(WeightsError, match=r"max_file_bytes='5GB' is a str; pass a number: 5 \* 10\*\*9"):
+        export(nn.Linear(2, 2), tmp_path / "b", "5GB")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", [".", ".."])
+def test_the_current_folder_is_not_replaced(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process would stay in the folder that was removed."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a" / "b")
+    with pytest.raises(WeightsError, match="current folder of this process"):
+        export(nn.Linear(2, 2), Path(path))
+    export(nn.Linear(2, 2), Path("weights"))
+    assert [item.name for item in Path.cwd().iterdir()] == ["weights"]
 
 
 def _weights(folder: Path) -> list[Path]:
