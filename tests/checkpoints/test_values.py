@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ def same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
-        return same(list(one.items()), list(other.items()))
+        factories = getattr(one, "default_factory", None), getattr(other, "default_factory", None)
+        return factories[0] is factories[1] and same(list(one.items()), list(other.items()))
     if isinstance(one, list | tuple | deque):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, np.ndarray):
@@ -66,6 +67,7 @@ def test_plain_values_come_back(value: Any) -> None:
         [Slot("model.weight", is_sharded=True), StepCount(3.0, torch.float32, torch.Size([]))],
         [torch.bfloat16, torch.Size([2, 3]), torch.device("cpu"), {1, 2}, frozenset({"a"}), bytearray(b"x")],
         deque([1, 2], maxlen=3),
+        [Counter("aab"), defaultdict(int, a=1), defaultdict(None), defaultdict(list, {2: [1]})],
         [float("inf"), -float("inf"), -0.0, 2**53, -(2**63), 2**64, 10**40],
         {(1, "a"): 1, None: 2, 3: 3},
     ],
