@@ -15,6 +15,7 @@ import pickle
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -119,10 +120,15 @@ def _saved(value: Any) -> bytes:
         file.seek(0)
         torch.load(file, weights_only=True)
     except (pickle.PickleError, TypeError, AttributeError, RuntimeError) as error:
+        named = value if isinstance(value, type | FunctionType | BuiltinFunctionType) else type(value)
+        allow = (
+            f", or allow it on saving and loading: torch.serialization.add_safe_globals([{named.__name__}])"
+            if named.__name__.isidentifier()
+            else ""
+        )
         raise CheckpointError(
-            f"A state contains {type(value).__module__}.{type(value).__qualname__}, which only pickle can read, and "
-            "pickle runs the code in a file. Give numbers, text, tensors and containers in state_dict, or allow the "
-            f"class on saving and loading: torch.serialization.add_safe_globals([{type(value).__name__}])."
+            f"A state contains {named.__module__}.{named.__qualname__}, which only pickle can read, and pickle runs "
+            f"the code in a file. Give numbers, text, tensors and containers in state_dict{allow}."
         ) from error
     return file.getvalue()
 
