@@ -105,11 +105,16 @@ def _encoded(value: Any) -> Any:
     if kind in _KINDS and (kind is not defaultdict or has_known_factory(value)):
         name, encode = _KINDS[kind]
         return {name: encode(value)}
-    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject and value.dtype.names is None:
+    if isinstance(value, np.ndarray | np.generic) and _is_plain(value):
         array = np.asarray(value)
         name = "array" if isinstance(value, np.ndarray) else "scalar"
         return {name: [array.dtype.str, list(array.shape), _text(array.tobytes())]}
     return {"torch": _text(_saved(value))}
+
+
+def _is_plain(value: np.ndarray | np.generic) -> bool:
+    """Whether the bytes of an array are the whole array: no objects, named fields or mask."""
+    return not value.dtype.hasobject and value.dtype.names is None and not isinstance(value, np.ma.MaskedArray)
 
 
 def _saved(value: Any) -> bytes:

@@ -98,7 +98,14 @@ class Own:
 
 
 @pytest.mark.parametrize(
-    ("value", "name"), [(Own(), "Own"), (len, "len"), ({"a": [Own]}, "Own"), (os.system, "system")]
+    ("value", "name"),
+    [
+        (Own(), "Own"),
+        (len, "len"),
+        ({"a": [Own]}, "Own"),
+        (os.system, "system"),
+        (np.ma.array([1, 2], mask=[0, 1]), "MaskedArray"),
+    ],
 )
 def test_what_only_pickle_writes_is_refused(value: Any, name: str) -> None:
     """A value that only pickle writes is refused with the name of its class, or its own name, and two ways out."""
