@@ -18,9 +18,9 @@ from torch import nn
 
 from autoshard.checkpoints import folder as folders
 from autoshard.checkpoints.files import Stored, Writer, Written
-from autoshard.checkpoints.ranks import Ranks
+from autoshard.checkpoints.ranks import Processes, Ranks, processes_of
 from autoshard.checkpoints.snapshot import PartSnapshot, Spread, differing, suffix_of, take
-from autoshard.checkpoints.state import TrainingState, mesh_of, plan_of, ranks_of
+from autoshard.checkpoints.state import TrainingState, mesh_of, model_of, plan_of, ranks_of
 from autoshard.checkpoints.trees import own_slots
 from autoshard.errors import CheckpointError
 from autoshard.ir.plan import Plan
@@ -106,7 +106,7 @@ class Checkpoints:
             raise CheckpointError(f"timeout_s={timeout_s!r}: pass a number of seconds above 0.")
         self.folder, self.timeout_s, self.trust_pickle = Path(folder), timeout_s, trust_pickle
         self.every, self.keep, self.asynchronous = every, keep, asynchronous
-        self._ranks: Ranks | None = None
+        self._ranks: dict[Processes | None, Ranks] = {}
         self._saving: _Saving | None = None
 
     @property
@@ -206,9 +206,10 @@ class Checkpoints:
         return None if found is None else found.name
 
     def _ranks_of(self, step: Any) -> Ranks:
-        if self._ranks is None:
-            self._ranks = ranks_of(step, self.timeout_s)
-        return self._ranks
+        processes = processes_of(model_of(step))
+        if processes not in self._ranks:
+            self._ranks[processes] = ranks_of(step, self.timeout_s)
+        return self._ranks[processes]
 
     def _end(self) -> CheckpointError | None:
         saving, self._saving = self._saving, None

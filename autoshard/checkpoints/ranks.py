@@ -17,6 +17,7 @@ from torch import nn
 
 from autoshard.errors import AutoshardError, CheckpointError
 from autoshard.runtime.agreement.control_channel import TIMEOUT_S, ControlChannel
+from autoshard.runtime.agreement.control_group import ControlGroup
 from autoshard.runtime.agreement.lost_ranks import naming_lost_ranks
 from autoshard.runtime.sharded_module import ShardedModule
 
@@ -161,15 +162,36 @@ class Ranks:
         return held[0]
 
 
-def channel_of(model: nn.Module, timeout_s: float | None) -> ControlChannel | None:
-    """Return a new channel of the processes that run `model`; None for one process. For `timeout_s`, see `Ranks.of`."""
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """The processes that run a model: `ranks` of the default process group `world`."""
+
+    world: dist.ProcessGroup
+    ranks: tuple[int, ...]
+
+
+def processes_of(model: nn.Module) -> Processes | None:
+    """Return the processes that run `model`; None for one process."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    control = model.engine.control if isinstance(model, ShardedModule) else None
+    assert dist.group.WORLD is not None, "it is initialised"
+    control = _control_of(model)
+    ranks = range(dist.get_world_size()) if control is None else control.channel.ranks
+    return Processes(dist.group.WORLD, tuple(ranks))
+
+
+def channel_of(model: nn.Module, timeout_s: float | None) -> ControlChannel | None:
+    """Return a new channel of the processes that run `model`; None for one process. For `timeout_s`, see `Ranks.of`."""
+    processes, control = processes_of(model), _control_of(model)
+    if processes is None:
+        return None
     if timeout_s is None:
         timeout_s = TIMEOUT_S if control is None else control.channel.timeout_s
-    members = range(dist.get_world_size()) if control is None else control.channel.ranks
-    return ControlChannel(members, timeout_s)
+    return ControlChannel(processes.ranks, timeout_s)
+
+
+def _control_of(model: nn.Module) -> ControlGroup | None:
+    return model.engine.control if isinstance(model, ShardedModule) else None
 
 
 def _merged(action: str, everyone: Sequence[Any], merge: Callable[[Sequence[Any]], R], undo: Callable[[], None]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autoshard.checkpoints.values import Slot, packed
+from autoshard.checkpoints.values import Slot, has_known_factory, packed
 
 
 def split(keyword: str, state: Any) -> tuple[dict[str, torch.Tensor], Any]:
@@ -30,8 +30,10 @@ def split(keyword: str, state: Any) -> tuple[dict[str, torch.Tensor], Any]:
             name = _unused(name, tensors) if name in tensors else name
             tensors[name] = value
             return Slot(name, isinstance(value, DTensor))
-        if isinstance(value, dict):
+        if isinstance(value, dict) and not isinstance(value, Counter):
             items = {key: walk(f"{name}.{key}", item) for key, item in value.items()}
+            if isinstance(value, defaultdict) and has_known_factory(value):
+                return defaultdict(value.default_factory, items)
             return OrderedDict(items) if isinstance(value, OrderedDict) else items
         if type(value) in (list, tuple):
             return type(value)(walk(f"{name}.{number}", item) for number, item in enumerate(value))

@@ -12,9 +12,10 @@ import io
 import json
 import math
 import pickle
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -101,14 +102,19 @@ def _encoded(value: Any) -> Any:
         return [_encoded(item) for item in value]
     if kind is dict and all(type(key) is str for key in value):
         return {"dict": {key: _encoded(item) for key, item in value.items()}}
-    if kind in _KINDS:
+    if kind in _KINDS and (kind is not defaultdict or has_known_factory(value)):
         name, encode = _KINDS[kind]
         return {name: encode(value)}
-    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject and value.dtype.names is None:
+    if isinstance(value, np.ndarray | np.generic) and _is_plain(value):
         array = np.asarray(value)
         name = "array" if isinstance(value, np.ndarray) else "scalar"
         return {name: [array.dtype.str, list(array.shape), _text(array.tobytes())]}
     return {"torch": _text(_saved(value))}
+
+
+def _is_plain(value: np.ndarray | np.generic) -> bool:
+    """Whether the bytes of an array are the whole array: no objects, named fields or mask."""
+    return not value.dtype.hasobject and value.dtype.names is None and not isinstance(value, np.ma.MaskedArray)
 
 
 def _saved(value: Any) -> bytes:
@@ -119,10 +125,15 @@ def _saved(value: Any) -> bytes:
         file.seek(0)
         torch.load(file, weights_only=True)
     except (pickle.PickleError, TypeError, AttributeError, RuntimeError) as error:
+        named = value if isinstance(value, type | FunctionType | BuiltinFunctionType) else type(value)
+        allow = (
+            f", or allow it on saving and loading: torch.serialization.add_safe_globals([{named.__name__}])"
+            if named.__name__.isidentifier()
+            else ""
+        )
         raise CheckpointError(
-            f"A state contains {type(value).__module__}.{type(value).__qualname__}, which only pickle can read, and "
-            "pickle runs the code in a file. Give numbers, text, tensors and containers in state_dict, or allow the "
-            f"class on saving and loading: torch.serialization.add_safe_globals([{type(value).__name__}])."
+            f"A state contains {named.__module__}.{named.__qualname__}, which only pickle can read, and pickle runs "
+            f"the code in a file. Give numbers, text, tensors and containers in state_dict{allow}."
         ) from error
     return file.getvalue()
 
@@ -139,11 +150,27 @@ def _text(data: bytes | bytearray) -> str:
     return base64.b64encode(data).decode()
 
 
+_FACTORIES = {factory.__name__: factory for factory in (bool, int, float, str, list, tuple, dict, set)}
+"""Factories of a `defaultdict` that need no code of the user, by name."""
+
+
+def has_known_factory(value: defaultdict[Any, Any]) -> bool:
+    """Whether a `defaultdict` can be written and read: its factory is a type of Python, or None."""
+    return value.default_factory is None or value.default_factory in _FACTORIES.values()
+
+
+def _default(value: defaultdict[Any, Any]) -> list[Any]:
+    factory: Any = value.default_factory
+    return [None if factory is None else factory.__name__, _items(value)]
+
+
 _KINDS: Mapping[type, tuple[str, Callable[[Any], Any]]] = {
     Slot: ("slot", lambda slot: [slot.name, slot.is_sharded]),
     StepCount: ("count", lambda count: [_encoded(count.value), name_of(count.dtype), list(count.shape)]),
     dict: ("items", _items),
     OrderedDict: ("ordered", _items),
+    Counter: ("counter", _items),
+    defaultdict: ("default", _default),
     tuple: ("tuple", _each),
     set: ("set", _each),
     frozenset: ("frozenset", _each),
@@ -196,6 +223,8 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "dict": lambda data: {key: _decoded(item) for key, item in data.items()},
     "items": lambda data: dict(_pairs(data)),
     "ordered": lambda data: OrderedDict(_pairs(data)),
+    "counter": lambda data: Counter(dict(_pairs(data))),
+    "default": lambda data: defaultdict(None if data[0] is None else _FACTORIES[data[0]], _pairs(data[1])),
     "tuple": lambda data: tuple(map(_decoded, data)),
     "set": lambda data: set(map(_decoded, data)),
     "frozenset": lambda data: frozenset(map(_decoded, data)),

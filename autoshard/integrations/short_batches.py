@@ -23,6 +23,9 @@ def cut_short_batch(batch: Any, step: TrainStep, whole: int, device: torch.devic
         step: the step.
         whole: rows of a usual batch.
         device: the device of the tensors.
+
+    Raises:
+        TraceError: a tensor has another number of rows.
     """
     count, parts = rows_in(batch), step.micro_batches
     if count in (None, whole) or (parts == 1 and step.plans_any_batch):
@@ -31,7 +34,7 @@ def cut_short_batch(batch: Any, step: TrainStep, whole: int, device: torch.devic
         batch = dict(batch)  # a type that pytree does not know, such as BatchEncoding
     rows = RankRows(whole, parts, device=device)
     own = torch.tensor(rows.of(count), device=device)
-    picked = pytree.tree_map(lambda item: item[own] if _has_rows(item) else item, batch)
+    picked = pytree.tree_map(lambda item: item[own] if _has_rows(item) and len(item) == count else item, batch)
     return rows.whole(picked, count, "the first dim of every tensor of a batch must be its samples")
 
 

@@ -65,15 +65,18 @@ class CSV:
         beside = target.with_name(f"{target.name}.new")
         write_text(beside, text.getvalue())
         beside.replace(target)  # a full disk or a crash leaves the old lines
-        self._file = self.path.open("a", newline="")
+        self._file = self.path.open("a", newline="", encoding="utf-8")
 
     def _rows(self) -> list[dict[str, str]]:
         if not self.path.exists():
             return []
-        with self.path.open(newline="") as file:
-            lines = csv.DictReader(file)
-            rows = list(lines)
-        has_steps = _STEP in (lines.fieldnames or [_STEP])
+        try:
+            with self.path.open(newline="", encoding="utf-8") as file:
+                lines = csv.DictReader(file)
+                rows, names = list(lines), lines.fieldnames
+        except (UnicodeDecodeError, csv.Error):
+            rows, names = [], ()
+        has_steps = names is None or _STEP in names  # an empty file has no names
         if not (has_steps and all((row.get(_STEP) or "").isdecimal() for row in rows)):
             raise NotAvailableError(
                 f"CSV({str(self.path)!r}): the file is there, but was not written by CSV, because it has no whole "

@@ -8,11 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
 from autoshard import Checkpoints, LostRankError
 from autoshard.checkpoints import files
+from autoshard.checkpoints.manifest import Manifest
 from autoshard.checkpoints.ranks import Ranks
 from tests.runtime.processes import PRELOADED, held_store, join_ranks
 
@@ -79,6 +81,34 @@ def test_it_is_named_on_every_other_rank(doomed: int, kind: int, tmp_path: Path)
     latest = Checkpoints(tmp_path / "run").latest
     assert latest is not None
     assert latest.name == "step-1"
+
+
+def work_apart(rank: int, room: str, ports: list[int]) -> None:
+    """Use the same checkpoints before, within and after two process groups."""
+    checkpoints = Checkpoints(Path(room, "run"))
+    assert checkpoints.load(nn.Linear(2, 2)) == 0
+    for step, port in enumerate(ports, 1):
+        join_ranks(port, rank, RANKS - 1)
+        checkpoints.save(nn.Linear(2, 2), at=step)
+        checkpoints.wait()
+        assert checkpoints.latest is not None
+        assert (checkpoints.latest.name, Manifest.read(checkpoints.latest).ranks) == (f"step-{step}", RANKS - 1)
+        dist.destroy_process_group()
+    assert checkpoints.load(nn.Linear(2, 2)) == len(ports)
+
+
+def test_ranks_are_those_of_the_present_group(tmp_path: Path) -> None:
+    """Checkpoints that were used before the ranks met, or in an earlier group, are saved by all ranks of the group."""
+    context, stores = mp.get_context("forkserver"), [held_store(), held_store()]
+    context.set_forkserver_preload(PRELOADED)
+    ports = [store.port for store in stores]
+    processes = [context.Process(target=work_apart, args=(rank, str(tmp_path), ports)) for rank in range(RANKS - 1)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(DEADLINE_S)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0, 0]
 
 
 def test_one_process_waits_for_nobody() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any
 
 import torch
@@ -28,6 +28,21 @@ def test_split_and_join() -> None:
     assert found["b"]["x"] is state["b"]["x"]
     assert found["a"][1][1] is state["a"][1][1]
     assert found["b.x"] is state["b.x"]
+
+
+def test_dicts_with_defaults_stay_so() -> None:
+    """Their factory is kept if it is a type of Python; a dict with another factory becomes a plain dict."""
+    state = {
+        "counts": Counter("aab"),
+        "seen": defaultdict(list, a=[torch.ones(2)]),
+        "own": defaultdict(lambda: 0, a=1),
+    }
+    tensors, rest = split("k", state)
+    found = join(unpacked(packed(rest)), tensors)
+    assert {name: type(item) for name, item in found.items()} == {"counts": Counter, "seen": defaultdict, "own": dict}
+    assert (found["counts"], found["own"]) == (state["counts"], state["own"])
+    assert found["seen"]["a"][0] is state["seen"]["a"][0]
+    assert found["seen"]["b"] == []
 
 
 def test_own_slots() -> None:

@@ -102,6 +102,17 @@ def test_a_second_fit_and_prediction(tmp_path: Path) -> None:
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 
+def test_a_fit_does_not_take_the_optimizer_state_of_an_earlier_one(tmp_path: Path) -> None:
+    """A resumed fit that had no step left does not give its state to the next fit."""
+    given = {"limit_train_batches": 1, "limit_val_batches": 0}
+    first, _ = fit(tmp_path, max_epochs=1, **given)
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    found, _ = fit(tmp_path, Strategy(PAIR), resume=tmp_path / "first.ckpt", max_epochs=1, **given)
+    found.fit_loop.max_epochs = 2
+    found.fit(Classifier(), DataLoader(rows(), batch_size=6), DataLoader(rows(8), batch_size=4))
+    assert {int(state["step"]) for state in found.optimizers[0].state.values()} == {1}
+
+
 def test_precision_is_that_of_the_step(tmp_path: Path) -> None:
     """`bf16-mixed`; other plugins are refused by name."""
     found, _ = fit(tmp_path, Strategy(PAIR), precision="bf16-mixed", max_epochs=1)

@@ -58,13 +58,24 @@ def test_a_restart_replaces_the_steps_that_it_repeats(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["name,size\na,3\n", "step,size\none,3\n", "a,b\n", "one line"])
-def test_another_file_is_not_written_over(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "data", [b"name,size\na,3\n", b"step,size\none,3\n", b"a,b\n", b"one line", b"\xff\xfe\x00", b"\n1,2\n"]
+)
+def test_another_file_is_not_written_over(tmp_path: Path, data: bytes) -> None:
     """A file that has no numbers of steps stays as it is, and is named."""
-    (tmp_path / "a.csv").write_text(text)
+    (tmp_path / "a.csv").write_bytes(data)
     with pytest.raises(NotAvailableError, match=r"a\.csv'\): the file is there, but was not written by CSV"):
         CSV(tmp_path / "a.csv").log(1, {"loss": 1.0})
-    assert (tmp_path / "a.csv").read_text() == text
+    assert (tmp_path / "a.csv").read_bytes() == data
+
+
+def test_an_empty_file_is_written(tmp_path: Path) -> None:
+    """A file without any line has nothing to lose."""
+    (tmp_path / "a.csv").touch()
+    writer = CSV(tmp_path / "a.csv")
+    writer.log(1, {"loss": 1.0})
+    writer.close()
+    assert (tmp_path / "a.csv").read_text() == "step,loss\n1,1.0\n"
 
 
 def test_a_full_disk_leaves_the_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

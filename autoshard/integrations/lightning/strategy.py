@@ -142,6 +142,7 @@ class MeshStrategy(Strategy):
             check_run(trainer, module)
             precision_of(self.precision_plugin)
             self._traced, self._step = self._traced or StepModule(module), None
+            self._unloaded = None  # of an earlier fit that trained no batch; Lightning restores this fit's state later
 
     def model_to_device(self) -> None:
         """Move the module to this process's device, unless its weights are placed already."""
