@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -209,11 +209,13 @@ class _MemorySource:
         sources: names of the weights on which some value in the memory depends.
         boxes: boxes overwritten since the last write of the whole memory, each with the weights on which its values
             depend.
+        numel: number of elements of all boxes together.
     """
 
     shape: tuple[int, ...]
     sources: frozenset[str]
     boxes: tuple[tuple[Box, frozenset[str]], ...] = ()
+    numel: int = 0
 
     def written(self, view: StridedView, read: frozenset[str], numel: int, overwrites: bool) -> _MemorySource:
         """Return the sources after a write to `view` in a memory of `numel` elements.
@@ -224,24 +226,24 @@ class _MemorySource:
             return _MemorySource(self.shape, read)
         found = view.box_in(self.shape) if overwrites else None
         if found is None:
-            return _MemorySource(self.shape, self.sources | read, self.boxes)
-        boxes = (*self.boxes, (found[0], read))
-        if cover([box for box, _ in boxes], self.shape):
+            return replace(self, sources=self.sources | read)
+        boxes, written = (*self.boxes, (found[0], read)), self.numel + found[0].numel
+        if written >= prod(self.shape) and cover([box for box, _ in boxes], self.shape):
             return _MemorySource(self.shape, frozenset().union(*(sources for _, sources in boxes)))
-        return _MemorySource(self.shape, self.sources | read, boxes)
+        return _MemorySource(self.shape, self.sources | read, boxes, written)
 
 
 def cover(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     """Whether the boxes together contain every element of a tensor of `shape`."""
     if sum(box.numel for box in boxes) < prod(shape):
         return False
-    edges = [sorted({0, size}) for size in shape]
-    for dim, marks in enumerate(edges):
-        ends = {end for box in boxes for end in (box.start[dim], box.start[dim] + box.size[dim])}
-        marks[:] = sorted(ends.union(marks))
-    corners = product(*(marks[:-1] for marks in edges))
-    return all(any(_has(box, corner) for box in boxes) for corner in corners)
-
-
-def _has(box: Box, element: tuple[int, ...]) -> bool:
-    return all(start <= index < start + size for start, size, index in zip(box.start, box.size, element, strict=True))
+    marks = [
+        sorted({0, size, *(end for box in boxes for end in (box.start[dim], box.start[dim] + box.size[dim]))})
+        for dim, size in enumerate(shape)
+    ]
+    places = [{mark: place for place, mark in enumerate(each)} for each in marks]
+    is_covered = np.zeros([len(each) - 1 for each in marks], dtype=bool)  # the cells between marks
+    for box in boxes:
+        ends = zip(places, box.start, box.size, strict=True)
+        is_covered[tuple(slice(at[start], at[start + size]) for at, start, size in ends)] = True
+    return bool(is_covered.all())

@@ -121,7 +121,21 @@ class PipelineOrder:
         """Read the data of `to_json`. Raises `PlanMismatchError` that names the wrong part."""
         found = read(_OrderInFile, data, ("order",))
         ranks = tuple(tuple(map(_read_slot, line.split())) for line in found.ranks)
+        if not ranks or set(found.stage_ranks) != set(range(len(ranks))):
+            raise PlanMismatchError(
+                f"'order' puts stages on ranks {list(found.stage_ranks)}, and has the tasks of {len(ranks)} ranks. "
+                "Each rank has a line of tasks, and at least one stage."
+            )
         return cls(found.stage_ranks, found.micro_batches, ranks)
+
+    @classmethod
+    def of_plan(cls, data: Any, stages: int) -> PipelineOrder | None:
+        """Read the order of a plan with `stages` stages: None without stages. Raises `PlanMismatchError`."""
+        found = None if data is None else cls.from_json(data)
+        ordered = 0 if found is None else len(found.stage_ranks)
+        if ordered != stages:
+            raise PlanMismatchError(f"'order' has {ordered} stages in the plan, and 'stages' has {stages}.")
+        return found
 
     @property
     def trains(self) -> bool:

@@ -479,7 +479,7 @@ class Plan:
             if item.name in data and item.name not in _OF_STAGES
         }
         found["stages"] = _read_stages(data.get("stages", []))
-        found["order"] = None if data.get("order") is None else PipelineOrder.from_json(data["order"])
+        found["order"] = PipelineOrder.of_plan(data.get("order"), len(found["stages"]))
         check_precision(found.get("precision"))
         timeline = data.get(_TIMELINE)
         trace = None if timeline is None else Trace.from_json(timeline)

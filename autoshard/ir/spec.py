@@ -226,9 +226,13 @@ def _dim_axes(dim: DimAxes) -> tuple[str, ...]:
     if dim is None:
         return ()
     axes = (dim,) if isinstance(dim, str) or not isinstance(dim, Iterable) else tuple(dim)
-    if not all(isinstance(axis, str) and axis.isidentifier() for axis in axes):
+    if not all(map(_is_axis, axes)):
         raise InvalidSpecError(f"P(...) was given dim={dim!r}; a dim is an axis name, a tuple of them, or None.")
     return axes
+
+
+def _is_axis(name: object) -> bool:
+    return isinstance(name, str) and name.isidentifier()
 
 
 def _partial_items(partial: Mapping[str, str]) -> tuple[tuple[str, Reduction], ...]:
@@ -236,6 +240,8 @@ def _partial_items(partial: Mapping[str, str]) -> tuple[tuple[str, Reduction], .
     if not isinstance(partial, Mapping):
         raise InvalidSpecError(f"P(...) was given partial={partial!r}; write partial={{'data': 'sum'}}.")
     for axis, reduction in partial.items():
+        if not _is_axis(axis):
+            raise InvalidSpecError(f"P(partial={partial!r}) names axis {axis!r}; an axis is a name such as 'data'.")
         if reduction not in known:
             raise InvalidSpecError(
                 f"P(partial={{{axis!r}: {reduction!r}}}) has an unknown reduction; use one of {', '.join(known)}."

@@ -23,8 +23,8 @@ def as_text(*parts: str | Table) -> str:
 
 
 def any_block(name: str) -> str:
-    """Return a qualified name with "*" in place of each number: "layers.*.mlp.*.weight"."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    """Return a name with "*" in place of each number of a block, such as "layers.*.mlp.*.weight"."""
+    return re.sub(r"\.\d+\b", ".*", name)
 
 
 def first_line(error: Exception) -> str:

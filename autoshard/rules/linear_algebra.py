@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from autoshard.rules.dims import (
     broadcast_dims,
     broadcast_shape,
     named,
+    names,
     normal_dim,
     with_blocked,
     without,
@@ -26,7 +27,10 @@ aten = torch.ops.aten
 
 
 def _batched(
-    operands: Sequence[int], results: Sequence[int], linear: Sequence[Sequence[int]] = ()
+    operands: Sequence[int],
+    results: Sequence[int],
+    linear: Sequence[Sequence[int]] = (),
+    empty: Collection[int] = (),
 ) -> Callable[..., Rule]:
     """Return the rule function of an operator on batches of matrices or vectors. Only batch dims may be split.
 
@@ -36,6 +40,7 @@ def _batched(
         operands: for each operand, the number of its last dims that are not batch dims: 2 for matrices.
         results: the same numbers for the results.
         linear: `Rule.linear`, the sets of operands in which the results are linear.
+        empty: indices of results that the call does not ask for. They are vectors without elements.
     """
 
     def rule(*args: Any, **kwargs: Any) -> Rule:
@@ -44,8 +49,10 @@ def _batched(
         batch = named(len(broadcast_shape(shapes)))
         dims = [(*broadcast_dims(shape, batch), *all_blocked(own)) for shape, own in zip(shapes, operands, strict=True)]
         beside = dict.fromkeys(range(len(tensors)), OperandCondition.NEVER)
-        sides = (dims, [(*batch, *all_blocked(own)) for own in results])
-        return Rule(sides, linear=linear, beside=beside, even=("*",))
+        made = [(*batch, *all_blocked(own)) for own in results]
+        sides = (dims, [all_blocked(1) if index in empty else result for index, result in enumerate(made)])
+        whole = dict.fromkeys(names(batch), empty) if empty else None
+        return Rule(sides, linear=linear, beside=beside, whole=whole, even=("*",))
 
     return rule
 
@@ -56,17 +63,34 @@ for _operands, _results, _linear, _operators in (
     ((2,), (0, 2, 1), (), [aten._linalg_det.default]),
     ((2,), (0, 0, 2, 1), (), [aten._linalg_slogdet.default]),
     ((2,), (2, 1, 0), (), [aten.linalg_lu_factor_ex.default]),
-    ((2,), (2, 2, 2), (), [aten.linalg_lu.default]),
-    ((2,), (1, 2), (), [aten._linalg_eigh.default, aten.linalg_eig.default]),
-    ((2,), (2, 2), (), [aten.linalg_qr.default]),
+    ((2,), (1, 2), (), [aten.linalg_eig.default]),
     ((2,), (2, 1), (), [aten.geqrf.default]),
     ((2,), (2, 1, 0), (), [aten.linalg_ldl_factor_ex.default]),
     ((2, 1, 2), (2,), ((2,),), [aten.linalg_ldl_solve.default, aten.ormqr.default]),
-    ((2,), (2, 1, 2), (), [aten._linalg_svd.default]),
     ((2, 1), (2,), (), [aten.linalg_householder_product.default]),
     ((2, 2), (2,), ((0,),), [aten.cholesky_solve.default]),
 ):
     sharding_rule(*_operators)(_batched(_operands, _results, _linear))
+
+
+@sharding_rule(aten._linalg_svd.default)
+def svd(a: torch.Tensor, full_matrices: bool = False, compute_uv: bool = True, **kwargs: Any) -> Rule:
+    return _batched((2,), (2, 1, 2), empty=() if compute_uv else (0, 2))(a)
+
+
+@sharding_rule(aten._linalg_eigh.default)
+def eigh(a: torch.Tensor, triangle: str = "L", compute_v: bool = True) -> Rule:
+    return _batched((2,), (1, 2), empty=() if compute_v else (1,))(a)
+
+
+@sharding_rule(aten.linalg_qr.default)
+def qr(a: torch.Tensor, mode: str = "reduced") -> Rule:
+    return _batched((2,), (2, 2), empty=(0,) if mode == "r" else ())(a)
+
+
+@sharding_rule(aten.linalg_lu.default)
+def lu(a: torch.Tensor, *, pivot: bool = True) -> Rule:
+    return _batched((2,), (2, 2, 2), empty=() if pivot else (0,))(a)
 
 
 @sharding_rule(aten.lu_unpack.default)

@@ -199,7 +199,7 @@ def _truth(x: torch.Tensor, dim: DimList, keepdim: bool, reduction: str, fill: F
     """Return the rule of `any` or `all`. Numbers pass no carries: the comparison with 0 loses their order."""
     is_boolean = x.dtype == torch.bool
     if dim in ([], ()):  # unlike other reductions, these reduce no dim
-        return Rule(((named(x.dim()),),) * 2, carries=meaningful([x], moving((0,))) if is_boolean else ())
+        return Rule(([dims := named(x.dim())], [dims]), carries=[*maxima((0,)), *minima((0,))] if is_boolean else ())
     carries = carries if is_boolean else ()
     return _reduction(x, dim, keepdim, reduction, fill=fill, carries=carries, is_move=is_boolean)
 

@@ -208,7 +208,7 @@ def group_norm(like: torch.Tensor, weights: Sequence[torch.Tensor | None], space
         if not is_any_split(context, space):
             return context.default(x, weight, bias, *shape[:2], hxw, groups, eps)
         rows, count = [shape[0], groups], c // group * hxw
-        x = context.call(aten.reshape.default, converted(context, x, dtype, wide(dtype)), [*rows, -1])
+        x = context.call(aten.reshape.default, converted(context, x, dtype, wide(dtype)), _by_group(shape, groups))
         mean, centred, squares = moments(context, x, [2], space, count)
         rstd = _inverse_root(context, squares, count, eps)
         normal = context.call(aten.reshape.default, context.call(aten.mul.Tensor, centred, rstd), shape)
@@ -235,12 +235,12 @@ def group_norm_backward(like: torch.Tensor, weight: torch.Tensor | None, space: 
         rows = [shape[0], groups]
         mean, rstd = (call(aten.reshape.default, value, [*rows, 1]) for value in (mean, rstd))
         grad, x = (converted(context, value, dtype, wide(dtype)) for value in (grad, x))
-        x = call(aten.reshape.default, x, [*rows, -1])
+        x = call(aten.reshape.default, x, _by_group(shape, groups))
         normal = call(aten.mul.Tensor, call(aten.sub.Tensor, x, mean), rstd)
         found: list[Any] = [None, None, None]
         if output_mask[0]:
             weighted = _affine(context, grad, _per_channel(context, weight, shape), None)
-            weighted = call(aten.reshape.default, weighted, [*rows, -1])
+            weighted = call(aten.reshape.default, weighted, _by_group(shape, groups))
             over = ([2], space, c // group * hxw)
             of_x = _operand_gradient(context, weighted, normal, rstd, over, is_centred=True)
             found[0] = call(aten.reshape.default, of_x, shape)
@@ -253,6 +253,11 @@ def group_norm_backward(like: torch.Tensor, weight: torch.Tensor | None, space: 
         return _all_converted(context, found, (made, *[wide(dtype)] * 2), (dtype, of_weights, of_weights))
 
     return local
+
+
+def _by_group(shape: Sequence[int], groups: int) -> list[int]:
+    """Return the shape with a row for each group of channels, given the local shape. The batch may be empty."""
+    return [shape[0], groups, math.prod(shape[1:]) // groups]
 
 
 def _per_channel(context: LocalContext, value: Any, shape: Sequence[int]) -> Any:

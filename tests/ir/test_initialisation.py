@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.ir.initialisation import Box, StridedView, contiguous_strides, cover
+from autoshard.ir.initialisation import Box, Initialisation, Operation, StridedView, contiguous_strides, cover
 
 _SHAPES = st.lists(st.integers(1, 4), max_size=3).map(tuple)
 
@@ -69,6 +69,18 @@ def test_boxes_cover_what_they_write(shape: tuple[int, ...], data: st.DataObject
     for box in boxes:
         box.of(written).fill_(True)
     assert cover(boxes, shape) == bool(written.all())
+
+
+def test_a_weight_that_is_written_row_by_row_has_no_source() -> None:
+    """Thousands of rows take a second, because each write does not look at all writes before it."""
+    weight = StridedView(0, (4000, 8), (8, 1), 0, torch.float32)
+    rows = [StridedView(0, (8,), (1,), 8 * row, torch.float32) for row in range(4000)]
+    fill = torch.ops.aten.fill_.Scalar
+    written = tuple(Operation(fill, (row, 1.0), {}, (None,), (row,)) for row in rows)
+    assert Initialisation(written, {0: 32000}, {"w": weight}, {"w": weight}, {}, 1).sources() == {"w": frozenset()}
+    assert Initialisation(written[1:], {0: 32000}, {"w": weight}, {"w": weight}, {}, 1).sources() == {
+        "w": frozenset({"w"})
+    }
 
 
 @given(_SHAPES, st.data())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from autoshard.errors import PlanMismatchError
 from autoshard.ir.pipeline_order import Message, PipelineOrder, StageTask, Work
 
 
@@ -32,3 +33,22 @@ def test_the_ends_of_a_pipeline_tell_nobody() -> None:
     order = PipelineOrder((0, 1, 1), 1, ((), ()))
     crossing = [Message(stage, forward, 0) for stage in range(3) for forward in (True, False)]
     assert list(filter(order.crosses_ranks, crossing)) == [Message(0, True, 0), Message(1, False, 0)]
+
+
+@pytest.mark.parametrize(
+    ("stage_ranks", "ranks", "message"),
+    [
+        ([], [], "has the tasks of 0 ranks"),
+        ([0, 5], ["0F0", "1F0"], r"puts stages on ranks \[0, 5\]"),
+        ([0, 0], ["0F0", "1F0"], "at least one stage"),
+        ([0, 1, 0], ["0F0", "1F0"], "has 3 stages in the plan, and 'stages' has 2"),
+        (None, None, "has 0 stages in the plan, and 'stages' has 2"),
+    ],
+)
+def test_stages_of_an_edited_order_are_checked(
+    stage_ranks: list[int] | None, ranks: list[str] | None, message: str
+) -> None:
+    """A file whose order has other ranks or stages than its plan is refused."""
+    data = None if ranks is None else {"stage_ranks": stage_ranks, "micro_batches": 1, "ranks": ranks}
+    with pytest.raises(PlanMismatchError, match=message):
+        PipelineOrder.of_plan(data, stages=2)

@@ -94,6 +94,12 @@ def test_unknown_reduction() -> None:
         P(partial={"data": "mean"})
 
 
+def test_partial_over_no_axis() -> None:
+    """The keys of `partial` are names of axes, also where several keys are sorted."""
+    with pytest.raises(InvalidSpecError, match=r"names axis 1; an axis is a name such as 'data'"):
+        P(partial={"data": "sum", 1: "sum"})  # type: ignore[dict-item]
+
+
 def test_dim_that_is_no_axis() -> None:
     """A dim of a spec is an axis name, a tuple of names, or None."""
     with pytest.raises(InvalidSpecError, match="a dim is an axis name"):

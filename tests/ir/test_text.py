@@ -42,6 +42,7 @@ def test_times_have_the_unit_that_suits_them(seconds: float, text: str) -> None:
 def test_names_that_differ_in_numbers_are_one() -> None:
     """Names that differ in numbers become one pattern with stars, and common numbers stay."""
     assert any_block("layers.3.mlp.2.weight") == any_block("layers.4.mlp.2.weight")
+    assert any_block("forward: layers.3 add") == "forward: layers.* add"
     assert common_name(["layers.3.mlp.2.weight", "layers.4.mlp.2.weight"]) == "layers.*.mlp.2.weight"
 
 

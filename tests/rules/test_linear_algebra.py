@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from tests.rules.recording import check_database, check_recorded, check_splits
+from autoshard.rules import strategies
+from tests.rules.recording import check_database, check_recorded, check_splits, tensor
+
+aten = torch.ops.aten
 
 # fmt: off
 _SAMPLED = [
@@ -23,7 +27,28 @@ def test_on_the_samples_of_pytorch() -> None:
 def test_factors_and_pivots_of_batches() -> None:
     """Three systems on two ranks: padding has no pivots (found by the samples)."""
     lu, pivots = torch.linalg.lu_factor(torch.randn(3, 2, 2))
-    check_splits(torch.ops.aten.linalg_lu_solve.default, lu, pivots, torch.randn(3, 2, 4))
+    check_splits(aten.linalg_lu_solve.default, lu, pivots, torch.randn(3, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (aten._linalg_svd.default, (False, False)),
+        (aten._linalg_eigh.default, ("L", False)),
+        (aten.linalg_qr.default, ("r",)),
+    ],
+    ids=str,
+)
+def test_results_that_are_not_asked_for(op: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
+    """Singular values without vectors, eigenvalues alone and R alone come with empty vectors in other places."""
+    x = tensor(4, 3, 3)
+    check_splits(op, x + x.mT, *args)
+
+
+def test_a_decomposition_without_pivots_has_no_permutation() -> None:
+    """Only GPUs run it, so its rule is read off shapes."""
+    x = torch.empty(4, 3, 3, device="meta")
+    assert len(strategies(aten.linalg_lu.default, (x,), {"pivot": False}, 2)) > 1
 
 
 def test_weight_norm() -> None:
@@ -36,4 +61,4 @@ def test_weight_norm() -> None:
 
 def test_rows_beside_padding_are_transformed_alone() -> None:
     """Libraries transform several rows at once: three rows on two ranks, where padding is not a number."""
-    check_splits(torch.ops.aten._fft_r2c.default, torch.randn(3, 4), [1], 0, True)
+    check_splits(aten._fft_r2c.default, torch.randn(3, 4), [1], 0, True)
