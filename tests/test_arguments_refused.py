@@ -165,6 +165,10 @@ ARGUMENTS: list[tuple[type[AutoshardError], str, Callable[[], Any]]] = [
     (TraceError, "input:0 has shape=(0, 6), no elements",
      lambda: autoshard.price(small(), LAPTOP, Recipe(data=4), example_inputs=(X[:0],), loss_fn=total)),
     (TraceError, "input:0 has shape=(0, 6)", lambda: autoshard.prove(small(), MESH, example_inputs=(X[:0],))),
+    (TraceError, "input:0 has shape=(0, 6)", lambda: autoshard.plan(
+        small(), MESH, example_inputs=(X[:0],), loss_fn=total, optimizer="sgd", global_batch=4, recipe=Recipe())),
+    (TraceError, "input:0 has shape=(0, 6)", lambda: autoshard.plan(
+        small(), LAPTOP, example_inputs=(X[:0],), loss_fn=total, optimizer="sgd", recipe=Recipe(zero=1))),
     (TraceError, "returns no floating scalar; it returns tensors of shapes=[(4, 2)]",
      lambda: planned(optimizer="adamw")),
     (TraceError, "returns no floating scalar; it returns tensors of shapes=[(1, 2)]",

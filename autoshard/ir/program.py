@@ -13,7 +13,7 @@ order of `outputs`. Node metadata:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -206,6 +206,11 @@ def tensor_values(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
     if isinstance(value, (tuple, list)):
         return tuple(item if isinstance(item, torch.Tensor) else None for item in value)
     return ()
+
+
+def may_be_tokens(shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether an input of this shape and dtype may be a batch of tokens: integers, and no mask of booleans."""
+    return bool(shape) and not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def describe(value: Any) -> str:

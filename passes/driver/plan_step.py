@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from autoshard.arguments import check_tensors
 from autoshard.call import Call
 from autoshard.errors import AutoshardError, DoesNotFitError, NotAvailableError, RecipeError
 from autoshard.ir.recipe import Recipe
@@ -44,7 +45,11 @@ def plan_step(call: Call, planner: Planner, update: Update | None, search: Recip
     Args:
         update: the traced update of the call's optimizer; None if a step has no traced update.
         search: the result of `outer_search`. None: only the given meshes are planned.
+
+    Raises:
+        AutoshardError: an example input has no elements, or no candidate has a plan.
     """
+    check_tensors(*call.inputs)
     check_stages = partial(check_pipeline, update, call)
     request_of = partial(_request, call, update if call.grad else None)
     if search is None:

@@ -39,6 +39,7 @@ from passes.driver.stage_search import StageSearch, constraints_of, lowered_stag
 from passes.lowering.order_pipeline import order_forward, order_pipeline
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import constraints_on, split_outputs
+from passes.planning.cover import cover_stages
 from passes.prediction.predict_pipeline import PipelinePrediction, predict_pipeline
 from passes.preparation.split_stages import SplitStages
 from passes.strategies.price_nodes import NodePrices
@@ -289,7 +290,7 @@ class StagePlans:
             precision=self.planner.precision,
             recipe=self.planner.recipe,
             replicated_operators=tuple(dict.fromkeys(item for plan in plans for item in plan.replicated_operators)),
-            operators=tuple(item for plan in plans for item in plan.operators),
+            operators=cover_stages((plan.operators for plan in plans), self.pipeline.ranks),
             was_interrupted=any(plan.was_interrupted for plan in plans),
             was_cut=any(plan.was_cut for plan in plans),
             stages=plans,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 from autoshard.ir.plan_parts import OperatorCoverage
 from autoshard.rules.fan_out import fan_out
@@ -18,7 +19,7 @@ def cover(planning: PlanningProblem, choice: Sequence[int]) -> tuple[OperatorCov
     """
     reshards = _reshard_times(planning, choice)
     runs = planning.site_runs()
-    found: dict[tuple[str, str, bool, bool], list[tuple[int, float, float]]] = {}
+    found: dict[_Key, list[tuple[int, float, float]]] = {}
     for name, site in planning.space.sites.items():
         node = site.node
         if node is None or node.op != "call_function" or node.target is fan_out:
@@ -29,6 +30,26 @@ def cover(planning: PlanningProblem, choice: Sequence[int]) -> tuple[OperatorCov
         calls = runs[name]
         call_s = calls * planning.prices.call_time(site, strategy)
         found.setdefault(key, []).append((calls, call_s, reshards.get(name, 0.0)))
+    return _summed(found)
+
+
+def cover_stages(stages: Iterable[Sequence[OperatorCoverage]], ranks: int) -> tuple[OperatorCoverage, ...]:
+    """Return the summary of a plan's calls from the summaries of its stages, which lie on `ranks` pipeline ranks.
+
+    Calls of all stages are counted, and their seconds are means over ranks.
+    """
+    found: dict[_Key, list[tuple[int, float, float]]] = {}
+    for row in chain.from_iterable(stages):
+        key = (row.operator, row.source, row.has_rule, row.is_split)
+        found.setdefault(key, []).append((row.calls, row.time_s / ranks, row.reshard_time_s / ranks))
+    return _summed(found)
+
+
+_Key = tuple[str, str, bool, bool]
+"""Operator, source line, and whether the calls have a sharding rule and are split."""
+
+
+def _summed(found: Mapping[_Key, Sequence[tuple[int, float, float]]]) -> tuple[OperatorCoverage, ...]:
     rows = [OperatorCoverage(*key, *map(sum, zip(*parts, strict=True))) for key, parts in found.items()]
     return tuple(sorted(rows, key=lambda row: -row.time_s - row.reshard_time_s))
 

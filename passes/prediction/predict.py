@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from autoshard.ir.kernels import NO_KERNELS, Kernels
 from autoshard.ir.offload import LABEL
 from autoshard.ir.plan_parts import Prediction
-from autoshard.ir.program import InputKind
+from autoshard.ir.program import InputKind, may_be_tokens
 from autoshard.ir.recompute import PHASE
 from autoshard.ir.trace import Trace
 from cost_models.intervals import KERNELS, MEASURED, step_time_uncertainty
@@ -99,6 +99,6 @@ def _tokens(planning: PlanningProblem) -> int:
     """Return the number of elements of the first integer input of one micro-batch; 0 without such an input."""
     for slot in planning.space.program.inputs_of(InputKind.INPUT):
         (value,) = planning.space.sites[slot.node].results
-        if not value.dtype.is_floating_point and value.shape:
+        if may_be_tokens(value.shape, value.dtype):
             return math.prod(value.shape)
     return 0

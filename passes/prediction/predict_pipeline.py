@@ -19,7 +19,7 @@ from torch import fx
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.pipeline_order import PipelineOrder, Work
 from autoshard.ir.plan_parts import Prediction
-from autoshard.ir.program import InputKind
+from autoshard.ir.program import InputKind, may_be_tokens
 from autoshard.ir.staged import PIPELINE_AXIS, StagedProgram, StageProgram
 from cost_models.collectives import point_to_point_time
 from cost_models.hardware import Cluster
@@ -286,8 +286,8 @@ def _tokens_per_s(staged: StagedProgram, total_s: float) -> float | None:
     crossing = {item.name for item in staged.crossings}
     slots = (slot for stage in staged.stages for slot in stage.phased.lowered.inputs)
     for slot in slots:
-        is_whole_number = slot.slot.kind is InputKind.INPUT and not slot.dtype.is_floating_point and bool(slot.shape)
-        if is_whole_number and slot.slot.name not in crossing and total_s > 0:
+        is_of_model = slot.slot.kind is InputKind.INPUT and slot.slot.name not in crossing
+        if is_of_model and may_be_tokens(slot.shape, slot.dtype) and total_s > 0:
             return math.prod(slot.shape) * staged.order.micro_batches / total_s
     return None
 

@@ -26,7 +26,7 @@ from autoshard.errors import FormulaError, PlanMismatchError
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
-from autoshard.ir.program import InputKind
+from autoshard.ir.program import InputKind, may_be_tokens
 from autoshard.ir.reshard import ReshardStep, StepCost
 from autoshard.ir.spec import PartitionSpec
 from cost_models.formulas import Point, Size, ceil_div, size_symbol, value_at
@@ -86,7 +86,7 @@ class PlanCounts:
         nodes = self.fitted.program.nodes_by_name()
         for slot in self.fitted.program.inputs_of(InputKind.INPUT):
             value = nodes[slot.node].meta["val"]
-            if not value.dtype.is_floating_point and value.shape:
+            if may_be_tokens(value.shape, value.dtype):
                 yield None, math.prod(self.fitted.shapes[slot.node][0])
                 return
 

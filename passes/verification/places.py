@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.rules.notation import BoundRule
 from passes.verification.batch_states import BatchIndices, Same, SlicedDim, State
 
 aten = torch.ops.aten
@@ -18,6 +19,7 @@ aten = torch.ops.aten
 COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 READS_AT = (aten.index.Tensor, aten._unsafe_index.Tensor)
 WRITES_AT = (aten.index_put.default, aten._unsafe_index_put.default)
+_TRIANGLES = (aten.tril.default, aten.triu.default)
 _FROM_ZERO = (("start", 0), ("step", 1))
 
 
@@ -62,6 +64,14 @@ def read_at_places(node: fx.Node, states: Mapping[fx.Node, Sequence[State]]) -> 
     missing = source.meta["val"].dim() - len(given) + width - written.meta["val"].dim()
     is_alike = not state.exponent and _is_beside(states[written][0], chosen - missing)
     return state if is_alike else None
+
+
+def knows_places(node: fx.Node, rule: BoundRule, factor: str) -> bool:
+    """Whether a call is a `tril` or `triu` whose rows or columns are samples, so that it depends on their indices.
+
+    Samples lie along `factor` of the call's sharding rule.
+    """
+    return node.target in _TRIANGLES and any(factor in factors for factors in rule.outputs[0][-2:])
 
 
 def argument(node: fx.Node, name: str) -> Any:

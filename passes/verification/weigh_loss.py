@@ -32,10 +32,19 @@ from autoshard.ir.program import InputKind, OutputKind, Program, tensor_values
 from autoshard.ir.spec import Reduction
 from autoshard.kernels.checks import checked
 from autoshard.rules.notation import BoundRule
+from passes.preparation.rewriting import needed
 from passes.strategies.enumerate_strategies import operands_of, resolve, rule_of
 from passes.verification.batch_states import BatchIndices, Mixed, OfInputs, Same, SlicedDim, State, Sum
 from passes.verification.combine_branches import combine_branches
-from passes.verification.places import COUNTS, READS_AT, WRITES_AT, argument, counts_from_zero, read_at_places
+from passes.verification.places import (
+    COUNTS,
+    READS_AT,
+    WRITES_AT,
+    argument,
+    counts_from_zero,
+    knows_places,
+    read_at_places,
+)
 
 aten = torch.ops.aten
 _WAY_OUT = "Return a sum or a mean over samples, each of which is computed for itself, or leave micro_batches out."
@@ -157,7 +166,7 @@ class _LossWalk:
         if isinstance(state, Mixed):
             return _refused(f"{_named(state.node)} {state.why}")
         if isinstance(state, Same):
-            return LossWeights((Term(1),))
+            return LossWeights((Term(1 + state.exponent),))
         if not isinstance(state, Sum):
             return _refused("no parameter has a part in it")
         plain = {exponent for count, exponent in state.terms if count is None}
@@ -263,21 +272,25 @@ class _LossWalk:
         factor = None if rule is None else _factor(rule, given)
         if rule is None or factor is None or factor in rule.blocked or _reaches_across(node, rule, factor):
             return [Mixed(node, "mixes samples across the batch")] * count
+        if knows_places(node, rule, factor):
+            return [Mixed(node, _OF_PLACE)] * count
         exponent = self._exponent(node, rule, given)
         if exponent is None:
             return [Mixed(node, "is not linear in a value that depends on the size of the batch")] * count
-        places = iter(range(len(rule.outputs)))
-        return [
-            Same() if value is None else self._result(node, rule, factor, next(places), exponent + scale)
-            for value in tensor_values(node)
-        ]
+        present = [place for place, value in enumerate(tensor_values(node)) if value is not None]
+        made: list[State] = [Same()] * count
+        for index, place in enumerate(present):
+            made[place] = self._result(node, rule, factor, (index, place), exponent + scale)
+        return made
 
-    def _result(self, node: fx.Node, rule: BoundRule, factor: str, index: int, exponent: int) -> State:
+    def _result(self, node: fx.Node, rule: BoundRule, factor: str, at: tuple[int, int], exponent: int) -> State:
+        """Return the state of one result. `at` is its index in the rule, and its index among the call's results."""
+        index, place = at
         for dim, factors in enumerate(rule.outputs[index]):
             if factor in factors:
-                return (
-                    SlicedDim(dim, exponent) if factors[0] == factor else Mixed(node, "mixes samples across the batch")
-                )
+                grown = _grown(tensor_values(node)[place], tensor_values(self.twins[node])[place])
+                is_first = factors[0] == factor and grown == dim
+                return SlicedDim(dim, exponent) if is_first else Mixed(node, "mixes samples across the batch")
         if rule.local is None and index in rule.whole.get(factor, ()):  # independent of the batch
             return Same()
         if node.target in _MEANS or argument(node, "reduction") == _MEAN_REDUCTION:
@@ -339,12 +352,13 @@ class _LossWalk:
 
     def _over_count(self, node: fx.Node, divisor: fx.Node, given: Sequence[State]) -> State:
         dividend = given[0]
-        is_plain = isinstance(dividend, Sum) and all(count is None for count, _ in dividend.terms)
-        if not is_plain or not self._is_of_inputs(divisor):
+        is_sum = isinstance(dividend, Sum)
+        if not is_sum or any(count for count, _ in dividend.terms) or not self._is_of_inputs(divisor):
             return Mixed(node, "divides by a value of the whole batch that depends on more than inputs")
-        assert isinstance(dividend, Sum)
         if dividend.has_constant:
             return Mixed(node, "divides a term independent of the batch by a value of the whole batch")
+        if divisor.meta["val"].numel() != 1:
+            return Mixed(node, "divides by several values of the whole batch")
         count = self._cut_out(divisor)
         if count is None:
             return Mixed(node, "divides by a number that depends on the size of the batch")
@@ -454,30 +468,16 @@ def _is_random(node: fx.Node) -> bool:
 
 def _ancestors(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """Return `nodes`, and all nodes from which they are computed, in the order of the graph."""
-    return _until((), nodes)
+    return sorted(needed(nodes))
 
 
 def _subgraph(module: fx.GraphModule, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.GraphModule:
     graph = fx.Graph()
     copies = {node: graph.placeholder(f"input_{index}") for index, node in enumerate(inputs)}
-    for node in _until(inputs, results):
-        if node not in copies:
-            copies[node] = copy_node(graph, node, copies.__getitem__)
-    made: list[fx.Node] = [copies[node] for node in results]
-    graph.output(tuple(made) if len(made) > 1 else made[0])
+    for node in sorted(needed(results, inputs).difference(inputs)):
+        copies[node] = copy_node(graph, node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results) if len(results) > 1 else copies[results[0]])
     return fx.GraphModule(module, graph)
-
-
-def _until(inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the nodes that compute `results` from `inputs`, in the order of the graph, without `inputs` themselves."""
-    found: set[fx.Node] = set()
-    waiting = [node for node in results if node not in inputs]
-    while waiting:
-        node = waiting.pop()
-        if node not in found and node not in inputs:
-            found.add(node)
-            waiting += node.all_input_nodes
-    return sorted(found)
 
 
 _OF_PLACE = "depends on the place of a sample in its batch"

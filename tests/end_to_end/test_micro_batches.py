@@ -73,6 +73,7 @@ PLAIN: dict[str, Loss] = {
     "two terms": lambda m, z, x, y: F.cross_entropy(z, y) + 0.1 * F.mse_loss(z, torch.zeros_like(z)),
     "penalty": lambda m, z, x, y: z.square().mean() + penalty(m),
     "bce": lambda m, z, x, y: F.binary_cross_entropy_with_logits(z, F.one_hot(y, CLASSES).float()),
+    "penalty by the rows": lambda m, z, x, y: penalty(m) * len(x),
     "sum of a sum": lambda m, z, x, y: z.square().sum() + z.abs().sum(0).sum() * 0.5,
 }
 
@@ -204,6 +205,9 @@ REFUSED: dict[str, tuple[Loss, str]] = {
     "penalty over rows": (lambda m, z, x, y: (z.square().sum() + penalty(m)) / len(x), "div.*not linear in a sum"),
     "penalty over a count": (lambda m, z, x, y: (z.square().sum() + 1) / y.sum(), "div.*a term independent"),
     "a count of rows": (lambda m, z, x, y: z.sum() / ((y.sum() + 1) * len(x)), "div.*depends on the size of the batch"),
+    "counts of columns": (lambda m, z, x, y: (z.sum() / x.abs().sum(0)).mean(), "div.*several values"),
+    "triangle": (lambda m, z, x, y: z.tril().sum(), "tril.*place of a sample"),
+    "halves of rows": (lambda m, z, x, y: z.view(2, -1, CLASSES).sum(1).mean(), "view.*mixes samples"),
     "largest": (lambda m, z, x, y: z.max(), "max"),
     "places turned round": (lambda m, z, x, y: z[torch.arange(len(x)).flip(0), y].sum(), "place of a sample"),
     "the next sample": (lambda m, z, x, y: z[(torch.arange(len(x)) + 1) % len(x), y].sum(), "size of the batch|place"),

@@ -124,12 +124,17 @@ def test_stages_of_one_node_hand_on_inside_it() -> None:
 
 
 def test_the_parts_of_a_step_sum_to_it() -> None:
-    """The parts of a step, transfers and bubble included, sum to its time, and memory is the fullest rank's."""
-    predicted = planned({"pipeline": 2}).predicted
+    """The parts of a step, transfers and bubble included, sum to its time, and memory is the fullest rank's.
+
+    Each operator of a line is listed once.
+    """
+    plan = planned({"pipeline": 2})
+    predicted = plan.predicted
     assert sum(predicted.breakdown.values()) == pytest.approx(predicted.step_time_s)
     assert sum(predicted.memory_breakdown.values()) == predicted.peak_memory_bytes
     assert predicted.breakdown["bubble"] > 0
     assert predicted.breakdown["communication over pipeline"] > 0
+    assert len({(item.operator, item.source, item.is_split) for item in plan.operators}) == len(plan.operators)
 
 
 def test_the_number_of_micro_batches_is_chosen() -> None:

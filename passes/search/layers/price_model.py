@@ -16,7 +16,7 @@ from torch import fx
 
 from autoshard.errors import RecipeError
 from autoshard.ir.execution import Execution
-from autoshard.ir.program import InputKind
+from autoshard.ir.program import InputKind, may_be_tokens
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.enumeration import Strategy
 from cost_models.hardware import Cluster
@@ -133,7 +133,7 @@ class PricedModel:
         program = self.folded.single
         nodes = program.nodes_by_name()
         values = (nodes[slot.node].meta["val"] for slot in program.inputs_of(InputKind.INPUT))
-        return next((value.numel() for value in values if not value.dtype.is_floating_point), 0)
+        return next((value.numel() for value in values if may_be_tokens(value.shape, value.dtype)), 0)
 
     def layers(self, kind: RecipeKind) -> Mapping[str, LayerClass]:
         """Return the layer classes by name, with their tensors split as a kind of recipe splits them."""

@@ -13,6 +13,7 @@ from autoshard.rules import registry
 from cost_models.hardware import Cluster
 from passes.driver.plan_and_lower import plan_program
 from passes.driver.plan_options import PlanOptions
+from passes.planning.cover import cover_stages
 from tests.passes.blocks import perceptron_program
 
 
@@ -33,6 +34,18 @@ def test_every_call_is_counted_once() -> None:
     biases = [row for row in plan.operators if row.operator == "aten.add.Tensor"]  # products take them along
     rest = sum(row.time_s for row in plan.operators if row not in biases)
     assert rest * (1 - 1e-9) <= compute <= (rest + sum(row.time_s for row in biases)) * (1 + 1e-9)
+
+
+def test_stages_are_covered_together() -> None:
+    """Calls of all stages count, an operator of a line is listed once, and its time is the mean over ranks."""
+    rows = _plan().operators
+    found = cover_stages((rows, rows[1:]), 2)
+    assert {row.operator for row in found} == {row.operator for row in rows}
+    assert len(found) == len(rows)
+    assert sum(row.calls for row in found) == 2 * sum(row.calls for row in rows) - rows[0].calls
+    assert sum(row.time_s for row in found) == pytest.approx(sum(row.time_s for row in rows) - rows[0].time_s / 2)
+    times = [row.time_s + row.reshard_time_s for row in found]
+    assert times == sorted(times, reverse=True)
 
 
 def test_operators_without_a_rule_have_a_line_and_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,3 +217,23 @@ def test_deep_models_are_predicted_as_they_run(weight: PartitionSpec, monkeypatc
     assert min(hidden_s) > 0.05 * whole.step_time_s
     assert sum(short.breakdown.values()) == pytest.approx(short.step_time_s)
     assert short.peak_memory_bytes == pytest.approx(whole.peak_memory_bytes, rel=0.04)
+
+
+class _Masked(nn.Module):
+    """An embedding of tokens, and a mask of pairs of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 8)
+
+    def forward(self, mask: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        found = self.table(tokens)
+        return torch.tanh((found @ found.mT).masked_fill(mask, 0.0) @ found).mean()
+
+
+@pytest.mark.parametrize("axis", ["data", "pipeline"])
+def test_a_mask_has_no_tokens(axis: str) -> None:
+    """Tokens per second count the elements of the first input of integers, and not those of a mask before it."""
+    inputs = {"mask": torch.zeros(4, 8, 8, dtype=torch.bool), "tokens": torch.zeros(4, 8, dtype=torch.int64)}
+    plan = autoshard.plan(_Masked(), Mesh({axis: 2}), optimizer="sgd", example_inputs=inputs)
+    assert plan.predicted.tokens_per_s == pytest.approx(4 * 8 / plan.predicted.step_time_s)
