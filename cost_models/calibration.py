@@ -275,8 +275,10 @@ def functional_collectives(
 def _measure_group(
     group: distributed.ProcessGroup, message: int, calls: CollectiveCalls, share_s: float
 ) -> dict[str, float]:
+    """Return the seconds of each collective of about `message` bytes, a multiple of the group's size."""
     size = group.size()
-    full, part = torch.zeros(message // 4, device=_place()), torch.zeros(message // 4 // size, device=_place())
+    part = torch.zeros(message // 4 // size, device=_place())
+    full = part.repeat(size)
     m, n, k = BETWEEN
     left, right = torch.randn(m, k, device=_place()), torch.randn(k, n, device=_place())
     return {

@@ -243,7 +243,8 @@ def dump(texts: Mapping[str, str], constants: Mapping[str, Constant]) -> str:
     """Return the TOML text of a file that `read` can parse: texts first, then one table for each constant."""
     lines = [f"{key} = {_quote(value)}" for key, value in texts.items()]
     for path, constant in constants.items():
-        lines += ["", f"[{path}]", f"value = {constant.value!r}"]
+        value = float(constant.value) if isinstance(constant.value, float) else constant.value  # not numpy's float
+        lines += ["", f"[{path}]", f"value = {value!r}"]
         lines += [f"{field} = {_quote(getattr(constant, field))}" for field in FIELDS[1:]]
         if constant.interval is not None:
             lines.append(f"interval = {list(constant.interval)!r}")

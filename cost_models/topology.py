@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
@@ -182,7 +182,16 @@ def wired_share(layout: NodeWiring, devices: int, members: tuple[int, ...]) -> f
     """
     if layout is NodeWiring.SWITCH or len(members) == 1:
         return 1.0
+    if layout is NodeWiring.MESH:  # the cut of one member from all others
+        return (len(members) - 1) / (devices - 1)
     links = direct_links(layout, devices)
+    if layout is not NodeWiring.HYBRID_CUBE_MESH:
+        return links.get((members[0], members[1]), 0.0) if len(members) == 2 else 0.0
+    return narrowest_cut(links, members)
+
+
+def narrowest_cut(links: Mapping[tuple[int, int], float], members: Sequence[int]) -> float:
+    """Return the least (g - 1) * B(S) / |S| of `wired_share`, at most 1, by a look at all subsets of the members."""
     joined = {pair: share for pair, share in links.items() if pair[0] in members and pair[1] in members}
     least = math.inf
     for size in range(1, len(members)):

@@ -394,6 +394,7 @@ def test_clusters(call: Callable[[], Any], words: str) -> None:
         (lambda plan: plan.explain(3), "explain(3): the plan has no parameter"),
         (lambda plan: plan.why_not(["fsdp"]), "why_not(['fsdp']): unknown"),
         (lambda plan: plan.why_not(None), "why_not(None): unknown"),
+        (lambda plan: plan.explain(["w"]), "explain(['w']): the plan has no parameter"),
         (lambda plan: plan.formula("tokens", dims="batch"), "dims='batch' is a str; pass a dict"),
         (lambda plan: plan.formula("step_flops", fixed=3), "fixed=3 is a int; pass the names of symbols"),
         (lambda _: autoshard.vectorise("batch"), "formula='batch' is a str; pass a result of Plan.formula"),

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 import autoshard
 from autoshard.calibration import collectives_that_run, semantic_samples
+from cost_models import calibration
 from tests.kernels.observed import Observed
 from tests.runtime.processes import report, run_checks
 
@@ -40,6 +41,19 @@ def check_reductions_are_measured_as_programs_run_them() -> None:
         by_all_to_all = name == "reduce_scatter" or (name == "all_reduce" and size > 2)
         assert ("all_to_all_single" in issued) == (by_all_to_all or name == "all_to_all"), (name, issued)
         assert "reduce_scatter_tensor" not in issued
+
+
+def check_a_size_that_ranks_do_not_divide_is_measured() -> None:
+    calibration.PRODUCTS, calibration.BETWEEN = (1,), (8, 8, 8)  # of this process alone
+    found = calibration._measure_group(dist.group.WORLD, 4096, collectives_that_run, 0.0)
+    assert set(found) == {f"{name}.3.4092" for name in calibration.COLLECTIVES}
+    assert min(found.values()) > 0
+
+
+def test_three_ranks_are_measured():
+    """The messages of any number of ranks are cut into equal parts."""
+    checks = {"check": check_a_size_that_ranks_do_not_divide_is_measured}
+    report(run_checks(checks, ranks=3), "check")
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -212,7 +212,7 @@ class Recipe:
         if self.stage_layers is None:
             return
         object.__setattr__(self, "stage_layers", _stage_layers(self.stage_layers))
-        if not all(isinstance(count, int) and count >= 0 for count in self.stage_layers):
+        if not all(type(count) is int and count >= 0 for count in self.stage_layers):
             raise RecipeError(f"stage_layers={self.stage_layers!r} must be whole numbers of at least 0, one a stage.")
         if self.pipeline is not None and len(self.stage_layers) != self.pipeline * each:
             raise RecipeError(

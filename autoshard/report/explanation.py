@@ -47,7 +47,8 @@ def _answer(answer: WhyNot) -> str:
     if not answer.variants:
         return f"{answer.feature}: {missing}."
     if not fitting:
-        return f"{answer.feature}: no plan with it fits in memory."
+        is_short = any(item.smallest_bytes for item in answer.variants)
+        return f"{answer.feature}: no plan with it {'fits in memory' if is_short else 'was found'}."
     best, other = fitting[0], answer.chosen
     if best.step_time_s is None or other.step_time_s is None:
         return ""

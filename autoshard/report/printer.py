@@ -42,7 +42,7 @@ def render_plan(plan: Plan) -> str:
 
 def title(plan: Plan) -> str:
     """Return the heading of a plan: its mesh and precision, the priced hardware, and the duration of the search."""
-    gap = "" if plan.gap is None or plan.nodes or plan.stages else f", at most {plan.gap:.2%} from the fastest recipe"
+    gap = "" if plan.gap is None or plan.runs else f", at most {plan.gap:.2%} from the fastest recipe"
     precision = "" if plan.precision is None else f" in {plan.precision}"
     searched = f"searched {format_time(plan.search_time_s)}{gap}"
     return f"Plan on {plan.mesh}{precision}, priced for {plan.hardware}; {searched}."
@@ -95,7 +95,7 @@ def in_words(plan: Plan) -> list[str]:
     without parameters, or the price of a recipe in another framework, gives an empty list.
     """
     axes = [axis for axis, size in plan.mesh.axes if size > 1]
-    if not plan.parameters or not axes or not (plan.nodes or plan.stages):
+    if not plan.parameters or not axes or not plan.runs or not (plan.nodes or plan.stages):
         return []
     said = "; ".join(f"axis {axis} {_work_of(axis, plan)}" for axis in axes)
     return [f"{said[0].upper()}{said[1:]}."]

@@ -21,10 +21,13 @@ from passes.driver.recipe_search import RecipeSearch, recipe_search
 from passes.lowering.lower_program import prepare_for
 from passes.planning.build_assignment import PlanningProblem
 from passes.questions.change import Change
+from passes.search.recipe_problem import NO_BLOCKS, NO_HOST_LINK
 from passes.solver.search_control import Ceiling
 
 _WITHIN = {"recompute", "offload"}
 """Fields of a recipe that do not change the mesh."""
+
+_NO_BACKWARD = "the program has no backward, for which values could be computed again or lie on the host"
 
 
 def _within(recipe: Recipe | None, change: Change) -> Recipe:
@@ -80,11 +83,13 @@ class PlanAgain:
         return self._problems
 
     def missing(self, feature: str) -> str:
-        """Return the reason why no recipe of the model can have a feature; "" if a recipe may have it.
+        """Return the reason why no plan of the model can have a feature; "" if a plan may have it.
 
         `feature` is a name of `why_not`, such as "pipeline" or "offload".
         """
-        return self._recipes(feature).problem.missing(feature)
+        if feature not in _WITHIN:
+            return self._recipes(feature).problem.missing(feature)
+        return NO_HOST_LINK if feature == "offload" and self.cluster.device.host_link is None else ""
 
     def kernels(self, plan: Plan) -> Kernels:
         """Return the Triton kernels that a plan runs with. They are found at the first call.
@@ -100,6 +105,13 @@ class PlanAgain:
 
     def __call__(self, plan: Plan, change: Change) -> Plan:
         """Return a new plan of the call with a change, on the same mesh unless `change.fields` needs another mesh."""
+        found = self._plan(plan, change)
+        wanted = [name for name, values in change.fields.items() if name in _WITHIN and "none" not in values]
+        if not all(any(getattr(each, name).nodes for each in found.stages or (found,)) for name in wanted):
+            raise NotAvailableError(NO_BLOCKS if self.planned.program.trains else _NO_BACKWARD)
+        return found
+
+    def _plan(self, plan: Plan, change: Change) -> Plan:
         made = self.planned
         recipe = _freed(made.planner.recipe, change.without)
         planner = replace(made.planner, change=change, ceiling=None, progress=False, recipe=recipe)

@@ -293,4 +293,4 @@ def _with_advice(error: AutoshardError, candidate: Candidate) -> AutoshardError:
 
 def _most_telling(failures: list[AutoshardError]) -> AutoshardError:
     too_large = [error for error in failures if isinstance(error, DoesNotFitError)]
-    return min(too_large, key=attrgetter("smallest_bytes")) if too_large else failures[0]
+    return min(too_large, key=lambda error: error.smallest_bytes or math.inf) if too_large else failures[0]

@@ -259,7 +259,7 @@ def _site_named(problems: Sequence[PlanningProblem], name: str) -> tuple[int, st
     """
     for stage, planning in enumerate(problems):
         sites = {**{site: site for site in planning.space.sites}, **constrainable(planning.space)}
-        if name in sites:
+        if isinstance(name, str) and name in sites:
             return stage, sites[name]
     known = [each for planning in problems for each in constrainable(planning.space) if not _is_between_stages(each)]
     raise InvalidSpecError(

@@ -18,6 +18,10 @@ from passes.search.recipe_space import Only, RecipeSpace, keeps
 from passes.search.search_recipes import NOTHING, FoundRecipe, Watch, search_recipes
 from passes.solver.search_control import Ceiling
 
+NO_BLOCKS = "the model has no list of blocks; stages, recomputation and offload take whole blocks"
+NO_HOST_LINK = "the device's data have no host link"
+"""Reasons why no recipe of a model has a feature."""
+
 
 @dataclass
 class RecipeProblem:
@@ -129,9 +133,9 @@ class RecipeProblem:
         if feature == "context" and not self.counted.tokens:
             return "the model's inputs are no tokens, of which ranks could share a sequence"
         if feature in ("pipeline", "recompute", "offload") and not self.counted.blocks:
-            return "the model has no list of blocks; stages, recomputation and offload take whole blocks"
+            return NO_BLOCKS
         no_host = feature == "offload" and self.cluster.device.host_link is None
-        return "the device's data have no host link" if no_host else ""
+        return NO_HOST_LINK if no_host else ""
 
     def admits(self, recipe: Execution) -> bool:
         """Whether a recipe fits in memory, has the values that `pinned` allows, and can be run if `runs` is set.

@@ -5,6 +5,7 @@ import datetime
 import math
 
 import networkx
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,6 +43,13 @@ def test_a_cluster_survives_save_and_load(name, tmp_path):
     """TOML round trip, equal field by field."""
     nodes = 4 if node_type(name).inter else 1
     cluster = Cluster(name, nodes=nodes, devices_per_node=1)
+    cluster.save(tmp_path / "mine.toml", source="a test", date="2026-11-20")
+    assert Cluster.load(tmp_path / "mine.toml") == cluster
+
+
+def test_numbers_of_numpy_are_saved_as_numbers(tmp_path):
+    """A file has no names of numpy's types, which TOML does not know."""
+    cluster = Cluster(node_type("h100_sxm").with_network(bytes_per_s_per_device=np.float64(25e9)), 2)
     cluster.save(tmp_path / "mine.toml", source="a test", date="2026-11-20")
     assert Cluster.load(tmp_path / "mine.toml") == cluster
 

@@ -149,6 +149,12 @@ def test_a_group_on_a_mesh_has_the_links_to_its_members(devices, data):
     assert wired_share(NodeWiring.MESH, devices, members) == pytest.approx((len(members) - 1) / (devices - 1))
 
 
+@pytest.mark.parametrize(("layout", "share"), [(NodeWiring.MESH, 1.0), (NodeWiring.PAIRS, 0.0), (NodeWiring.HOST, 0.0)])
+def test_large_nodes_have_a_share_at_once(layout, share):
+    """The share of 64 devices is known without a look at their subsets."""
+    assert wired_share(layout, 64, tuple(range(64))) == share
+
+
 @given(st.sampled_from([NodeWiring.MESH, NodeWiring.HYBRID_CUBE_MESH, NodeWiring.PAIRS]), st.integers(2, 8), st.data())
 def test_the_narrowest_cut_equals_that_of_the_graph(layout, devices, data):
     """The narrowest cut equals the slowest all-gather bound of the members, by networkx's maximum flows."""

@@ -43,6 +43,7 @@ def test_a_complete_recipe_is_a_sentence() -> None:
         ({"tensor": True}, "tensor=True must be a whole number"),
         ({"zero": 4}, "zero=4 is unknown; use one of 0, 1, 2, 3"),
         ({"zero": True}, "zero=True is unknown; use one of 0, 1, 2, 3"),
+        ({"stage_layers": (True, 1)}, r"stage_layers=\(True, 1\) must be whole numbers"),
         ({"zero": 1.0}, "zero=1.0 is unknown; use one of 0, 1, 2, 3"),
         ({"recompute": "some"}, "recompute='some' is unknown"),
         ({"tensor": 2, "sequence_parallel": 1}, "sequence_parallel=1 must be True or False"),

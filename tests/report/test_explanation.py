@@ -8,6 +8,7 @@ from torch import nn
 
 import autoshard
 from autoshard import Cluster, P
+from autoshard.ir.answers import Outcome, Variant, WhyNot
 from autoshard.ir.plan import Plan
 
 CLUSTER = Cluster("h100_sxm", nodes=1, devices_per_node=4)
@@ -57,6 +58,14 @@ def test_a_plan_differs_from_itself_in_nothing() -> None:
     assert not found.parameters
     assert not found.outputs
     assert "All specs are the same." in str(found)
+
+
+def test_ways_that_memory_does_not_exclude_are_not_said_to_need_memory() -> None:
+    """Memory is named only if more memory would do."""
+    chosen = Outcome(fits=True, step_time_s=1.0, peak_memory_bytes=1, breakdown={})
+    for smallest, words in ((0, "was found"), (2**30, "fits in memory")):
+        ways = (Variant("tensor over data", fits=False, smallest_bytes=smallest),)
+        assert f"tensor: no plan with it {words}." in str(WhyNot("tensor", "", chosen, ways, 1, ""))
 
 
 def test_alike_differences_share_a_row() -> None:

@@ -162,7 +162,16 @@ def test_known_recipes_stand_beside_the_predicted_step() -> None:
 def test_the_price_of_a_recipe_shows_its_gap() -> None:
     """The search over recipes minimises the predicted step."""
     priced = replace(plan_with(TODAY), objective=2e-3, lower_bound=1.5e-3, recipe=Recipe(data=2, micro_batch=8))
-    assert "at most 25.00% from the fastest recipe" in render_plan(priced)
+    nodes = {"input_0": NodePlan((), (PartitionSpec("x"),))}
+    for each in (priced, replace(priced, nodes=nodes)):
+        assert "at most 25.00% from the fastest recipe" in render_plan(replace(each, runtime="megatron"))
+
+
+def test_the_price_of_a_recipe_says_nothing_of_axes() -> None:
+    """The specs of a price leave out stages and shards of optimizer state, so the recipe alone names the axes."""
+    parameters, nodes = {"w": ParameterPlan(PartitionSpec(), (8,), 0)}, {"mm": NodePlan((), (PartitionSpec("x"),))}
+    priced = replace(plan_with(TODAY), mesh=Mesh({"pipeline": 2, "x": 2}), parameters=parameters, nodes=nodes)
+    assert in_words(replace(priced, runtime="megatron")) == []
 
 
 def test_kernels_alike_share_a_row() -> None:

@@ -141,6 +141,7 @@ def test_others_are_planned_until_the_time_is_up(cut_at: int, tried: int) -> Non
 def test_all_are_tried_until_one_has_a_plan(cut_at: int) -> None:
     """Without a plan all candidates are tried past the time limit, and the error has the least memory."""
     failures = {count: DoesNotFitError("no.", smallest_bytes=10 - count) for count in (1, 2, 4)}
+    failures[1] = DoesNotFitError("nothing known.", smallest_bytes=0)
     planner = PlannerOf(failures, cut_at=cut_at)
     with pytest.raises(DoesNotFitError) as raised:
         planned(planner, candidates(1, 2, 4))

@@ -174,6 +174,27 @@ def test_a_recipe_that_recomputes_is_asked_for_a_plan_that_does_not() -> None:
     assert item.step_time_s < plan.predicted.step_time_s
 
 
+def test_recomputation_and_offload_are_asked_of_plans_that_no_recipe_makes() -> None:
+    """Plans with constraints, and plans without an optimizer, are asked on their own mesh."""
+    mesh, tokens = Cluster("h100_sxm", 1, 2).mesh({"data": 2}), torch.zeros(4, 8, dtype=torch.int64)
+    plan = autoshard.plan(
+        Model(8), mesh, example_inputs=(tokens,), optimizer=None, constraints={"blocks.*.weight": P()}
+    )
+    for feature in ("recompute", "offload"):
+        (item,) = plan.why_not(feature).variants
+        assert item.step_time_s is not None
+        assert item.step_time_s > plan.predicted.step_time_s
+
+
+def test_a_model_without_blocks_has_none_to_recompute() -> None:
+    """The answer says so, rather than to give a plan that keeps all values."""
+    mesh = Cluster("h100_sxm", 1, 2).mesh({"data": 2})
+    for trains, words in ((True, "no list of blocks"), (False, "no backward")):
+        model = nn.Linear(8, 8).requires_grad_(trains)
+        plan = autoshard.plan(model, mesh, example_inputs=(torch.ones(4, 8),), optimizer=None)
+        assert words in plan.why_not("recompute").missing
+
+
 def test_what_no_value_can_do_has_no_variants() -> None:
     """Without optimizer state there is no ZeRO-1."""
     plan = autoshard.plan(Model(64), CLUSTER.mesh(MESH), example_inputs=(torch.zeros(4, 8, dtype=torch.int64),))
