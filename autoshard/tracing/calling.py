@@ -226,13 +226,24 @@ def check_layouts(model: nn.Module) -> None:
 
 
 def check_apart(model: nn.Module) -> None:
-    """Raise `TraceError` if a buffer of the model is one of its parameters: a program keeps each tensor once."""
-    parameters = {id(parameter): name for name, parameter in model.named_parameters()}
-    for name, buffer in model.named_buffers():
-        if id(buffer) in parameters:
+    """Raise `TraceError` if a trained parameter shares its memory with another parameter, or with a buffer.
+
+    One device updates both at once, and a program keeps each by itself. A parameter may have several names. A buffer
+    that is a frozen parameter itself is refused too.
+    """
+    first: dict[tuple[int, int], tuple[str, Tensor]] = {}
+    parameters = dict(model.named_parameters())
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    for name, tensor in (*parameters.items(), *model.named_buffers()):
+        if not tensor.numel():
+            continue
+        place = tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+        other, held = first.setdefault(place, (name, tensor))
+        if other != name and (tensor is held or not trained.isdisjoint((name, other))):
+            kind = "Parameter" if name in parameters else "Buffer"
             raise TraceError(
-                f"Buffer {name!r} of {type(model).__qualname__} is parameter {parameters[id(buffer)]!r} itself. Read "
-                "the parameter instead, or register a copy (weight.detach().clone())."
+                f"{kind} {name!r} of {type(model).__qualname__} shares its memory with parameter {other!r}. Tie "
+                f"parameters as one object ({name} = {other}), or register a copy ({other}.detach().clone())."
             )
 
 
