@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import autoshard
 from autoshard.errors import TraceError
 from autoshard.tracing import trace
 from autoshard.tracing.calling import count_targets
@@ -46,7 +47,15 @@ def test_a_parameter_that_shares_its_memory_is_named() -> None:
     model[1].weight.data = model[0].weight.data
     with pytest.raises(TraceError, match=r"Parameter '1\.weight' of Sequential shares its memory with parameter '0\.w"):
         trace(model, (torch.ones(2),))
+    with pytest.raises(TraceError, match="shares its memory"):
+        autoshard.compile(model, autoshard.Mesh({"data": 2}))
     trace(model.requires_grad_(False), (torch.ones(2),))
+
+
+def test_a_lazy_parameter_is_named() -> None:
+    """Its shape is known after a call."""
+    with pytest.raises(TraceError, match=r"'weight' of LazyLinear has no shape yet"):
+        autoshard.compile(nn.LazyLinear(2), autoshard.Mesh({"data": 2}))
 
 
 @pytest.mark.parametrize("detached", [False, True])
