@@ -77,7 +77,7 @@ class ProgramFunction(torch.autograd.Function):
             *(
                 output
                 for output, slot in zip(outputs, slots, strict=True)
-                if not (_is_returned_with_grad(slot.slot) and output.dtype.is_floating_point)
+                if not (_is_returned_with_grad(slot.slot) and _has_gradients(output.dtype))
             )
         )
         return tuple(outputs)
@@ -94,6 +94,10 @@ class ProgramFunction(torch.autograd.Function):
             gradients = _gradients(ctx, tangents)
         wanted = zip(ctx.call.executable.inputs, ctx.needs_input_grad[2:], strict=True)
         return (None, None, *(gradients.get(slot.slot.name) if needed else None for slot, needed in wanted))
+
+
+def _has_gradients(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 class GradientFunction(torch.autograd.Function):

@@ -37,7 +37,7 @@ class Comparison:
         name: for example "output:0", "gradient layers.0.weight" or "parameter layers.0.weight".
         difference: largest absolute difference of an element between mesh and one device; infinite if one of the values
             is missing.
-        scale: largest absolute value of an element on one device.
+        scale: largest absolute value of a finite element on one device.
         rounding: largest rounding error of an element on one device, measured against a run in a wider dtype. 0, the
             default, without such a run.
     """
@@ -164,10 +164,20 @@ def compare(
     if not expected.numel():
         return Comparison(name, 0.0, 0.0)
     rounding = 0.0 if exact is None else _distance(expected, exact)
-    return Comparison(name, _distance(actual, expected), float(expected.detach().double().abs().max()), rounding)
+    sizes = _wide(expected).abs()
+    scale = float(torch.where(sizes.isfinite(), sizes, 0.0).max())
+    return Comparison(name, _distance(actual, expected), scale, rounding)
 
 
 def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Return the largest absolute difference between elements of two tensors; infinite if a difference is NaN."""
-    difference = (first.detach().double() - second.detach().double()).abs().max()
+    """Return the largest absolute difference between elements of two tensors; infinite if a difference is NaN.
+
+    Two equal infinities do not differ.
+    """
+    one, two = _wide(first), _wide(second)
+    difference = torch.where(one == two, 0.0, (one - two).abs()).max()
     return float(difference.nan_to_num(float("inf")))
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().to(torch.complex128 if value.is_complex() else torch.float64)

@@ -87,7 +87,9 @@ def train(network: nn.Module, call: Callable[..., Any], training: Training) -> d
         seen = {f"output:{index}": output.detach().clone() for index, output in enumerate(outputs)}
         if optimizer is not None:
             optimizer.zero_grad()
-            _loss(outputs).backward()
+            loss = _loss(outputs)
+            if loss is not None:
+                loss.backward()
             seen |= _gradients(network)
             optimizer.step()
     return seen | _held_by(network)
@@ -219,17 +221,21 @@ def _tensors(outputs: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
 
-def _loss(outputs: list[torch.Tensor]) -> torch.Tensor:
+def _loss(outputs: list[torch.Tensor]) -> torch.Tensor | None:
     """Return the first scalar among the outputs that has a gradient; if there is none, a weighted sum of all outputs.
 
-    Each element has another weight.
+    Each element has another weight, and each part of a complex element. Return None if no output has a gradient.
     """
-    differentiable = [output for output in outputs if output.requires_grad]
+    differentiable = [_in_reals(output) for output in outputs if output.requires_grad]
     for output in differentiable:
         if output.ndim == 0:
             return output
     weighted = [(output * torch.linspace(0.5, 1.5, output.numel()).view_as(output)).sum() for output in differentiable]
-    return torch.stack(weighted).sum()
+    return torch.stack(weighted).sum() if weighted else None
+
+
+def _in_reals(output: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(output) if output.is_complex() else output
 
 
 def _gradients(network: nn.Module) -> dict[str, torch.Tensor]:

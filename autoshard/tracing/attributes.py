@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autoshard.ir.python_values import held_by, is_record
+from autoshard.ir.python_values import PLAIN, held_by, is_record
 from autoshard.tracing.calling import Result
 from autoshard.tracing.python_use import Accesses
 
@@ -41,7 +41,8 @@ def keeping_attributes(model: nn.Module) -> Iterator[Callable[[], Kept]]:
     titles = {module: title for title, module in model.named_modules()}
     before = [(module, _own_attributes(module)) for module in model.modules()]
     tensors = [{name: _tensors(value) for name, value in attributes.items()} for _, attributes in before]
-    contents = [(holder, _content(holder)) for _, attributes in before for holder in _holders(attributes.values())]
+    holders = {id(holder): holder for _, attributes in before for holder in _holders(attributes.values())}
+    contents = [(holder, _content(holder)) for holder in holders.values()]
 
     def kept() -> Kept:
         return {
@@ -78,7 +79,7 @@ def _with_new_tensors(
 
 def _inside(value: Any, depth: int) -> Iterable[Any]:
     """Return the values in a container or record, which lies within fewer than `_DEPTH` others; () for other values."""
-    if depth == _DEPTH:
+    if depth == _DEPTH or isinstance(value, PLAIN):
         return ()
     if isinstance(value, dict):
         return value.values()
@@ -140,7 +141,7 @@ def kept_note(model: nn.Module, result: Result) -> Iterator[str]:
 
 def _restore(module: nn.Module, attributes: dict[str, Any]) -> None:
     for name, value in _own_attributes(module).items():
-        if not _tensors(value) or value is attributes.get(name):
+        if value is attributes.get(name) or not _tensors(value):
             continue
         if name in attributes:
             module.__dict__[name] = attributes[name]

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
 from torch import nn
+
+from autoshard.tracing.namespaces import places_of
 
 _Cached = functools._lru_cache_wrapper
 
@@ -31,16 +32,9 @@ def emptying_caches(model: nn.Module) -> Iterator[None]:
 
 def _caches(model: nn.Module) -> Iterator[_Cached[Any]]:
     """Yield the caches in the classes of a model's modules, and in the Python modules that define these classes."""
-    kinds = {base for module in model.modules() for base in type(module).__mro__ if not _is_of_torch(base)}
-    places: list[dict[str, Any]] = [dict(vars(kind)) for kind in kinds]
-    places += [vars(sys.modules[name]) for name in {kind.__module__ for kind in kinds} if name in sys.modules]
-    for place in places:
-        for value in list(place.values()):
+    for place in places_of(model):
+        for value in list(vars(place).values()):
             yield from _caches_of(value)
-
-
-def _is_of_torch(kind: type) -> bool:
-    return kind is object or kind.__module__.split(".")[0] == "torch"
 
 
 def _caches_of(value: Any) -> Iterator[_Cached[Any]]:

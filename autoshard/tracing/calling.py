@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import TraceError
@@ -226,13 +227,29 @@ def check_layouts(model: nn.Module) -> None:
 
 
 def check_apart(model: nn.Module) -> None:
-    """Raise `TraceError` if a buffer of the model is one of its parameters: a program keeps each tensor once."""
-    parameters = {id(parameter): name for name, parameter in model.named_parameters()}
-    for name, buffer in model.named_buffers():
-        if id(buffer) in parameters:
+    """Raise `TraceError` if a trained parameter shares its memory with another parameter, or with a buffer.
+
+    One device updates both at once, and a program keeps each by itself. A parameter may have several names. A buffer
+    that is a frozen parameter itself is refused too, and a lazy parameter, which has no shape yet.
+    """
+    first: dict[tuple[int, int], tuple[str, Tensor]] = {}
+    parameters = dict(model.named_parameters())
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    for name, tensor in (*parameters.items(), *model.named_buffers()):
+        if is_lazy(tensor):
             raise TraceError(
-                f"Buffer {name!r} of {type(model).__qualname__} is parameter {parameters[id(buffer)]!r} itself. Read "
-                "the parameter instead, or register a copy (weight.detach().clone())."
+                f"{name!r} of {type(model).__qualname__} has no shape yet, as the module is lazy. Call the model once "
+                "with such inputs before compile."
+            )
+        if not tensor.numel():
+            continue
+        place = tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+        other, held = first.setdefault(place, (name, tensor))
+        if other != name and (tensor is held or not trained.isdisjoint((name, other))):
+            kind = "Parameter" if name in parameters else "Buffer"
+            raise TraceError(
+                f"{kind} {name!r} of {type(model).__qualname__} shares its memory with parameter {other!r}. Tie "
+                f"parameters as one object ({name} = {other}), or register a copy ({other}.detach().clone())."
             )
 
 

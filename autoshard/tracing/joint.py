@@ -34,6 +34,7 @@ from autoshard.tracing.concrete import ConcreteReads, Value, answer_reads
 from autoshard.tracing.dense import differentiating_to_dense
 from autoshard.tracing.experts import keep_experts_whole
 from autoshard.tracing.higher_order import calling_plainly
+from autoshard.tracing.namespaces import keeping_namespaces
 from autoshard.tracing.nested import refusing_nested_tensors
 from autoshard.tracing.precision import Casts, cast_parameters, check_unchanged, place_casts, widen_scalar
 from autoshard.tracing.provenance import ProvenanceMode
@@ -146,6 +147,7 @@ class FlatModule(nn.Module):
         with contextlib.ExitStack() as stack:
             kept = stack.enter_context(keeping_attributes(model))
             stack.enter_context(emptying_caches(model))
+            stack.enter_context(keeping_namespaces(model))
             known = self._known_tensors(traced_state, inputs, flat[-1])
             self.counts = None if self.environment is None else SymbolicCounts(self.environment)
             self.reads = stack.enter_context(answer_reads(known, self.counts))

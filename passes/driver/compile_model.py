@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard import tracing
 from autoshard.arguments import check_of_step, check_optimizer, checked_reduce_dtype
 from autoshard.call import Call
 from autoshard.errors import NotAvailableError
@@ -48,6 +49,7 @@ from passes.verification.weigh_step import weigh_call
 def compile_model(call: Call) -> ShardedModule | TrainStep:
     """Return a training step (with an optimizer) or a module that runs on a mesh, see `autoshard.compile`."""
     model, mesh, options, optimizer = call.model, call.target, call.options, call.optimizer
+    tracing.check_apart(model)
     check_optimizer(optimizer, micro_batches=call.micro_batches, max_grad_norm=call.max_grad_norm)
     check_of_step(optimizer, on_nonfinite=options.on_nonfinite, grad_norm=options.grad_norm or None)
     check_of_step(optimizer, loss_scaling=options.loss_scaling)

@@ -62,6 +62,17 @@ class Detaching(nn.Module):
         return (y.detach(), y, y.detach().square(), x, *([loss] if self.with_loss else []))
 
 
+class Spectrum(nn.Module):
+    """A module with a complex output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.fft(self.net(x)[1])
+
+
 def data() -> torch.Tensor:
     return torch.linspace(-1, 1, 24).view(4, 6)
 
@@ -335,6 +346,17 @@ def check_hooks_on_unused_parameters() -> None:
         return ran
 
     beside_one_device(use, make=WithUnused)
+
+
+def check_complex_outputs() -> None:
+    """A complex output requires grad, and its gradient reaches the parameters."""
+
+    def use(model: nn.Module) -> bool:
+        spectrum = model(data())
+        spectrum.abs().sum().backward()
+        return spectrum.requires_grad
+
+    beside_one_device(use, make=Spectrum)
 
 
 CHECKS = {name.removeprefix("check_"): item for name, item in globals().items() if name.startswith("check_")}

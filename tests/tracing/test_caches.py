@@ -1,4 +1,4 @@
-"""Models whose code keeps tensors in a `functools.lru_cache`."""
+"""Models whose code keeps tensors in a `functools.lru_cache`, in a global, in a class or in a function."""
 
 from __future__ import annotations
 
@@ -69,10 +69,49 @@ class Static(_Positioned):
         return (self.linear(x) * self.positions(x.shape[-1])).square().mean()
 
 
-@pytest.mark.parametrize("kind", [Direct, Wrapped, Method, Static])
+_TABLES: dict[int, tuple[Tensor, list[Tensor]]] = {}
+
+
+class InGlobal(_Positioned):
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[-1]
+        if length not in _TABLES:
+            _TABLES[length] = (torch.arange(float(length)), [torch.ones(length)])
+        positions, (ones,) = _TABLES[length]
+        return (self.linear(x) * positions * ones).square().mean()
+
+
+class InClass(_Positioned):
+    positions: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.positions is None:
+            InClass.positions = torch.arange(float(x.shape[-1]))
+        return (self.linear(x) * self.positions).square().mean()
+
+
+def _remembered(length: int) -> Tensor:
+    if not hasattr(_remembered, "positions"):
+        _remembered.positions = torch.arange(float(length))  # type: ignore[attr-defined]
+    return _remembered.positions  # type: ignore[attr-defined]
+
+
+class InFunction(_Positioned):
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * _remembered(x.shape[-1])).square().mean()
+
+
+def _forget() -> None:
+    _TABLES.clear()
+    InClass.positions = None
+    vars(_remembered).clear()
+
+
+@pytest.mark.parametrize("kind", [Direct, Wrapped, Method, Static, InGlobal, InClass, InFunction])
 @pytest.mark.parametrize("was_called", [False, True])
 def test_a_cached_tensor_is_neither_kept_from_nor_for_a_trace(kind: type[nn.Module], was_called: bool) -> None:
     """A trace ignores and keeps no cached tensors, so results equal one device, and the user's model still works."""
+    _forget()
     model, x = kind(), torch.randn(4, 4)
     expected = model(x).item() if was_called else None
     loss = autoshard.compile(model, autoshard.Mesh({"data": 2}))(x)

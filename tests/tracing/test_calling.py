@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import autoshard
 from autoshard.errors import TraceError
 from autoshard.tracing import trace
 from autoshard.tracing.calling import count_targets
@@ -36,9 +37,43 @@ def test_a_loss_of_more_targets_than_there_are_arguments_is_refused() -> None:
         count_targets(nn.Linear(2, 2), LOSSES["of three targets"][0], 2)
 
 
-def test_a_buffer_that_is_a_parameter_is_named() -> None:
-    """A parameter registered once more as a buffer is refused by both names."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    model.register_buffer("teacher", model[0].weight)
-    with pytest.raises(TraceError, match=r"Buffer 'teacher' of Sequential is parameter '0\.weight' itself"):
+def _doubled() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+
+
+def test_a_parameter_that_shares_its_memory_is_named() -> None:
+    """One device would update both tensors at once, and ranks would not."""
+    model = _doubled()
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(TraceError, match=r"Parameter '1\.weight' of Sequential shares its memory with parameter '0\.w"):
         trace(model, (torch.ones(2),))
+    with pytest.raises(TraceError, match="shares its memory"):
+        autoshard.compile(model, autoshard.Mesh({"data": 2}))
+    trace(model.requires_grad_(False), (torch.ones(2),))
+
+
+def test_a_lazy_parameter_is_named() -> None:
+    """Its shape is known after a call."""
+    with pytest.raises(TraceError, match=r"'weight' of LazyLinear has no shape yet"):
+        autoshard.compile(nn.LazyLinear(2), autoshard.Mesh({"data": 2}))
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_a_buffer_that_shares_its_memory_is_named(detached: bool) -> None:
+    """A buffer is the parameter itself, or has its values."""
+    model = _doubled()
+    model.register_buffer("teacher", model[0].weight.detach() if detached else model[0].weight)
+    with pytest.raises(
+        TraceError, match=r"Buffer 'teacher' of Sequential shares its memory with parameter '0\.weight'"
+    ):
+        trace(model, (torch.ones(2),))
+
+
+def test_tied_parameters_and_slices_of_one_tensor_are_apart() -> None:
+    """One parameter may have two names, and two parameters may lie beside each other in one memory."""
+    model = _doubled()
+    model[1].weight = model[0].weight
+    trace(model, (torch.ones(2),))
+    flat, model = torch.ones(4, 2), _doubled()
+    model[0].weight, model[1].weight = (nn.Parameter(part) for part in flat.split(2))
+    trace(model, (torch.ones(2),))

@@ -151,7 +151,15 @@ def _rsub(self: str, other: str, alpha: str) -> str:
 
 
 def _times(factor: str, value: str) -> str:
-    return value if float(factor) == 1 else f"{factor} * {value}"
+    return value if _number_in(factor) == 1 else f"{factor} * {value}"
+
+
+def _number_in(text: str) -> float:
+    """Return the number of a text of `write_number`; NaN if the text is no literal, as for infinities and -0.0."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 @_pointwise(_aten.logical_not.default, _aten.bitwise_not.default)
@@ -169,7 +177,7 @@ def _pow(self: str, exponent: str) -> str | None:
         -0.5: f"tl.rsqrt({self})",
         -1.0: f"1.0 / {self}",
     }
-    return forms.get(float(exponent))
+    return forms.get(_number_in(exponent))
 
 
 @_pointwise(_aten.where.self, _aten.where.ScalarSelf, _aten.where.ScalarOther)

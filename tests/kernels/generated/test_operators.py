@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from autoshard.kernels.generated.define import NamedGroup, define_kernels
 from autoshard.kernels.generated.group import Group, GroupStep, Ref, ValueShape
+from autoshard.kernels.generated.loops import NoLoopsError
 from autoshard.kernels.generated.operators import POINTWISE, REDUCTIONS, IndexKind, kind_of
 from tests.kernels.fused import DEVICE
 
@@ -93,6 +95,16 @@ def test_every_operator_computes_what_pytorch_does() -> None:
             equal_nan=True,
             msg=lambda text, target=target: f"{target}: {text}",
         )
+
+
+def test_numbers_that_have_no_literal() -> None:
+    """A factor of infinity is written as a product, and such an exponent has no kernel."""
+    group, (x, y) = _group(_aten.add.Tensor, (FINITE, FINITE), {"alpha": math.inf})
+    kernels = define_kernels([NamedGroup(group, ("first", "second", "third"), "An infinite factor.")], "Infinity.")
+    torch.testing.assert_close(kernels[group].operator(x, y).cpu(), FINITE + math.inf * FINITE, equal_nan=True)
+    group, _ = _group(_aten.pow.Tensor_Scalar, (X, math.inf), {})
+    with pytest.raises(NoLoopsError, match="has no expression"):
+        define_kernels([NamedGroup(group, ("first", "second"), "An infinite exponent.")], "Infinity.")
 
 
 def test_kinds_are_told_apart() -> None:
