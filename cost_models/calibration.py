@@ -278,8 +278,7 @@ def _measure_group(
     """Return the seconds of each collective of about `message` bytes, a multiple of the group's size."""
     size = group.size()
     part = torch.zeros(message // 4 // size, device=_place())
-    full = part.repeat(size)
-    m, n, k = BETWEEN
+    full, (m, n, k) = part.repeat(size), BETWEEN
     left, right = torch.randn(m, k, device=_place()), torch.randn(k, n, device=_place())
     return {
         f"{collective}.{size}.{part.numel() * size * 4}": _added_time(call, lambda: torch.mm(left, right), share_s)

@@ -17,16 +17,7 @@ import torch
 from autoshard.ir.spec import Reduction
 from autoshard.rules import split_dims
 from autoshard.rules.carries import keeps_sums, maxima, meaningful, minima, moving, only_in, sums, through_conversion
-from autoshard.rules.dims import (
-    BLOCKED,
-    is_additive,
-    named,
-    names,
-    normal_dim,
-    normal_dims,
-    with_blocked,
-    without,
-)
+from autoshard.rules.dims import BLOCKED, is_additive, named, names, normal_dim, normal_dims, with_blocked, without
 from autoshard.rules.local import LocalContext, whole_to_piece
 from autoshard.rules.notation import Carry, Fill, Rewrite, Rule
 from autoshard.rules.registry import RuleFunction, sharding_rule

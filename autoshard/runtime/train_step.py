@@ -110,15 +110,14 @@ class TrainStep(HasWeights):
         Args:
             sharded: the model; it returns a loss, or a structure whose first scalar is the loss.
             optimizer: an optimizer over the parameters of `sharded`.
-            max_grad_norm, micro_batches, on_nonfinite: see `autoshard.compile` and `autoshard.Options`.
+            max_grad_norm, micro_batches, on_nonfinite: the arguments of `autoshard.compile`.
             traced: whether the update is part of the program, which optimizer and compiler must support.
             executor: runs the tasks of a step; the module's own executor, if the mesh has a pipeline.
             graphs: launches forward and backward as CUDA graphs; only if traced and without stages.
             weigh: see `LossWeigher`.
             plans_any_batch: no plan, recipe or constraint of inputs and outputs fixes the batch size.
             returns_norm: whether to compute `last_grad_norm` even without `max_grad_norm`.
-            loss_scale: the loss scale for gradients in float16; None: the loss is not scaled.
-            predict: predicts the step of a program, for `profile`.
+            loss_scale, predict: the scale of float16 gradients, and the function that predicts a program's step.
         """
         self.sharded = sharded
         self.optimizer = optimizer
@@ -148,11 +147,7 @@ class TrainStep(HasWeights):
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set `max_grad_norm` or a private attribute.
-
-        Raises:
-            NotAvailableError: the attribute is another one, which later steps would not read.
-        """
+        """Set `max_grad_norm` or a private attribute; raise `NotAvailableError` for any other attribute."""
         if name != "max_grad_norm" and not name.startswith("_") and "_is_made" in vars(self):
             raise NotAvailableError(
                 f"step.{name} = {value!r}: only max_grad_norm of a compiled step can be set. Set options of the "

@@ -54,10 +54,7 @@ def weigh_loss(part: Program, pair: Program) -> LossWeights:
     """Return the weights of micro-batches in the loss of a batch.
 
     If the losses of micro-batches do not determine the loss of the batch, `refusal` of the result has the reason.
-
-    Args:
-        part: the program of one micro-batch.
-        pair: the program of two micro-batches at once; only its forward is needed.
+    `part` is the program of one micro-batch, and `pair` that of two at once, of which only the forward is needed.
     """
     loss, twin = loss_of(part), loss_of(pair)
     assert loss is not None, "a step has a loss"
