@@ -219,7 +219,6 @@ class ShardedModule(OfModel, HasWeights):
 
         `seed` is the seed that the call drew, or None.
         """
-
         state, training = executable.state, self.training
 
         def differentiate(derivative: Derivative, tangents: Sequence[torch.Tensor]) -> ProgramCall:
