@@ -23,7 +23,7 @@ from autoshard.arguments import (
     checked_plan,
     checked_target,
 )
-from autoshard.call import Call, LossFunction, Options
+from autoshard.call import Call, LossFunction, Options, as_int
 from autoshard.ir.cluster_mesh import ClusterMesh
 from autoshard.ir.cost_errors import errors_of_ours
 from autoshard.ir.garbage import seldom_collecting
@@ -143,7 +143,7 @@ def compile(
         constraints=checked_constraints(constraints),
         memory_budget=checked_budget(memory_budget),
         precision=precision,
-        micro_batches=micro_batches,
+        micro_batches=as_int(micro_batches),
         max_grad_norm=max_grad_norm,
         strict=strict,
         backend=backend,
@@ -240,7 +240,7 @@ def plan(
         optimizer=optimizer,
         max_grad_norm=max_grad_norm,
         loss_fn=loss_fn,
-        global_batch=global_batch,
+        global_batch=as_int(global_batch),
         recipe=recipe,
         constraints=constraints,
         memory_budget=checked_budget(memory_budget),
@@ -321,7 +321,7 @@ def price(
         runtime=runtime,
         optimizer=optimizer,
         precision=precision,
-        global_batch=global_batch,
+        global_batch=as_int(global_batch),
     )
 
 

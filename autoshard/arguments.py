@@ -339,6 +339,8 @@ def checked_constraints(constraints: Any) -> dict[str, PartitionSpec]:
 def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the positional and the keyword arguments of an example call; raise `TraceError` for other types."""
     if isinstance(example_inputs, Mapping):
+        if strange := [name for name in example_inputs if not isinstance(name, str)]:
+            raise TraceError(f"example_inputs has the key {strange[0]!r}; a dict has keyword arguments by their names.")
         return (), dict(sorted(example_inputs.items()))
     if isinstance(example_inputs, (tuple, list)):
         return tuple(example_inputs), {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -39,6 +40,11 @@ from autoshard.runtime.train_step import TrainStep
 from cost_models.hardware import Cluster
 
 LossFunction = Callable[..., torch.Tensor]
+
+
+def as_int(value: Any) -> Any:
+    """Return a whole number of NumPy as an int of Python, which files of plans can hold; any other value as it is."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,20 @@ def test_a_call_that_a_model_does_not_take() -> None:
     assert autoshard.compile(model, MESH)(X, scale=2.0).shape == (4, 2)
 
 
+def test_whole_numbers_of_numpy(tmp_path: Path) -> None:
+    """Numbers of micro-batches and of sequences may be NumPy's, and the plan can be saved."""
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters())
+    step = autoshard.compile(
+        model, MESH, example_inputs=(X,), optimizer=optimizer, loss_fn=lambda y: y.sum(), micro_batches=np.int64(2)
+    )
+    step.plan.save(tmp_path / "plan.json")
+    assert autoshard.Plan.load(tmp_path / "plan.json").micro_batches == 2
+    cluster = Cluster("h100_sxm", nodes=1, devices_per_node=2)
+    arguments = {"example_inputs": (X,), "loss_fn": lambda y: y.sum(), "global_batch": np.int64(8)}
+    autoshard.plan(small(), cluster, optimizer="sgd", **arguments).save(tmp_path / "plan.json")
+
+
 def test_whole_numbers_of_bytes() -> None:
     """Whole numbers of bytes have any notation: 80e9, or a number of NumPy."""
     budgets = [8 * 10**9, 8e9, np.int64(8 * 10**9), np.float64(8e9)]

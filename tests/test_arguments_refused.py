@@ -115,6 +115,7 @@ class Mysterious(nn.Module):
             TraceError,
             r"does not fit Linear.forward\(input: .*\) -> .*: missing .* 'input'\. P",
         ),
+        ({"example_inputs": {"input": X, 1: X}}, TraceError, r"example_inputs has the key 1; a dict has keyword"),
         (
             {"example_inputs": (X, X)},
             TraceError,
@@ -177,6 +178,8 @@ ARGUMENTS: list[tuple[type[AutoshardError], str, Callable[[], Any]]] = [
      lambda: autoshard.price(small(), LAPTOP, Recipe(data=4), example_inputs=(X,))),
     (TraceError, "returns no floating scalar; it returns tensors of shapes=[(4, 2)]",
      lambda: autoshard.prove(small(), MESH, example_inputs=(X,), optimizer="adamw")),
+    (NotAvailableError, "step.load_state_dict: the state has the keys ['weight', 'bias'], without 'model' and",
+     lambda: stepping().load_state_dict(nn.Linear(6, 2).state_dict())),
     (NotAvailableError, "micro_batches=0 must be a whole number, at least 1", lambda: stepping(micro_batches=0)),
     (NotAvailableError, "micro_batches=1.5 must be a whole number", lambda: stepping(micro_batches=1.5)),
     (NotAvailableError, "micro_batches='2' must be a whole number", lambda: stepping(micro_batches="2")),

@@ -113,7 +113,8 @@ def describe_update(
         for parameter in options["params"]:
             members.setdefault(steps_taken.of(parameter), []).append(names[id(parameter)])
         groups += [UpdateGroup(rule, tuple(found)) for found in members.values()]
-    return Update(type(optimizer).__name__, tuple(groups), max_grad_norm, returns_norm, scales_loss)
+    norm = None if max_grad_norm is None else float(max_grad_norm)  # a number of NumPy is no constant of a graph
+    return Update(type(optimizer).__name__, tuple(groups), norm, returns_norm, scales_loss)
 
 
 def names_of(named: Iterable[tuple[str, nn.Parameter]]) -> dict[int, str]:

@@ -121,6 +121,7 @@ class TrainStep(HasWeights):
         """
         self.sharded = sharded
         self.optimizer = optimizer
+        max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
         self._max_grad_norm = max_grad_norm
         self.order = one_after_another(micro_batches)
         self._has_said_why = False
@@ -168,6 +169,7 @@ class TrainStep(HasWeights):
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
         check_norm(value)
+        value = None if value is None else float(value)
         self._max_grad_norm = self._hyperparameters.max_grad_norm = value
         if self._traced is not None:
             self._traced.clip_to(value)
@@ -355,7 +357,16 @@ class TrainStep(HasWeights):
         return found | self.loss_scale_state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a result of `state_dict`. A state without a loss scale leaves the scale as it is."""
+        """Load a result of `state_dict`. A state without a loss scale leaves the scale as it is.
+
+        Raises:
+            NotAvailableError: the state is not that of a step.
+        """
+        if not state.keys() >= {"model", "optimizer"}:
+            raise NotAvailableError(
+                f"step.load_state_dict: the state has the keys {[*state][:4]}, without 'model' and 'optimizer'. Load a "
+                "result of step.state_dict(); the state of a model alone, with step.sharded.load_state_dict(state)."
+            )
         self.sharded.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.load_loss_scale(state)

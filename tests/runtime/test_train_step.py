@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -59,6 +61,23 @@ def without_a_backward(micro_batches: int) -> PipelineOrder:
 
 def last_first(micro_batches: int) -> PipelineOrder:
     return order_of(*((work, number) for number in reversed(range(micro_batches)) for work in (FORWARD, BACKWARD)))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
+def test_a_norm_may_be_a_number_of_numpy(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    """A norm of NumPy clips as the same number of Python does, whether the update is traced or not."""
+    found, x = [], torch.ones(8, 4)
+    for norm in (0.5, np.float32(0.5)):
+        torch.manual_seed(0)
+        model = Model()
+        optimizer = kind(model.parameters(), lr=0.1)
+        options: dict[str, Any] = {"optimizer": optimizer, "max_grad_norm": norm}
+        step = autoshard.compile(model, autoshard.Mesh({"data": 2}), **options)
+        step(x)
+        step.max_grad_norm = norm / 2
+        step(x)
+        found.append(model.linear.weight.detach())
+    assert torch.equal(*found)
 
 
 def test_another_right_order_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
