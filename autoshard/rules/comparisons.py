@@ -1,7 +1,4 @@
-"""Rules of comparisons and of logical operators. Any dim may be split.
-
-A comparison with NaN is False. Ranks must then agree on False, so a partial result of a comparison is a minimum.
-"""
+"""Rules of comparisons and of logical operators. Any dim may be split."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ from typing import Any
 
 import torch
 
-from autoshard.ir.spec import Reduction
 from autoshard.rules.carries import decreasing, increasing, maxima, meaningful, minima
 from autoshard.rules.dims import elementwise, tensors
 from autoshard.rules.notation import Carry, Rule
@@ -20,20 +16,17 @@ aten = torch.ops.aten
 
 @sharding_rule(aten.ge.Scalar, aten.gt.Scalar, aten.ge.Tensor, aten.gt.Tensor)
 def exceeds(x: torch.Tensor, other: Any) -> Rule:
-    return _compared(x, other, larger=0, smaller=1)
+    return _compared(x, other, [*increasing((0,)), *decreasing((1,))])
 
 
 @sharding_rule(aten.le.Scalar, aten.lt.Scalar, aten.le.Tensor, aten.lt.Tensor)
 def falls_below(x: torch.Tensor, other: Any) -> Rule:
-    return _compared(x, other, larger=1, smaller=0)
+    return _compared(x, other, [*decreasing((0,)), *increasing((1,))])
 
 
-def _compared(x: torch.Tensor, other: Any, *, larger: int, smaller: int) -> Rule:
-    """Return the rule of a comparison that is True if operand `larger` is large and operand `smaller` is small."""
+def _compared(x: torch.Tensor, other: Any, carries: list[Carry]) -> Rule:
     operands = tensors(x, other)
-    of_smaller = [carry for carry in decreasing((smaller,)) if carry.reduction is Reduction.MAX]
-    carries = meaningful(operands, [*minima((larger,)), *of_smaller])
-    return Rule(elementwise([operand.shape for operand in operands]), carries=carries)
+    return Rule(elementwise([operand.shape for operand in operands]), carries=meaningful(operands, carries))
 
 
 @sharding_rule(aten.logical_not.default)

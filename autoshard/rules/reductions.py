@@ -191,8 +191,7 @@ def _truth(x: torch.Tensor, dim: DimList, keepdim: bool, reduction: str, fill: F
     is_boolean = x.dtype == torch.bool
     if dim in ([], ()):  # unlike other reductions, these reduce no dim
         return Rule(([dims := named(x.dim())], [dims]), carries=[*maxima((0,)), *minima((0,))] if is_boolean else ())
-    carries = carries if is_boolean else ()
-    return _reduction(x, dim, keepdim, reduction, fill=fill, carries=carries, is_move=is_boolean)
+    return _reduction(x, dim, keepdim, reduction, fill=fill, carries=carries if is_boolean else (), is_move=is_boolean)
 
 
 @sharding_rule(aten.prod.default)

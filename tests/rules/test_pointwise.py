@@ -101,7 +101,7 @@ _ORDERED: list[tuple[torch._ops.OpOverload, tuple[Any, ...], str]] = [
     (aten.sub.Tensor, (2.0, _X), "0max>min 0min>max"),
     (aten.add.Tensor, (2.0, _X > 0), ""),
     (aten.maximum.default, (_X, _X), "01max>max 0max>max 0min>min 1max>max 1min>min"),
-    (aten.ge.Tensor, (_X, _X), "0min>min 1max>min"),
+    (aten.ge.Tensor, (_X, _X), "0max>max 0min>min 1max>min 1min>max"),
     (aten.mul.Tensor, (_X, _X), "01product>product"),
     (aten.pow.Tensor_Scalar, (_X, 2), "0product>product"),
     (aten.pow.Tensor_Scalar, (_X, 3), "0max>max 0min>min 0product>product"),
