@@ -131,7 +131,8 @@ def start(hosts: Sequence[HostCommand], *, needed: int) -> int:
         0 if at least `needed` commands ended with 0, and otherwise the first other exit status.
 
     Raises:
-        AutoshardError: a host is another machine, and this machine has no ssh.
+        AutoshardError: a host is another machine, and this machine has no ssh. Or a command cannot be started; the
+            commands before it are ended.
     """
     if shutil.which(_SSH[0]) is None and not all(host.is_local for host in hosts):
         raise AutoshardError("ssh is not installed here; start the lines of --dry-run yourself.")
@@ -140,7 +141,11 @@ def start(hosts: Sequence[HostCommand], *, needed: int) -> int:
     is_ending = False
     with _passed_on(running, [host.host.name for host in hosts if host.is_local]) as told:
         for host in hosts:
-            running[host.host.name] = host.start()
+            try:
+                running[host.host.name] = host.start()
+            except OSError as error:
+                _signal(running.values(), signal.SIGTERM)
+                raise AutoshardError(f"{host.host.name}: the command cannot be started: {error.strerror}.") from error
         while running:
             for name in [name for name, process in running.items() if process.poll() is not None]:
                 status = running.pop(name).returncode

@@ -44,7 +44,7 @@ def common_name(names: Sequence[str]) -> str:
 def format_bytes(size: float) -> str:
     """Return a size in bytes as text with a binary unit: `1.50 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
+        if abs(size) < (1024 if unit == "B" else 1023.995):  # above, two decimals round to 1024.00
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1024
     return f"{size:.2f} TiB"
@@ -52,11 +52,10 @@ def format_bytes(size: float) -> str:
 
 def format_time(seconds: float) -> str:
     """Return a time in seconds as text with a suitable unit: `12.3 ms`."""
-    seconds = float(f"{seconds:.3g}")  # before the unit is chosen, so that 999.6 ms is 1 s
-    if abs(seconds) >= 1000:
+    if abs(seconds) >= 999.5:
         return f"{seconds:.0f} s"
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if abs(seconds) >= scale:
+        if abs(seconds) >= 0.9995 * scale:  # below, three digits are less than one unit
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds * 1e9:.3g} ns" if abs(seconds) >= 1e-12 else "0 ns"  # less than a picosecond is rounding
 

@@ -11,7 +11,7 @@ import contextlib
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch import nn
@@ -118,10 +118,10 @@ def _drawing(bits: int) -> Iterator[None]:
     So all functions of the generators draw numbers made of them, by whatever name a model calls the functions. At
     exit, the generators get their states back.
     """
-    python, numpy = random.getstate(), np.random.get_state(legacy=True)
+    python, numpy = random.getstate(), cast("tuple[Any, ...]", np.random.get_state(legacy=True))
     forced = [_untempered(bits)] * _FORCED
     random.setstate((python[0], (*forced, *python[1][_FORCED:_WORDS], 0), None))
-    np.random.set_state((numpy[0], np.array([*forced, *numpy[1][_FORCED:]], dtype=np.uint32), 0))
+    np.random.set_state((numpy[0], np.array([*forced, *numpy[1][_FORCED:]], dtype=np.uint32), 0, 0, 0.0))
     try:
         yield
     finally:

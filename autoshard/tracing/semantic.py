@@ -101,8 +101,8 @@ def _attention(
     if is_causal and attn_mask is not None:
         raise TraceError("scaled_dot_product_attention got both attn_mask and is_causal=True; give one of them.")
     if enable_gqa and query.dim() == 3:  # [H, S, D]
-        rows = (x.unsqueeze(0) for x in (query, key, value))
-        return _attention(*rows, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True).squeeze(0)
+        q, k, v = (x.unsqueeze(0) for x in (query, key, value))
+        return _attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True).squeeze(0)
     scale = 1.0 / math.sqrt(query.size(-1)) if scale is None else scale
     lead = _broadcast_lead(query, key, value, enable_gqa)
     q, k, v = (_to_four_dims(x, lead) for x in _match_heads(query, key, value, enable_gqa))

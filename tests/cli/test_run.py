@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from autoshard import AutoshardError
+from autoshard.cli.hosts import Host
 from autoshard.cli.run import HostCommand, commands, start
 from tests.examples.scripts import ROOT
 
@@ -203,3 +204,16 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
+
+
+def test_a_command_that_cannot_be_started_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process is left behind, and the mistake is one sentence."""
+    running: list[subprocess.Popen[bytes]] = []
+    original = HostCommand.start
+    monkeypatch.setattr(HostCommand, "start", lambda host: running.append(original(host)) or running[-1])
+    first = HostCommand(Host("localhost", 1), "/", (sys.executable, "-c", "import time; time.sleep(60)"), {})
+    second = HostCommand(Host("127.0.0.1", 1), "/", ("/no/such/command",), {})
+    with pytest.raises(AutoshardError, match=r"127\.0\.0\.1: the command cannot be started: No such file"):
+        start((first, second), needed=2)
+    (process,) = running
+    assert process.wait(30) == -signal.SIGTERM

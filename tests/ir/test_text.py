@@ -11,7 +11,10 @@ from autoshard.ir.text import any_block, as_text, common_name, format_bytes, for
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (3 * 2**30, "3.00 GiB"), (5 * 2**40, "5.00 TiB")],
+    [
+        *((0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (2**20 - 1, "1.00 MiB"), (3 * 2**30, "3.00 GiB")),
+        (5 * 2**40, "5.00 TiB"),
+    ],
 )
 def test_sizes_are_in_binary_units(size: int, text: str) -> None:
     """Bytes are whole, a size below zero keeps its sign."""
@@ -22,16 +25,8 @@ def test_sizes_are_in_binary_units(size: int, text: str) -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (90.0, "90 s"),
-        (0.0123, "12.3 ms"),
-        (4e-6, "4 us"),
-        (2e-9, "2 ns"),
-        (4e-20, "0 ns"),
-        (12345.6, "12300 s"),
-        (0.9996, "1 s"),
-        (0.9994, "999 ms"),
-        (9.995e-4, "999 us"),
-        (9.9951e-7, "1 us"),
+        *((1234.0, "1234 s"), (999.6, "1000 s"), (90.0, "90 s"), (0.9996, "1 s"), (0.0123, "12.3 ms")),
+        *((999.6e-6, "1 ms"), (4e-6, "4 us"), (999.7e-9, "1 us"), (2e-9, "2 ns"), (4e-20, "0 ns")),
     ],
 )
 def test_times_have_the_unit_that_suits_them(seconds: float, text: str) -> None:
