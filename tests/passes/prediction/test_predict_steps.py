@@ -91,5 +91,6 @@ def test_a_plan_of_one_micro_batch_is_predicted_with_all_micro_batches() -> None
         )
         plan, program = step.plan, step.sharded.program
         assert program is not None
+        assert step._predict is not None
         found.append(step._predict(program).steps[0].parts["forward"])
     assert found[1] == pytest.approx(4 * found[0], rel=1e-3)
