@@ -8,8 +8,7 @@ If its update is not elementwise, the plan keeps its parameters whole (`autoshar
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -21,10 +20,11 @@ from autoshard.errors import NonFiniteError, NotAvailableError
 from autoshard.ir.loss_weights import LossWeights
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.outputs import Outputs
-from autoshard.ir.pipeline_order import StageTask, Work, one_after_another
+from autoshard.ir.pipeline_order import one_after_another
 from autoshard.ir.plan import Plan
 from autoshard.ir.profile import PredictSteps, Profile
 from autoshard.ir.update import check_norm
+from autoshard.runtime.autograd_tasks import AutogradTasks
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.executor import Executor
 from autoshard.runtime.graphed_passes import GraphedPasses
@@ -37,7 +37,6 @@ from autoshard.runtime.micro_batches import (
     Weigh,
     naming_micro_batches,
     parts_of,
-    share_of,
     sum_of,
     weighs_nothing,
 )
@@ -410,7 +409,7 @@ class TrainStep(HasWeights):
         try:
             for numbers in batch.rounds(self.micro_batches):
                 parts = [batch.parts[number] for number in numbers]
-                tasks = _AutogradTasks(self.sharded, parts, [weights[number] for number in numbers], scale)
+                tasks = AutogradTasks(self.sharded, parts, [weights[number] for number in numbers], scale)
                 run_order(self.order, (0,), tasks)
                 shares += tasks.shares.values()
         finally:
@@ -476,34 +475,3 @@ class TrainStep(HasWeights):
 
     def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MicroBatches:
         return parts_of(args, kwargs, self.micro_batches)
-
-
-@dataclass(slots=True)
-class _AutogradTasks:
-    """Runs forwards by calls of the model, and backwards by autograd; implements `TaskRunner`.
-
-    Args:
-        parts: the arguments of each micro-batch.
-        weights: the weight of each micro-batch in the loss.
-        loss_scale: the factor of all gradients.
-        shares: micro-batch → its loss times its weight.
-    """
-
-    sharded: ShardedModule
-    parts: Sequence[Part]
-    weights: Sequence[float]
-    loss_scale: float = 1.0
-    shares: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def can_run(self, task: StageTask) -> bool:
-        return True
-
-    def run_task(self, task: StageTask) -> None:
-        """Run a forward or a backward of a micro-batch. A micro-batch of weight zero has no backward."""
-        number = task.micro_batch
-        if task.work is Work.FORWARD:
-            self.shares[number] = share_of(self.sharded.run_for_loss(*self.parts[number]), self.weights[number])
-            return
-        if self.shares[number].requires_grad:
-            (self.shares[number] * self.loss_scale).backward()
-        self.shares[number] = self.shares[number].detach()

@@ -119,8 +119,8 @@ def priced_model(
     """
     check_tensors(*split_inputs(example_inputs))
     dtype = narrow_dtype(model, precision)
-    is_hashable = loss_fn is None or isinstance(loss_fn, Hashable)
-    loss = loss_fn if is_hashable else loss_fn.__call__  # a bound method is hashed by its owner's id
+    # a bound method is hashed by its owner's id
+    loss = loss_fn if loss_fn is None or isinstance(loss_fn, Hashable) else loss_fn.__call__
     key = (_describe(example_inputs), loss, dtype, whole_experts, _describe_modules(model))
     known = _TRACED.setdefault(model, {})
     if key not in known:
