@@ -129,16 +129,17 @@ def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ModelReferenceError(f"there is no file {path}, which MODEL names.")
     sys.path.insert(0, str(path.parent.resolve()))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"{path.stem}_as_model"  # a file named like a module of Python's must not replace it
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ModelReferenceError(f"{path}, which MODEL names, is no Python file.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     try:
         with _named(str(path)):
             spec.loader.exec_module(module)
     except ModelReferenceError:
-        del sys.modules[path.stem]
+        del sys.modules[name]
         raise
     return module
 

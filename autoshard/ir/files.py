@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -14,9 +15,19 @@ def write_text(path: str | Path, text: str) -> None:
     try:
         checked.write_text(text, encoding="utf-8")
     except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        way_out = "Free some space, or name another disk." if is_full else "Name a file in a folder that exists."
+        raise NotAvailableError(f"{os.fspath(path)!r} cannot be written: {error.strerror}. {way_out}") from error
+
+
+def check_can_write(path: str | Path) -> None:
+    """Raise `NotAvailableError` if `path` is a folder, or lies in no folder, before work whose result goes there."""
+    checked = _checked(path)
+    if checked.is_dir() or not checked.parent.is_dir():
+        reason = os.strerror(errno.EISDIR if checked.is_dir() else errno.ENOENT)
         raise NotAvailableError(
-            f"{os.fspath(path)!r} cannot be written: {error.strerror}. Name a file in a folder that exists."
-        ) from error
+            f"{os.fspath(path)!r} cannot be written: {reason}. Name a file in a folder that exists."
+        )
 
 
 def read_text(path: str | Path) -> str:

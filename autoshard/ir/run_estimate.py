@@ -22,6 +22,10 @@ Such a run hardly gets ahead.
 """
 
 
+_MOST_STEPS = 10**12
+"""The most steps of an estimated run."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunEstimate:
     """Answer of `Plan.run`: length and cost of a run, and the distance of checkpoints that loses least time.
@@ -85,6 +89,8 @@ def steps_of(predicted: Prediction, tokens: float | None, steps: int | None) -> 
     if steps is not None:
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise NotAvailableError(f"steps={steps!r} must be a whole number, at least 1.")
+        if steps > _MOST_STEPS:
+            raise NotAvailableError(f"steps= is above {_MOST_STEPS:,}, more than any run takes.")
         return steps, None if of_a_step is None else float(steps * of_a_step)
     check_above("tokens", tokens, "tokens")
     if not of_a_step:

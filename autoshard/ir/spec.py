@@ -13,7 +13,7 @@ undefined.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -226,7 +226,7 @@ def _dim_axes(dim: DimAxes) -> tuple[str, ...]:
     if dim is None:
         return ()
     axes = (dim,) if isinstance(dim, str) or not isinstance(dim, Iterable) else tuple(dim)
-    if not all(map(_is_axis, axes)):
+    if isinstance(dim, Set) or not all(map(_is_axis, axes)):  # the order of a set differs between processes
         raise InvalidSpecError(f"P(...) was given dim={dim!r}; a dim is an axis name, a tuple of them, or None.")
     return axes
 

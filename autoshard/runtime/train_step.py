@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import NonFiniteError, NotAvailableError
+from autoshard.ir.files import check_can_write
 from autoshard.ir.loss_weights import LossWeights
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.outputs import Outputs
@@ -302,7 +303,8 @@ class TrainStep(HasWeights):
             together.
 
         Raises:
-            NotAvailableError: `steps` is not a whole number above 0, or the step runs as a CUDA graph.
+            NotAvailableError: `steps` is not a whole number above 0, or the step runs as a CUDA graph. Also if `path`
+                lies in no folder.
         """
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise NotAvailableError(f"step.profile(steps={steps!r}): pass a whole number of steps, at least 1.")
@@ -311,6 +313,8 @@ class TrainStep(HasWeights):
                 "step.profile: with Options(cuda_graph=True), a step is one launch, and its operators have no names. "
                 "Profile a step without cuda_graph."
             )
+        if path is not None:
+            self.sharded.engine.share(lambda: check_can_write(path))
         assert self._predict is not None, "`compile` made the step"
         run = ProfileRun(self.sharded, steps, path, self._predict, lambda found: self._end_profile(run, found))
         self.add_observer(run)

@@ -249,7 +249,9 @@ class StagePlans:
             if self.planner.begun()[1].has_cut
             else ""
         )
-        limit = "this device" if budget is None else f"memory_budget={budget:.0f}"
+        given = self.planner.memory_budget
+        own = "this device" if budget is None else f"a device's memory, {format_bytes(budget)},"
+        limit = own if given is None else f"memory_budget={given:.0f}"
         return DoesNotFitError(
             f"The pipeline needs {format_bytes(needed)} per device or more, with up to {flight} micro-batches in "
             f"flight on a rank (schedule={self.pipeline.schedule!r}), and {limit} is less. Use more micro-batches, "

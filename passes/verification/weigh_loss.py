@@ -334,7 +334,7 @@ class _LossWalk:
         exponent = sum(state.exponent for state in others)
         if node.target in _SHIFTS:
             terms = frozenset[tuple[fx.Node | None, int]]().union(*(state.terms for state in sums))
-            is_shifted = len(sums) < 2 and (bool(others) or bool(_literals(node)))
+            is_shifted = len(sums) < 2 and (bool(others) or any(_literals(node)))  # Python's `sum` begins with 0
             if exponent or scale:
                 return None
             return Sum(terms, is_shifted or any(state.has_constant for state in sums))

@@ -1,6 +1,7 @@
 """Models named on the command line."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,17 @@ def test_a_function_that_cannot_be_called_is_named(model_file: Path, name: str, 
     """A function that cannot be called is refused in one sentence with its line."""
     with pytest.raises(ModelReferenceError, match=sentence):
         _load(f"{model_file}:{name}")
+
+
+def test_a_file_named_like_a_module_of_python_does_not_replace_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model in `queue.py` leaves the module `queue` as it is."""
+    (tmp_path / "queue.py").write_text("from torch import nn\ndef build(): return nn.Linear(2, 2), ()\n")
+    monkeypatch.chdir(tmp_path)
+    before = sys.modules["queue"]
+    _load("queue.py:build")
+    assert sys.modules["queue"] is before
 
 
 def test_a_file_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

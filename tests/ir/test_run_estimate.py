@@ -94,6 +94,7 @@ def test_the_answer_is_data() -> None:
         ({}, r"run\(tokens=None, steps=None\): pass one of tokens= and steps=\."),
         ({"tokens": 1.0, "steps": 1}, r"pass one of tokens= and steps=\."),
         ({"steps": 1.5}, r"steps=1\.5 must be a whole number, at least 1\."),
+        ({"steps": 10**5000}, r"steps= is above 1,000,000,000,000, more than any run takes\."),
         ({"tokens": -1}, r"tokens=-1 must be a number of tokens above 0\."),
         ({"tokens": math.inf}, r"tokens=inf must be a number of tokens above 0\."),
         ({"steps": 1, "mtbf_hours": 0}, r"mtbf_hours=0 must be a number of hours above 0\."),

@@ -102,8 +102,9 @@ def test_partial_over_no_axis() -> None:
 
 def test_dim_that_is_no_axis() -> None:
     """A dim of a spec is an axis name, a tuple of names, or None."""
-    with pytest.raises(InvalidSpecError, match="a dim is an axis name"):
-        P((1,))  # type: ignore[arg-type]
+    for wrong in ((1,), {"data", "model"}, frozenset(["data"])):
+        with pytest.raises(InvalidSpecError, match="a dim is an axis name"):
+            P(wrong)  # type: ignore[arg-type]
 
 
 def test_unknown_axis() -> None:

@@ -109,6 +109,8 @@ def test_wrong_arguments_are_refused() -> None:
     for wrong in (0, -1, 2.0, True):
         with pytest.raises(NotAvailableError, match="pass a whole number of steps, at least 1"):
             plain_step().profile(steps=wrong)  # type: ignore[arg-type]
+    with pytest.raises(NotAvailableError, match=r"'/no/such/trace\.json' cannot be written: No such file"):
+        plain_step().profile(path="/no/such/trace.json")
 
 
 def test_graphs_and_unknown_operators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
