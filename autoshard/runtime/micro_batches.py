@@ -104,9 +104,9 @@ def naming_micro_batches(parts: int) -> Iterator[None]:
         if parts == 1 or error.__cause__ is None or isinstance(error.__cause__, AutoshardError):
             raise
         raise TraceError(
-            f"micro_batches={parts} calls the model with one of {parts} equal parts of the batch. A model that needs "
-            "the whole batch (a table of the batch's size, batch norm over one row of a part) cannot run in "
-            f"micro-batches. Leave micro_batches out, or give larger batches. {error}"
+            f"{error} micro_batches={parts} calls the model with one of {parts} equal parts of the batch. If the model "
+            "needs the whole batch (a table of the batch's size, batch norm over one row of a part), leave "
+            "micro_batches out, or give larger batches."
         ) from error.__cause__
 
 
