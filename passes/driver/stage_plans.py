@@ -252,8 +252,9 @@ class StagePlans:
         given = self.planner.memory_budget
         own = "this device" if budget is None else f"a device's memory, {format_bytes(budget)},"
         limit = own if given is None else f"memory_budget={given:.0f}"
+        needs = f"{format_bytes(needed)} per device or more" if needed else "more memory per device"
         return DoesNotFitError(
-            f"The pipeline needs {format_bytes(needed)} per device or more, with up to {flight} micro-batches in "
+            f"The pipeline needs {needs}, with up to {flight} micro-batches in "
             f"flight on a rank (schedule={self.pipeline.schedule!r}), and {limit} is less. Use more micro-batches, "
             f"which are smaller, another schedule, or more ranks.{late}",
             smallest_bytes=int(needed),
