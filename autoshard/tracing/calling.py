@@ -241,7 +241,7 @@ def check_apart(model: nn.Module) -> None:
                 f"{name!r} of {type(model).__qualname__} has no shape yet, as the module is lazy. Call the model once "
                 "with such inputs before compile."
             )
-        if not tensor.numel():
+        if not tensor.numel() or tensor.layout is not torch.strided:
             continue
         place = tensor.untyped_storage()._cdata, int(tensor.storage_offset())
         other, held = first.setdefault(place, (name, tensor))

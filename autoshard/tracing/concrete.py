@@ -92,7 +92,7 @@ class ConcreteValues(TorchDispatchMode):
 
     def _nonzero(self, mask: Tensor) -> Tensor:
         assert self._counts is not None, "sizes are symbols"
-        if mask.numel() == 0:
+        if any(isinstance(size, int) and size == 0 for size in mask.shape):  # symbols of sizes get no guard
             return torch.ops.aten.nonzero_static.default(mask, size=0)
         places = torch.ops.aten.nonzero.default(mask)
         is_known = self._twin(mask) is not None
