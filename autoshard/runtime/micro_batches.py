@@ -104,8 +104,8 @@ def naming_micro_batches(parts: int) -> Iterator[None]:
         if parts == 1 or error.__cause__ is None or isinstance(error.__cause__, AutoshardError):
             raise
         raise TraceError(
-            f"{error} micro_batches={parts} calls the model with one of {parts} equal parts of the batch. If the model "
-            "needs the whole batch (a table of the batch's size, batch norm over one row of a part), leave "
+            f"{error} micro_batches={parts} calls the model with one of {parts} equal parts of the batch. A model may "
+            "need the whole batch: a table of the batch's size, or batch norm over one row of a part. Then leave "
             "micro_batches out, or give larger batches."
         ) from error.__cause__
 
