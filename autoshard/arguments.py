@@ -37,7 +37,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, OutputKind, Program
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
-from autoshard.ir.update import check_norm
+from autoshard.ir.update import checked_norm
 from autoshard.joined_optimizer import parts_of_optimizer
 from cost_models.hardware import Cluster
 
@@ -272,7 +272,7 @@ def check_optimizer(optimizer: Any, *, micro_batches: Any = None, max_grad_norm:
     check_of_step(optimizer, micro_batches=micro_batches, max_grad_norm=max_grad_norm)
     if micro_batches is not None and not (_is_whole(micro_batches) and micro_batches >= 1):
         raise NotAvailableError(f"micro_batches={micro_batches!r} must be a whole number, at least 1.")
-    check_norm(max_grad_norm)
+    checked_norm(max_grad_norm)
     for item in () if optimizer is None else parts_of_optimizer(optimizer):
         _check_steps(item)
 

@@ -112,11 +112,12 @@ class Update:
         return groups.keys() <= self.group_of().keys()
 
 
-def check_norm(max_grad_norm: Any) -> None:
-    """Raise `NotAvailableError` unless `max_grad_norm` is a positive number, or None."""
+def checked_norm(max_grad_norm: Any) -> float | None:
+    """Return `max_grad_norm` as a float or None; raise `NotAvailableError` unless it is a positive number, or None."""
     is_number = isinstance(max_grad_norm, Real) and not isinstance(max_grad_norm, bool)
     if max_grad_norm is not None and not (is_number and float(max_grad_norm) > 0):
         raise NotAvailableError(f"max_grad_norm={max_grad_norm!r} must be a positive number.")
+    return None if max_grad_norm is None else float(max_grad_norm)
 
 
 def state_slot(state: str, parameter: str) -> str:

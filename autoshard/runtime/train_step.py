@@ -24,7 +24,7 @@ from autoshard.ir.outputs import Outputs
 from autoshard.ir.pipeline_order import one_after_another
 from autoshard.ir.plan import Plan
 from autoshard.ir.profile import PredictSteps, Profile
-from autoshard.ir.update import check_norm
+from autoshard.ir.update import checked_norm
 from autoshard.runtime.autograd_tasks import AutogradTasks
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.executor import Executor
@@ -121,7 +121,7 @@ class TrainStep(HasWeights):
         """
         self.sharded = sharded
         self.optimizer = optimizer
-        max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
+        max_grad_norm = checked_norm(max_grad_norm)
         self._max_grad_norm = max_grad_norm
         self.order = one_after_another(micro_batches)
         self._has_said_why = False
@@ -168,8 +168,7 @@ class TrainStep(HasWeights):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        check_norm(value)
-        value = None if value is None else float(value)
+        value = checked_norm(value)
         self._max_grad_norm = self._hyperparameters.max_grad_norm = value
         if self._traced is not None:
             self._traced.clip_to(value)

@@ -42,7 +42,7 @@ def keeping_attributes(model: nn.Module) -> Iterator[Callable[[], Kept]]:
     before = [(module, _own_attributes(module)) for module in model.modules()]
     tensors = [{name: _tensors(value) for name, value in attributes.items()} for _, attributes in before]
     holders = {id(holder): holder for _, attributes in before for holder in _holders(attributes.values())}
-    contents = [(holder, _content(holder)) for holder in holders.values()]
+    contents = [(holder, content_of(holder)) for holder in holders.values()]
 
     def kept() -> Kept:
         return {
@@ -58,7 +58,7 @@ def keeping_attributes(model: nn.Module) -> Iterator[Callable[[], Kept]]:
             _restore(module, attributes)
         for holder, content in contents:
             if _tensors(holder):
-                _refill(holder, content)
+                refill(holder, content)
 
 
 def _own_attributes(module: nn.Module) -> dict[str, Any]:
@@ -149,14 +149,15 @@ def _restore(module: nn.Module, attributes: dict[str, Any]) -> None:
             del module.__dict__[name]
 
 
-def _content(holder: Any) -> Any:
-    """Return a copy of the content of a container or record, for `_refill`."""
+def content_of(holder: Any) -> Any:
+    """Return a copy of the content of a container or record, for `refill`."""
     if isinstance(holder, dict):
         return dict(holder)
     return list(holder) if isinstance(holder, (list, set, deque)) else held_by(holder)
 
 
-def _refill(holder: Any, content: Any) -> None:
+def refill(holder: Any, content: Any) -> None:
+    """Give a container or record its content of before, a result of `content_of`."""
     if isinstance(holder, (dict, list, set, deque)):
         holder.clear()
         (holder.extend if isinstance(holder, (list, deque)) else holder.update)(content)

@@ -18,6 +18,8 @@ from torch import nn
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from autoshard.tracing.attributes import content_of, refill
+
 _DEPTH, _MOST = 3, 1000
 """Containers are searched that lie at most so deep within each other, and that have at most so many items."""
 
@@ -43,7 +45,7 @@ def keeping_namespaces(model: nn.Module) -> Iterator[None]:
     value, and a container with a traced tensor gets its old content.
     """
     before = [(place, dict(vars(place))) for place in _with_functions(model)]
-    contents = [(holder, list(_items(holder))) for _, held in before for holder in _holders(held.values())]
+    contents = [(holder, content_of(holder)) for _, held in before for holder in _holders(held.values())]
     try:
         yield
     finally:
@@ -52,20 +54,15 @@ def keeping_namespaces(model: nn.Module) -> Iterator[None]:
                 old = held.get(name, _ABSENT)
                 if value is not old and _is_traced(value):
                     delattr(place, name) if old is _ABSENT else setattr(place, name, old)
-        for holder, items in contents:
+        for holder, content in contents:
             if _is_traced(holder):
-                holder.clear()
-                (holder.extend if isinstance(holder, (list, deque)) else holder.update)(items)
+                refill(holder, content)
 
 
 def _with_functions(model: nn.Module) -> Iterator[Any]:
     for place in places_of(model):
         yield place
         yield from (value for value in list(vars(place).values()) if isinstance(value, FunctionType))
-
-
-def _items(holder: Any) -> Iterable[Any]:
-    return holder.items() if isinstance(holder, dict) else holder
 
 
 def _inside(value: Any, depth: int) -> Iterable[Any]:
