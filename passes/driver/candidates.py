@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import RecipeError, TraceError
+from autoshard.ir.execution import Execution
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.recipe import Recipe, is_several, least_stages, named_schedule
 from autoshard.ir.request import Request
@@ -28,6 +30,7 @@ from passes.planning.recipe_meshes import (
     pipeline_ranks,
     restricts,
 )
+from passes.search.recipe_problem import RecipeProblem
 from passes.search.search_recipes import NOTHING, FoundRecipe
 
 
@@ -46,6 +49,8 @@ class Candidate:
             the plan is much slower than `price_s`, the candidate is planned again within this recipe.
         price_s: the price of the proposed recipe, in seconds of a step; None if the recipe has no price.
         varies: whether micro-batches may be larger or smaller than the proposal's, see `resized`.
+        price_of_size: takes the size of a micro-batch; returns the price of the recipe with this size if it keeps all
+            values, in seconds of a step. None if the recipe has no price.
     """
 
     meshes: Sequence[Mesh]
@@ -57,6 +62,7 @@ class Candidate:
     exact: Recipe | None = None
     price_s: float | None = None
     varies: bool = False
+    price_of_size: Callable[[int], float] | None = None
 
     @property
     def has_stages(self) -> bool:
@@ -133,8 +139,7 @@ def shape_of(recipe: Recipe, fixed: Mapping[str, object]) -> Recipe:
 def candidates_found(
     found: Sequence[FoundRecipe],
     fixed: Mapping[str, object],
-    cluster: Cluster,
-    global_batch: int,
+    problem: RecipeProblem,
     saving: FoundRecipe = NOTHING,
 ) -> list[Candidate]:
     """Return the candidates for the recipes that the outer search found.
@@ -146,27 +151,29 @@ def candidates_found(
     Args:
         found: recipes, each with its price.
         fixed: the fields that constraints decide, with their allowed values.
+        problem: the problem of the outer search, with its prices.
         saving: the fastest recipe that recomputes all blocks. It is planned only if memory is short.
     """
-    shapes: dict[Recipe, tuple[Recipe, float]] = {}
+    shapes: dict[Recipe, tuple[Execution, float]] = {}
     for each in sorted([*found, saving], key=lambda each: each.objective):
         if each.recipe is not None:
-            recipe = each.recipe.recipe
-            shapes.setdefault(shape_of(recipe, fixed), (recipe, each.objective))
+            shapes.setdefault(shape_of(each.recipe.recipe, fixed), (each.recipe, each.objective))
     usual = {shape_of(each.recipe.recipe, fixed) for each in found if each.recipe is not None}
     least_s, has_stages, planned = min((step_s for _, step_s in shapes.values()), default=0.0), False, 0
     made: list[Candidate] = []
-    for shape, (recipe, step_s) in shapes.items():
+    for shape, (execution, step_s) in shapes.items():
+        recipe = execution.recipe
         in_stages, saves = is_several(shape.pipeline), not _keeps_all(recipe)
         is_far = step_s > (_NEAR_IF_SAVING if saves and not in_stages else _NEAR) * least_s
         is_spare = is_far or (in_stages and has_stages) or planned >= _MOST_SHAPES
         has_stages, planned = has_stages or in_stages, planned + (not is_spare)
-        for candidate in candidates_of(shape, meshes_for(shape, cluster), global_batch):
+        for candidate in candidates_of(shape, meshes_for(shape, problem.cluster), problem.base.batch):
             is_bound = fixed or candidate.has_stages or is_several(shape.expert)
             is_free = not is_bound and len(candidate.meshes[0].axes) <= _AXES_IN_TIME
             is_for_memory = candidate.is_for_memory or shape not in usual
             own = {"recipe": None if is_free else shape, "proposal": shape, "exact": recipe, "price_s": step_s}
             varies = not candidate.has_stages and "micro_batch" not in fixed
+            own["price_of_size"] = partial(_price_of_size, problem, execution)
             flags = {"is_spare": is_spare, "is_for_memory": is_for_memory, "varies": varies}
             made.append(replace(candidate, **own, **flags))
     return sorted(made, key=lambda each: (each.is_spare, each.has_stages))
@@ -174,6 +181,10 @@ def candidates_found(
 
 def _keeps_all(recipe: Recipe) -> bool:
     return (recipe.recompute, recipe.offload) == ("none", "none")
+
+
+def _price_of_size(problem: RecipeProblem, execution: Execution, size: int) -> float:
+    return problem.pricer.time_s(replace(execution, micro_batch=size, recompute="none", offload="none"))
 
 
 def resized(candidate: Candidate, *, larger: bool) -> Candidate | None:

@@ -142,7 +142,7 @@ class PlanAgain:
             raise error_of_no_recipe(search, found[0], change.fields)
         planner = replace(self.planned.planner, ceiling=None, progress=False, before=None)
         request, batch, fixed = self.planned.request, problem.base.batch, {**problem.pinned, **change.fields}
-        candidates = candidates_found(found, fixed, problem.cluster, batch)
+        candidates = candidates_found(found, fixed, problem)
         made = plan_candidates(
             planner, candidates, lambda parts: with_batch(request, batch // parts), self.check_stages
         )

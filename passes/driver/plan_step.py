@@ -167,7 +167,7 @@ def _plan_proposed(
         proposed, saving = [found], NOTHING
         if not found.was_interrupted:
             proposed, saving = [found, *kinds.values()], problem.best(only=_SAVING, ceiling=planner.ceiling)
-        shapes = candidates_found(proposed, problem.pinned, problem.cluster, problem.base.batch, saving)
+        shapes = candidates_found(proposed, problem.pinned, problem, saving)
         candidates = [each for each in shapes if each.proposal not in tried]
         tried |= {each.proposal for each in candidates}
         if not is_asked:

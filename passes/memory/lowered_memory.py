@@ -9,7 +9,7 @@ plan's spec; a training step keeps no outputs. Units of blocks that the program 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -63,18 +63,15 @@ def step_memory(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad =
     sums = _sums(memory, phased) if micro_batches > 1 else []
     once = _run_once(memory, phased, inputs, constants)
     held = [*inputs, *constants, *once]
-    results = memory.run(
-        filled(phased.forward.graph), [*(inputs[index] for index in phased.forward_inputs), *once], [*held, *sums]
-    )
+    read = [*(inputs[index] for index in phased.forward_inputs), *once]
+    results = memory.run(_graph_that_runs(phased.forward), read, [*held, *sums])
     count = len(phased.forward_outputs)
     outputs, saved = results[:count], results[count:]
     if phased.update is None:
         slots = (phased.lowered.outputs[index].slot for index in phased.forward_outputs)
         held += [value for slot, value in zip(slots, outputs, strict=True) if slot.kind == OutputKind.OUTPUT]
     tangents = [inputs[index] for index in phased.backward_inputs]
-    backward = filled(phased.backward.graph)
-    if sums:
-        backward = adding(backward, owned_results(phased.backward.graph)[len(phased.backward_outputs) :])
+    backward = _graph_that_runs(phased.backward, len(sums))
     gradients = memory.run(backward, [*saved, *tangents, *sums], held, GRADIENTS)
     if phased.update is not None:
         carried = gradients[len(phased.backward_outputs) :]
@@ -99,7 +96,26 @@ def _inputs(memory: Storages, phased: PhasedProgram) -> list[Value]:
     ]
 
 
-_IN_PLACE = "autoshard: the update written over its operands"
+_RUNS = "autoshard: the graph that runs in place of this module's own"
+
+
+def _cached(module: fx.GraphModule, options: object, make: Callable[[], fx.Graph]) -> fx.Graph:
+    """Return the graph that `make` returns for a module, cached in `module.meta` for the same graph and options."""
+    of_graph, of_options, made = module.meta.get(_RUNS, (None, None, None))
+    if of_graph is not module.graph or of_options != options:
+        made = make()
+        module.meta[_RUNS] = (module.graph, options, made)
+    return made
+
+
+def _graph_that_runs(phase: fx.GraphModule, sums: int = 0) -> fx.Graph:
+    """Return the graph of a phase with filled buckets. Its last results, as many as `sums`, are added to sums."""
+
+    def make() -> fx.Graph:
+        graph = filled(phase.graph)
+        return adding(graph, owned_results(phase.graph)[-sums:]) if sums else graph
+
+    return _cached(phase, sums, make)
 
 
 def update_in_place(update: fx.GraphModule, written: Mapping[int, int]) -> fx.Graph:
@@ -107,11 +123,7 @@ def update_in_place(update: fx.GraphModule, written: Mapping[int, int]) -> fx.Gr
 
     `written` maps the index of a result to the index of an input. The graph is cached in `update.meta`.
     """
-    of_graph, of_written, made = update.meta.get(_IN_PLACE, (None, None, None))
-    if made is None or of_graph is not update.graph or of_written != written:
-        made = written_in_place(update.graph, written)
-        update.meta[_IN_PLACE] = (update.graph, written, made)
-    return made
+    return _cached(update, written, lambda: written_in_place(update.graph, written))
 
 
 def graphs_of(phased: PhasedProgram) -> list[fx.Graph]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
@@ -217,6 +217,15 @@ def test_the_size_of_micro_batches_stays(saves: tuple[set[str], set[str]], optio
     planner = PlannerOf({2: (1.0, *saves)})
     planned(planner, candidates(2, proposal=Recipe(data=1, micro_batch=4), **options))
     assert [parts for parts, _ in planner.asked] == [2]
+
+
+@pytest.mark.parametrize(("longer", "tried"), [(1.05, [2, 4]), (1.15, [2])])
+def test_smaller_micro_batches_are_planned_where_their_price_leaves_a_gain(longer: float, tried: list[int]) -> None:
+    """Recomputation is a tenth of the step. With half the size, a step that keeps all values takes `longer`."""
+    planner = PlannerOf({2: (3.0, *SAVES), 4: (3.5, *SAVES)}, slow=AGAIN)
+    (first,) = candidates(2, proposal=Recipe(data=1, micro_batch=4), varies=True)
+    planned(planner, [replace(first, price_of_size={4: 1.0, 2: longer}.__getitem__)])
+    assert [parts for parts, _ in planner.asked] == tried
 
 
 @pytest.mark.parametrize(
