@@ -49,8 +49,8 @@ class Candidate:
             the plan is much slower than `price_s`, the candidate is planned again within this recipe.
         price_s: the price of the proposed recipe, in seconds of a step; None if the recipe has no price.
         varies: whether micro-batches may be larger or smaller than the proposal's, see `resized`.
-        price_of_size: takes the size of a micro-batch; returns the price of the recipe with this size if it keeps all
-            values, in seconds of a step. None if the recipe has no price.
+        price_of_size: takes the size of a micro-batch; returns the price of the recipe with this size, in seconds of a
+            step. None if the recipe has no price.
     """
 
     meshes: Sequence[Mesh]
@@ -184,7 +184,17 @@ def _keeps_all(recipe: Recipe) -> bool:
 
 
 def _price_of_size(problem: RecipeProblem, execution: Execution, size: int) -> float:
-    return problem.pricer.time_s(replace(execution, micro_batch=size, recompute="none", offload="none"))
+    """Return the price of a recipe with micro-batches of a size, in seconds of a step.
+
+    It recomputes as large a share of its blocks as memory demands. Both time and memory are linear in this share.
+    """
+    kept, again = (
+        replace(execution, micro_batch=size, offload="none", recompute=recompute) for recompute in ("none", "full")
+    )
+    pricer = problem.pricer
+    most, least = pricer.memory_bytes(kept), pricer.memory_bytes(again)
+    share = min(max((most - problem.memory_limit) / max(most - least, 1), 0.0), 1.0)
+    return (1 - share) * pricer.time_s(kept) + share * pricer.time_s(again)
 
 
 def resized(candidate: Candidate, *, larger: bool) -> Candidate | None:

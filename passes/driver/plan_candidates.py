@@ -157,7 +157,7 @@ class _Attempts:
             return
         while larger is not None and larger == _gains_by_larger(made) and not self.ceiling.cuts():
             other = resized(candidate, larger=larger)
-            if other is None or other.proposal in self.tried or not (larger or _saves_by_smaller(candidate, made)):
+            if other is None or other.proposal in self.tried or not (larger or _may_save_by_smaller(candidate)):
                 return
             before, candidate = made, other
             made = self.plan(candidate) or before
@@ -166,21 +166,15 @@ class _Attempts:
                 return
 
 
-def _restored_s(made: Planned) -> float:
-    """Return the seconds that a step recomputes values or waits for offloaded values."""
-    return sum(seconds for name, seconds in made.plan.predicted.breakdown.items() if name in (PHASE, LABEL))
+def _may_save_by_smaller(candidate: Candidate) -> bool:
+    """Whether micro-batches of half the size may shorten a step, by the prices of recipes.
 
-
-def _saves_by_smaller(candidate: Candidate, made: Planned) -> bool:
-    """Whether a step without any recomputation, with micro-batches of half the size, may be over `_LITTLE` faster.
-
-    Prices of recipes say how much longer a step takes with the smaller micro-batches: they gather parameters again.
+    Smaller micro-batches need less recomputation, but each of them gathers the parameters again.
     """
     price_of, proposal = candidate.price_of_size, candidate.proposal
     if price_of is None or proposal is None or proposal.micro_batch is None:
         return True
-    longer = price_of(proposal.micro_batch // 2) / price_of(proposal.micro_batch)
-    return longer * (made.step_time_s - _restored_s(made)) < (1 - _LITTLE) * made.step_time_s
+    return price_of(proposal.micro_batch // 2) < price_of(proposal.micro_batch)
 
 
 def _gains_by_larger(made: Planned) -> bool | None:
@@ -191,7 +185,7 @@ def _gains_by_larger(made: Planned) -> bool | None:
     """
     parts = made.plan.predicted.breakdown.items()
     larger_s = sum(seconds for name, seconds in parts if name.startswith("communication") or name == SLOWED) / 2
-    smaller_s = _restored_s(made)
+    smaller_s = sum(seconds for name, seconds in parts if name in (PHASE, LABEL))
     return larger_s >= smaller_s if max(larger_s, smaller_s) > _LITTLE * made.step_time_s else None
 
 

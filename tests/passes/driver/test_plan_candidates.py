@@ -219,12 +219,12 @@ def test_the_size_of_micro_batches_stays(saves: tuple[set[str], set[str]], optio
     assert [parts for parts, _ in planner.asked] == [2]
 
 
-@pytest.mark.parametrize(("longer", "tried"), [(1.05, [2, 4]), (1.15, [2])])
-def test_smaller_micro_batches_are_planned_where_their_price_leaves_a_gain(longer: float, tried: list[int]) -> None:
-    """Recomputation is a tenth of the step. With half the size, a step that keeps all values takes `longer`."""
+@pytest.mark.parametrize(("price_s", "tried"), [(0.95, [2, 4]), (1.05, [2])])
+def test_smaller_micro_batches_are_planned_where_their_price_promises_a_gain(price_s: float, tried: list[int]) -> None:
+    """With micro-batches of half the size, a step has the price `price_s`."""
     planner = PlannerOf({2: (3.0, *SAVES), 4: (3.5, *SAVES)}, slow=AGAIN)
     (first,) = candidates(2, proposal=Recipe(data=1, micro_batch=4), varies=True)
-    planned(planner, [replace(first, price_of_size={4: 1.0, 2: longer}.__getitem__)])
+    planned(planner, [replace(first, price_of_size={4: 1.0, 2: price_s}.__getitem__)])
     assert [parts for parts, _ in planner.asked] == tried
 
 
