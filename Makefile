@@ -4,8 +4,8 @@
 #   make test                  lint, types, and every test that is not slow (what CI runs); the tests of a file share what
 #                              they trace and compile, so one worker runs them all
 #   make test-all              the slow tests and every case too
-#   make nightly               25,000 drawn pairs of a program and a plan, beside one device; goes on where the last run
-#                              stopped (build/nightly); then a dozen architectures of the zoo, others each day;
+#   make nightly               12,000 drawn programs, each with up to eight plans, beside one device; goes on where the
+#                              last run stopped (build/nightly); then a dozen architectures of the zoo, others each day;
 #                              then 63 kills of runs in drawn places
 #   make zoo                   two hundred architectures on a simulated mesh trained beside one device; tests/zoo/results.md;
 #                              installs diffusers and torch_geometric, which nothing else needs
