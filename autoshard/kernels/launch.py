@@ -26,7 +26,8 @@ _TILE_ELEMENTS = 2048
 Refuse = Callable[..., str | None]
 """A function that takes an operator's arguments by name, and returns why its kernel does not take them, or None."""
 
-_REFUSALS: dict[OpOverload, Refuse] = {}
+# The names of each operator's arguments, and its function `refuse`.
+_DEFINED: dict[OpOverload, tuple[Sequence[str], Refuse]] = {}
 
 
 def define_kernel(
@@ -63,7 +64,7 @@ def define_kernel(
 
     operator = define(name, schema, run, lambda *operands: fake(**named(operands)))
     names = [argument.name for argument in operator._schema.arguments]
-    _REFUSALS[operator] = refuse
+    _DEFINED[operator] = (names, refuse)
     return operator
 
 
@@ -73,12 +74,12 @@ def why_not(operator: OpOverload, *operands: object, **named: object) -> str | N
     Operands are real or fake, by position or by name. Their device does not matter, because plans for a GPU are made
     without one. `operator` is a result of `define_kernel`.
     """
-    names = (argument.name for argument in operator._schema.arguments)
+    names, refuse = _DEFINED[operator]
     arguments = dict(zip(names, operands, strict=False)) | named
     for name, value in arguments.items():
         if isinstance(value, Tensor) and value.is_floating_point() and value.dtype not in FLOATS:
             return f"{name} has dtype {value.dtype}; the kernel takes float32, bfloat16 and float16."
-    return _REFUSALS[operator](**arguments)
+    return refuse(**arguments)
 
 
 @dataclass(frozen=True, slots=True)
