@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import fx
 
-from autoshard.graphs.extract_graph import extract_graph
+from autoshard.graphs.extract_graph import extract_graph, needed
 from autoshard.ir.collectives import is_wait
 
 
@@ -44,32 +44,27 @@ def cut_graph(
     returned: Sequence[fx.Node] = nodes[-1].args[0]
     firsts = [returned[index] for index in results]
     others = [result for index, result in enumerate(returned) if index not in results]
-    needed = _needed(nodes, firsts)
-    rest = [node for node in nodes[:-1] if node.op != "placeholder" and node not in needed]
+    chosen = _chosen(nodes, firsts)
+    rest = [node for node in nodes[:-1] if node.op != "placeholder" and node not in chosen]
     read = {operand for node in rest for operand in node.all_input_nodes} | set(others)
     inputs = [node for node in nodes if node.op == "placeholder"]
     handed_on = set(inputs[:hands_on])
-    kept = [node for node in nodes if node in read and (node in handed_on or (node in needed and _is_tensor(node)))]
-    first = extract_graph(root.graph, inputs, needed, [*firsts, *kept])
+    kept = [node for node in nodes if node in read and (node in handed_on or (node in chosen and _is_tensor(node)))]
+    first = extract_graph(root.graph, inputs, chosen, [*firsts, *kept])
     second = extract_graph(root.graph, [*kept, *inputs[hands_on:]], set(rest), others)
     return fx.GraphModule(root, first), fx.GraphModule(root, second), len(kept)
 
 
-def _needed(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
+def _chosen(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
     """Return the calls that compute `results`.
 
     All `getitem` nodes and waits of these calls belong to them, even if no result reads them.
     """
-    needed, waiting = set[fx.Node](), list(results)
-    while waiting:
-        node = waiting.pop()
-        if node.op != "placeholder" and node not in needed:
-            needed.add(node)
-            waiting += node.all_input_nodes
+    chosen = {node for node in needed(results) if node.op != "placeholder"}
     for node in nodes:
-        if (node.target is operator.getitem or is_wait(node)) and node.all_input_nodes[0] in needed:
-            needed.add(node)
-    return needed
+        if (node.target is operator.getitem or is_wait(node)) and node.all_input_nodes[0] in chosen:
+            chosen.add(node)
+    return chosen
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -1,8 +1,8 @@
-"""Copies some calls of a graph into a graph of their own, such as the calls of the backward."""
+"""Finds the calls that some results need, and copies calls of a graph into a graph of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 
 from torch import fx
 
@@ -14,6 +14,20 @@ def placeholder_like(graph: fx.Graph, node: fx.Node) -> fx.Node:
     made = graph.create_node("placeholder", node.name, name=node.name)
     made.meta = dict(node.meta)
     return made
+
+
+def needed(results: Iterable[fx.Node], given: Container[fx.Node] = ()) -> set[fx.Node]:
+    """Return `results` and all nodes from which they are computed.
+
+    The operands of nodes in `given` are not followed.
+    """
+    found, waiting = set[fx.Node](), list(results)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += () if node in given else node.all_input_nodes
+    return found
 
 
 def extract_graph(

@@ -212,17 +212,7 @@ def _merge(x: Tensor, q: Tensor) -> Tensor:
 
 
 def fake_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
-    site: int,
-    offset: Sequence[int],
-    global_shape: Sequence[int],
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, dropout_p: float, *rest: object
 ) -> tuple[Tensor, Tensor]:
     """Return empty results of attention with the right shapes, dtypes and layouts."""
     check_attention(q, k, v, seed, dropout_p)

@@ -32,8 +32,6 @@ TUNABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "norm_backward_kernel": _ROWS,
         "norm_forward_kernel": _ROWS,
         "rotary_kernel": ("BLOCK_S",),
-        "softmax_backward_kernel": _ROWS,
-        "softmax_forward_kernel": _ROWS,
         "split_cross_entropy_backward_kernel": _BOTH,
         "split_cross_entropy_forward_kernel": _BOTH,
     }

@@ -18,11 +18,16 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._ops import OpOverload
 
 from autoshard.kernels import native_attention, native_cross_entropy
-from autoshard.kernels.cross_entropy import cross_entropy, cross_entropy_backward, cross_entropy_reference
+from autoshard.kernels.cross_entropy import (
+    cross_entropy,
+    cross_entropy_backward,
+    cross_entropy_backward_reference,
+    cross_entropy_reference,
+)
 from autoshard.kernels.dropout import dropout, dropout_reference
 from autoshard.kernels.optimizers import sum_of_squares, sum_of_squares_reference
 from autoshard.kernels.random_numbers import random, random_reference
@@ -37,27 +42,14 @@ _DROPOUT_P = {native_attention.native: 5, native_attention.native_backward: 8}
 """From an attention operator to the position of the dropout probability among its arguments."""
 
 
-def fusible_cross_entropy_backward(
-    grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
-) -> Tensor:
-    """Return the gradient of the logits, as `cross_entropy_backward_reference` does, in one pass without a scatter."""
-    x = logits.to(lse.dtype)
-    is_counted = (target != ignore_index).unsqueeze(1)  # [N, 1]
-    grad = grad_loss.to(lse.dtype).unsqueeze(1)
-    words = torch.arange(x.shape[1], device=x.device)
-    expected = torch.where(words == target.unsqueeze(1), 1.0 - label_smoothing, 0.0).to(x.dtype)
-    dx = (torch.exp(x - lse.unsqueeze(1)) - label_smoothing / x.shape[1] - expected) * grad
-    return torch.where(is_counted, dx, 0.0).to(logits.dtype)
-
-
 _FUSIBLE: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
     {
         native_attention.native: native_attention.native_attention,
         native_attention.native_backward: native_attention.native_attention_backward,
         cross_entropy: cross_entropy_reference,
-        cross_entropy_backward: fusible_cross_entropy_backward,
+        cross_entropy_backward: cross_entropy_backward_reference,
         native_cross_entropy.native: cross_entropy_reference,
-        native_cross_entropy.native_backward: fusible_cross_entropy_backward,
+        native_cross_entropy.native_backward: cross_entropy_backward_reference,
         split_cross_entropy: split_cross_entropy_reference,
         split_cross_entropy_backward: split_cross_entropy_backward_reference,
         native_cross_entropy.native_split: split_cross_entropy_reference,

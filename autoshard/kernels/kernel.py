@@ -1,4 +1,4 @@
-"""Descriptions of kernels: the calls that a kernel may replace, its conditions, and examples of its compilation."""
+"""Descriptions of fused kernels: the calls of other operators that a kernel may replace."""
 
 from __future__ import annotations
 
@@ -9,53 +9,6 @@ from typing import Any
 
 from torch import Tensor
 from torch._ops import OpOverload
-
-from autoshard.kernels.launch import Tile
-
-# Sizes of rows in example compilations: several rows per program, one row, and the longest row.
-EXAMPLE_COLUMNS = (200, 4096, 16384)
-
-
-@dataclass(frozen=True, slots=True)
-class ExampleCompilation:
-    """The argument types and constants for which a `@triton.jit` function is compiled once, as an example.
-
-    Args:
-        signature: from the name of every argument, in order, to its Triton type, such as `{"x_ptr": "*bf16", "rows":
-            "i32"}`. Arguments in `constants` have the type "constexpr".
-        size: elements of a row.
-        constants: the values of the `constexpr` arguments. An absent pointer is None.
-        num_warps: warps per program.
-    """
-
-    function: Any
-    signature: Mapping[str, str]
-    size: int
-    constants: Mapping[str, object] = field(default_factory=dict)
-    num_warps: int = 4
-
-    @property
-    def name(self) -> str:
-        """The name of the `@triton.jit` function."""
-        return self.function.fn.__name__
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A Triton implementation of one operator.
-
-    Args:
-        operator: the operator that the kernel may replace.
-        replacement: an operator with the same arguments and results that runs the kernel. A pass only changes the
-            target of a node. Results may have wider dtypes: statistics are float32 where ATen's have 16 bits.
-        why_not: takes the operator's arguments, real or fake. Returns None if the kernel applies, else the reason in
-            one sentence. It ignores the device, because plans for a GPU are made without one.
-    """
-
-    operator: OpOverload
-    replacement: OpOverload
-    why_not: Callable[..., str | None]
-    examples: tuple[ExampleCompilation, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,8 +42,10 @@ class Form:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Names of the arguments of `compose` after `like`, in order."""
-        return tuple(signature(self.compose).parameters)[1:]
+        """Names of the arguments of `compose` after `like`, in order. `*args` stands for the derived variables."""
+        parameters = signature(self.compose).parameters.values()
+        names = [item.name for item in parameters if item.kind is not item.VAR_POSITIONAL]
+        return tuple(dict.fromkeys((*names[1:], *self.derived_variables)))
 
     def results(self, like: Tensor, variables: Mapping[str, Any]) -> tuple[Any, ...]:
         """Call `compose` with variables by name, and return its results as a tuple."""
@@ -100,25 +55,19 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class FusedKernel:
-    """A kernel that computes several operators at once. All are Triton kernels except `biased_product`.
+    """A Triton kernel that computes several operators at once.
 
     Args:
-        operator: the operator of the library "autoshard" that runs the kernel. It is functional and opaque.
-        why_not: takes the operator's arguments, real or fake. Returns None if the kernel applies, else the reason.
+        operator: the operator of the library "autoshard" that runs the kernel, a result of `define_kernel`.
         forms: the groups of calls that the kernel may replace.
         allowed_readers: operators outside the kernel that may read the kernel's intermediate values. With another
             reader, the value would be computed both outside and inside the kernel, so the kernel is not used. None
             allows any reader.
-        keeps_place: whether the kernel's call stays at the position of its first result, beside the communication that
-            it hides. Otherwise the call moves as early as its operands allow.
     """
 
     operator: OpOverload
-    why_not: Callable[..., str | None]
     forms: tuple[Form, ...]
-    examples: tuple[ExampleCompilation, ...]
     allowed_readers: frozenset[OpOverload] | None = None
-    keeps_place: bool = False
 
     @property
     def name(self) -> str:
@@ -135,29 +84,3 @@ class FusedKernel:
         """Names of the arguments that are tensors or optional tensors."""
         arguments = self.operator._schema.arguments
         return frozenset(item.name for item in arguments if str(item.type) in ("Tensor", "Optional[Tensor]"))
-
-
-def example(function: Any, types: str, tile: Tile, size: int, **constants: object) -> ExampleCompilation:
-    """Return an `ExampleCompilation` of a function that has BLOCK_R and BLOCK_C as its last arguments.
-
-    Args:
-        types: the Triton types of the arguments that are not `constexpr`, in order and separated by spaces, such as
-            `"*bf16 i32"`. The word None stands for an absent pointer.
-        tile: the values of BLOCK_R and BLOCK_C, and the warps.
-        size: elements of a row.
-        constants: the values of the other `constexpr` arguments.
-    """
-    blocks = {"BLOCK_R": tile.rows, "BLOCK_C": tile.columns}
-    return block_example(function, types, size, tile.num_warps, **constants, **blocks)
-
-
-def block_example(function: Any, types: str, size: int, num_warps: int, **constants: object) -> ExampleCompilation:
-    """Return an `ExampleCompilation` of a function whose block sizes are among `constants`.
-
-    The other arguments have the same meaning as in `example`. `num_warps` is the number of warps of a program.
-    """
-    names, kinds = list(function.arg_names), types.split()
-    absent = {name: None for name, kind in zip(names, kinds, strict=False) if kind == "None"}
-    kinds_of = dict(zip(names, kinds, strict=False)) | dict.fromkeys(absent, "constexpr")
-    kinds_of |= dict.fromkeys(names[len(kinds) :], "constexpr")
-    return ExampleCompilation(function, kinds_of, size, absent | constants, num_warps)

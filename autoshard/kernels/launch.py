@@ -1,4 +1,4 @@
-"""Launches Triton kernels, and helps with tile sizes, views of tensors as rows, and errors for unsupported operands."""
+"""Defines operators that launch Triton kernels, and helps with tile sizes, views of rows, and unsupported operands."""
 
 from __future__ import annotations
 
@@ -10,16 +10,76 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch._ops import OpOverload
 
 from autoshard.errors import KernelError
 from autoshard.kernels.candidates import TUNABLE, choice_of
-from autoshard.kernels.tuning import Launch, tuner_of
+from autoshard.kernels.library import define
+from autoshard.kernels.tuning import Launch, choose
 from autoshard.kernels.tuning_switch import active_tuning
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Registers hold a row: 16384 float32 in 16 warps are 32 registers per thread and array.
 MAX_COLUMNS = 16384
 _TILE_ELEMENTS = 2048
+
+Refuse = Callable[..., str | None]
+"""A function that takes an operator's arguments by name, and returns why its kernel does not take them, or None."""
+
+# The names of each operator's arguments, and its function `refuse`.
+_DEFINED: dict[OpOverload, tuple[Sequence[str], Refuse]] = {}
+
+
+def define_kernel(
+    name: str,
+    schema: str,
+    fake: Callable[..., Any],
+    fill: Callable[..., None],
+    refuse: Refuse = lambda **_: None,
+) -> OpOverload:
+    """Define the operator `autoshard::name`, which runs Triton kernels, and return it.
+
+    The three functions take the operator's arguments by name. For unsupported operands, the operator raises
+    `KernelError`, and never falls back to another implementation.
+
+    Args:
+        schema: arguments and returns, such as `"(Tensor x) -> Tensor"`.
+        fake: returns empty results: a tensor, or a tuple of tensors.
+        fill: takes these results first, and writes them.
+        refuse: returns why the kernels do not take the operands, or None if they do. Float tensors must have a dtype of
+            `FLOATS` in any case.
+    """
+
+    def named(operands: Sequence[object]) -> dict[str, Any]:
+        return dict(zip(names, operands, strict=True))
+
+    def run(*operands: object) -> Any:
+        arguments = named(operands)
+        reason = why_not(operator, **arguments)
+        if reason is not None:
+            raise KernelError(f"{name} does not apply: {reason} Use the operator that it replaces.")
+        results = fake(**arguments)
+        fill(results, **arguments)
+        return results
+
+    operator = define(name, schema, run, lambda *operands: fake(**named(operands)))
+    names = [argument.name for argument in operator._schema.arguments]
+    _DEFINED[operator] = (names, refuse)
+    return operator
+
+
+def why_not(operator: OpOverload, *operands: object, **named: object) -> str | None:
+    """Return why the kernel of an operator does not take these operands, or None if it does.
+
+    Operands are real or fake, by position or by name. Their device does not matter, because plans for a GPU are made
+    without one. `operator` is a result of `define_kernel`.
+    """
+    names, refuse = _DEFINED[operator]
+    arguments = dict(zip(names, operands, strict=False)) | named
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype not in FLOATS:
+            return f"{name} has dtype {value.dtype}; the kernel takes float32, bfloat16 and float16."
+    return refuse(**arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +89,11 @@ class Tile:
     rows: int
     columns: int
     num_warps: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of `launch`: BLOCK_R, BLOCK_C and the warps."""
+        return {"BLOCK_R": self.rows, "BLOCK_C": self.columns, "num_warps": self.num_warps}
 
 
 def row_tile(columns: int, max_columns: int = MAX_COLUMNS) -> Tile:
@@ -62,25 +127,11 @@ def as_rows(x: Tensor, columns: int) -> Tensor:
     return matrix if columns == 1 or matrix.stride(1) == 1 else matrix.contiguous()
 
 
-def refuse_dtypes(**tensors: Tensor | None) -> str | None:
-    """Return why Triton kernels do not support the dtype of one of the tensors, or None if they support all."""
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.dtype not in FLOATS:
-            return f"{name} has dtype {tensor.dtype}; the kernel takes float32, bfloat16 and float16."
-    return None
-
-
 def refuse_columns(columns: int) -> str | None:
     """Return why a kernel that holds whole rows does not support rows of `columns` elements, or None if it does."""
     if 1 <= columns <= MAX_COLUMNS:
         return None
     return f"a row has {columns} elements; the kernel holds whole rows of 1 to {MAX_COLUMNS}."
-
-
-def require(name: str, reason: str | None) -> None:
-    """Raise `KernelError` for the kernel `name` if `reason`, the answer of a `why_not` function, is not None."""
-    if reason is not None:
-        raise KernelError(f"{name} does not apply: {reason} Use the operator that it replaces.")
 
 
 def launch(
@@ -122,7 +173,7 @@ def launch(
         return
     tuning = active_tuning()
     with _current(device):
-        call.run(choice if tuning is None else tuner_of(tuning).choose(call, choice))
+        call.run(choice if tuning is None else choose(tuning, call, choice))
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

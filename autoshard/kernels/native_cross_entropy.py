@@ -17,23 +17,17 @@ import torch
 from torch import Tensor
 
 from autoshard.kernels.cross_entropy import ARGUMENTS, BACKWARD_ARGUMENTS, fake_backward, fake_loss
+from autoshard.kernels.launch import why_not
 from autoshard.kernels.library import define
 from autoshard.kernels.split_cross_entropy import ARGUMENTS as SPLIT_ARGUMENTS
 from autoshard.kernels.split_cross_entropy import BACKWARD_ARGUMENTS as SPLIT_BACKWARD_ARGUMENTS
 from autoshard.kernels.split_cross_entropy import fake_backward as fake_split_backward
 from autoshard.kernels.split_cross_entropy import fake_forward as fake_split
 from autoshard.kernels.split_cross_entropy import split_cross_entropy_reference
-from autoshard.kernels.triton_cross_entropy import (
-    triton_cross_entropy,
-    triton_cross_entropy_backward,
-    why_not_cross_entropy,
-    why_not_cross_entropy_backward,
-)
+from autoshard.kernels.triton_cross_entropy import triton_cross_entropy, triton_cross_entropy_backward
 from autoshard.kernels.triton_split_cross_entropy import (
     triton_split_cross_entropy,
     triton_split_cross_entropy_backward,
-    why_not_split_cross_entropy,
-    why_not_split_cross_entropy_backward,
 )
 
 aten = torch.ops.aten
@@ -47,7 +41,7 @@ def native_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss and the log-sum-exp of each row. The arguments are those of `cross_entropy_reference`."""
     given = (logits, target, ignore_index, label_smoothing)
-    if logits.is_cuda and why_not_cross_entropy(*given) is None:
+    if logits.is_cuda and why_not(triton_cross_entropy, *given) is None:
         return triton_cross_entropy(*given)
     is_left_out = target == ignore_index
     safe = target.masked_fill(is_left_out, 0).unsqueeze(1)  # [N, 1]
@@ -73,7 +67,7 @@ def native_cross_entropy_backward(
 ) -> Tensor:
     """Return the gradient of the logits. The arguments are those of `cross_entropy_backward_reference`."""
     given = (grad_loss, logits, target, lse, ignore_index, label_smoothing)
-    if logits.is_cuda and why_not_cross_entropy_backward(*given) is None:
+    if logits.is_cuda and why_not(triton_cross_entropy_backward, *given) is None:
         return triton_cross_entropy_backward(*given)
     is_left_out = target == ignore_index
     safe = target.masked_fill(is_left_out, 0).unsqueeze(1)  # [N, 1]
@@ -98,7 +92,7 @@ def native_split_cross_entropy(
     The arguments are those of `split_cross_entropy_reference`.
     """
     given = (logits, top, indices, elsewhere, factor)
-    if logits.is_cuda and why_not_split_cross_entropy(*given) is None:
+    if logits.is_cuda and why_not(triton_split_cross_entropy, *given) is None:
         return triton_split_cross_entropy(*given)
     total, expected = fake_split(*given)
     for x, its_top, chosen, is_away, its_total, its_expected in _blocks(*given[:4], total, expected):
@@ -120,7 +114,7 @@ def native_split_cross_entropy_backward(
 ) -> Tensor:
     """Return the gradient of the rank's logits. The arguments are those of `split_cross_entropy_backward_reference`."""
     given = (logits, lse, scale, indices, elsewhere, is_ignored, correction, shift)
-    if logits.is_cuda and why_not_split_cross_entropy_backward(*given) is None:
+    if logits.is_cuda and why_not(triton_split_cross_entropy_backward, *given) is None:
         return triton_split_cross_entropy_backward(*given)
     at_target = (scale * correction).masked_fill_(elsewhere, 0.0)
     result = logits.new_empty(logits.shape)

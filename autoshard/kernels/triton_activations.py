@@ -1,4 +1,4 @@
-"""Activations and their derivatives as Triton functions, and the tiles of pointwise kernels.
+"""Activations and their derivatives as Triton functions, and launches of pointwise kernels.
 
 s is the logistic function. P and p are the standard normal distribution and density (Hendrycks, Gimpel, "Gaussian error
 linear units", 2016, section 2). The tanh form has u = sqrt(2 / pi) (x + 0.044715 x^3):
@@ -10,13 +10,18 @@ linear units", 2016, section 2). The tanh form has u = sqrt(2 / pi) (x + 0.04471
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from autoshard.kernels.launch import Tile, row_tile
+from autoshard.kernels.launch import as_rows, launch, over_pieces, row_tile
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-_MAX_BLOCK = 1024
+MAX_BLOCK = 1024
+"""The most columns in a tile of a pointwise kernel."""
 
 
 @triton.jit
@@ -56,9 +61,30 @@ def piece(rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     return row, column, (row < rows) & (column < columns)
 
 
-def piece_tile(columns: int) -> Tile:
-    """Return the tile of a pointwise kernel over rows of `columns` elements. It is at most 1024 columns wide."""
-    return row_tile(columns, _MAX_BLOCK)
+def launch_pieces(
+    kernel: Any, operands: Sequence[Tensor], vectors: Sequence[Tensor], results: Sequence[Tensor], activation: str
+) -> None:
+    """Run a pointwise kernel with an ACTIVATION over matrices, tile by tile.
+
+    The kernel takes pointers of operands, vectors and results, the numbers of rows and columns, and the operands'
+    strides.
+
+    Args:
+        operands: tensors with rows of equal length, of any leading dims.
+        vectors: tensors with the elements of a row, contiguous.
+        results: contiguous, overwritten.
+    """
+    columns = operands[0].shape[-1]
+    matrices = [as_rows(x, columns) for x in operands]
+    rows = matrices[0].shape[0]
+    launch(
+        kernel,
+        over_pieces(rows, columns),
+        operands[0].device,
+        *(*matrices, *vectors, *results, rows, columns, *(x.stride(0) for x in matrices)),
+        ACTIVATION=activation,
+        **row_tile(columns, MAX_BLOCK).options,
+    )
 
 
 def refuse_activation(activation: str) -> str | None:

@@ -16,15 +16,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoshard.kernels.cross_entropy import cross_entropy, cross_entropy_backward
-from autoshard.kernels.kernel import EXAMPLE_COLUMNS, ExampleCompilation, Kernel, example
-from autoshard.kernels.launch import as_rows, cdiv, launch, over_pieces, over_rows, refuse_dtypes, require, row_tile
-from autoshard.kernels.library import define
+from autoshard.kernels.cross_entropy import (
+    ARGUMENTS,
+    BACKWARD_ARGUMENTS,
+    cross_entropy,
+    cross_entropy_backward,
+    fake_backward,
+    fake_loss,
+)
+from autoshard.kernels.launch import as_rows, cdiv, define_kernel, launch, over_pieces, over_rows, row_tile
 
 _MAX_BLOCK = 4096
 
@@ -159,7 +163,6 @@ def cross_entropy_into(
         expected_logit: [N] float32, written and read from chunk to chunk. None if there is only one chunk.
     """
     rows, columns = logits.shape
-    tile = row_tile(columns, _MAX_BLOCK)
     launch(
         cross_entropy_forward_kernel,
         over_rows(rows),
@@ -168,9 +171,7 @@ def cross_entropy_into(
         *(ignore_index, label_smoothing),
         follow=lambda blocks: {"STEPS": cdiv(columns, blocks["BLOCK_C"])},
         changes=() if expected_logit is None else (lse, expected_logit),
-        BLOCK_R=tile.rows,
-        BLOCK_C=tile.columns,
-        num_warps=tile.num_warps,
+        **row_tile(columns, _MAX_BLOCK).options,
     )
 
 
@@ -192,7 +193,6 @@ def cross_entropy_backward_into(
         logits: [N, columns], with stride 1 along columns.
     """
     rows, columns = logits.shape
-    tile = row_tile(columns, _MAX_BLOCK)
     launch(
         cross_entropy_backward_kernel,
         over_pieces(rows, columns),
@@ -200,108 +200,30 @@ def cross_entropy_backward_into(
         *(grad_loss, logits, target, lse, grad, rows, columns, chunk.first, chunk.classes),
         *(logits.stride(0), grad.stride(0), ignore_index, label_smoothing),
         changes=(grad,) if grad is logits else (),
-        BLOCK_R=tile.rows,
-        BLOCK_C=tile.columns,
-        num_warps=tile.num_warps,
+        **row_tile(columns, _MAX_BLOCK).options,
     )
 
 
-def why_not_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> str | None:
-    """Return why the kernel cannot replace `autoshard::cross_entropy` on these operands, or None if it can."""
-    return refuse_dtypes(logits=logits)
-
-
-def why_not_cross_entropy_backward(
-    grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
-) -> str | None:
-    """Return why the kernel cannot replace `autoshard::cross_entropy_backward` on these operands, or None if it can."""
-    return refuse_dtypes(grad_loss=grad_loss, logits=logits, lse=lse)
-
-
-def _cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    reason = why_not_cross_entropy(logits, target, ignore_index, label_smoothing)
-    require("triton_cross_entropy", reason)
-    loss, lse = _cross_entropy_fake(logits, target, ignore_index, label_smoothing)
+def _fill(
+    results: tuple[Tensor, Tensor], logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
+) -> None:
     classes = logits.shape[1]
     rows = (as_rows(logits, classes), target.contiguous())
-    cross_entropy_into(loss, lse, *rows, ignore_index, label_smoothing, Chunk(0, classes))
-    return loss, lse
+    cross_entropy_into(*results, *rows, ignore_index, label_smoothing, Chunk(0, classes))
 
 
-def _cross_entropy_fake(
-    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
-) -> tuple[Tensor, Tensor]:
-    loss, lse = (logits.new_empty((logits.shape[0],), dtype=torch.float32) for _ in range(2))
-    return loss, lse
-
-
-def _cross_entropy_backward(
-    grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
-) -> Tensor:
-    arguments = (grad_loss, logits, target, lse, ignore_index, label_smoothing)
-    require("triton_cross_entropy_backward", why_not_cross_entropy_backward(*arguments))
-    grad = _cross_entropy_backward_fake(*arguments)
+def _fill_backward(
+    grad: Tensor, grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int,
+    label_smoothing: float,
+) -> None:  # fmt: skip
     classes = logits.shape[1]
     rows = (grad_loss.contiguous(), as_rows(logits, classes), target.contiguous(), lse.contiguous())
     cross_entropy_backward_into(grad, *rows, ignore_index, label_smoothing, Chunk(0, classes))
-    return grad
 
 
-def _cross_entropy_backward_fake(
-    grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
-) -> Tensor:
-    return logits.new_empty(logits.shape)
-
-
-triton_cross_entropy = define(
-    "triton_cross_entropy",
-    "(Tensor logits, Tensor target, SymInt ignore_index, float label_smoothing) -> (Tensor loss, Tensor lse)",
-    _cross_entropy,
-    _cross_entropy_fake,
-)
-triton_cross_entropy_backward = define(
-    "triton_cross_entropy_backward",
-    "(Tensor grad_loss, Tensor logits, Tensor target, Tensor lse, SymInt ignore_index, float label_smoothing)"
-    " -> Tensor",
-    _cross_entropy_backward,
-    _cross_entropy_backward_fake,
+triton_cross_entropy = define_kernel("triton_cross_entropy", ARGUMENTS, fake_loss, _fill)
+triton_cross_entropy_backward = define_kernel(
+    "triton_cross_entropy_backward", BACKWARD_ARGUMENTS, fake_backward, _fill_backward
 )
 
-
-def forward_examples(*, chunked: bool) -> tuple[ExampleCompilation, ...]:
-    """Return compilations of the forward kernel, for logits of all classes, or of a chunk of classes if `chunked`."""
-    expected_logit = "*fp32" if chunked else "None"
-    return tuple(
-        example(
-            cross_entropy_forward_kernel,
-            f"*bf16 *i64 *fp32 *fp32 {expected_logit} i32 i32 i32 i32 i32 i32 fp32",
-            row_tile(columns, _MAX_BLOCK),
-            columns,
-            STEPS=triton.cdiv(columns, _MAX_BLOCK),
-        )
-        for columns in EXAMPLE_COLUMNS
-    )
-
-
-KERNELS = (
-    Kernel(
-        cross_entropy,
-        triton_cross_entropy,
-        why_not_cross_entropy,
-        forward_examples(chunked=False),
-    ),
-    Kernel(
-        cross_entropy_backward,
-        triton_cross_entropy_backward,
-        why_not_cross_entropy_backward,
-        tuple(
-            example(
-                cross_entropy_backward_kernel,
-                "*fp32 *bf16 *i64 *fp32 *bf16 i32 i32 i32 i32 i32 i32 i32 fp32",
-                row_tile(columns, _MAX_BLOCK),
-                columns,
-            )
-            for columns in EXAMPLE_COLUMNS
-        ),
-    ),
-)
+KERNELS = {cross_entropy: triton_cross_entropy, cross_entropy_backward: triton_cross_entropy_backward}

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from math import prod
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoshard.kernels.dequantize import (
-    ARGUMENTS,
-    GROUP,
-    NF4,
-    SCALE_VALUES,
-    QuantizedWeight,
-    dequantize_nf4,
-    fake_weights,
-)
-from autoshard.kernels.kernel import Kernel, block_example
-from autoshard.kernels.launch import FLOATS, cdiv, launch, require
-from autoshard.kernels.library import define
+from autoshard.kernels.dequantize import ARGUMENTS, GROUP, NF4, SCALE_VALUES, dequantize_nf4, fake_weights
+from autoshard.kernels.launch import FLOATS, cdiv, define_kernel, launch
 
 _BLOCK, _WARPS = 1024, 4
 
@@ -63,18 +53,17 @@ def dequantize_nf4_kernel(
     tl.store(out_ptr + weight, value * scale, mask=inside)
 
 
-def why_not_dequantize(*operands: Any) -> str | None:
-    """Return why the kernel cannot replace `autoshard::dequantize_nf4`, or None if it can."""
-    dtype = QuantizedWeight(*operands).dtype
-    if dtype not in FLOATS:
-        return f"the result has dtype {dtype}; the kernel writes float32, bfloat16 and float16."
-    return None
+def _refuse(dtype: torch.dtype, **_: object) -> str | None:
+    if dtype in FLOATS:
+        return None
+    return f"the result has dtype {dtype}; the kernel writes float32, bfloat16 and float16."
 
 
-def _dequantize(*operands: Any) -> Tensor:
-    packed, absmax, nested, shape, blocksize, first_block, _ = QuantizedWeight(*operands)
-    require("triton_dequantize_nf4", why_not_dequantize(*operands))
-    out, count = fake_weights(*operands), prod(shape)
+def _fill(
+    out: Tensor, packed: Tensor, absmax: Tensor, nested: Tensor | None, shape: Sequence[int], blocksize: int,
+    first_block: int, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    count = prod(shape)
     launch(
         dequantize_nf4_kernel,
         lambda blocks: (cdiv(count, blocks["BLOCK"]),),
@@ -90,7 +79,6 @@ def _dequantize(*operands: Any) -> Tensor:
         BLOCK=_BLOCK,
         num_warps=_WARPS,
     )
-    return out
 
 
 @cache
@@ -98,25 +86,8 @@ def _nf4(device: torch.device) -> Tensor:
     return torch.tensor(NF4, device=device)
 
 
-triton_dequantize_nf4 = define("triton_dequantize_nf4", ARGUMENTS, _dequantize, fake_weights)
-
-KERNELS = (
-    Kernel(
-        dequantize_nf4,
-        triton_dequantize_nf4,
-        why_not_dequantize,
-        tuple(
-            block_example(
-                dequantize_nf4_kernel,
-                f"*u8 {'*u8 *fp32' if nested else '*fp32 None'} *fp32 *bf16 i64 i32 i64",
-                4096,
-                _WARPS,
-                NESTED=nested,
-                SCALE_VALUES=SCALE_VALUES,
-                GROUP=GROUP,
-                BLOCK=_BLOCK,
-            )
-            for nested in (True, False)
-        ),
-    ),
+triton_dequantize_nf4 = define_kernel(
+    "triton_dequantize_nf4", ARGUMENTS, lambda **operands: fake_weights(*operands.values()), _fill, _refuse
 )
+
+KERNELS = {dequantize_nf4: triton_dequantize_nf4}

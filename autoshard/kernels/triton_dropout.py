@@ -12,9 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autoshard.kernels.dropout import dropout
-from autoshard.kernels.kernel import EXAMPLE_COLUMNS, Kernel, example
-from autoshard.kernels.launch import as_rows, launch, over_pieces, refuse_dtypes, require, row_tile
-from autoshard.kernels.library import define
+from autoshard.kernels.launch import as_rows, define_kernel, launch, over_pieces, row_tile
 from autoshard.kernels.philox import drop_threshold, keep_scale
 
 _MAX_DIMS = 4
@@ -64,26 +62,20 @@ def dropout_kernel(
     tl.store(out_ptr + row * out_stride + column, out, mask=inside)
 
 
-def why_not_dropout(
-    x: Tensor, seed: Tensor, p: float, site: int, offset: Sequence[int], global_shape: Sequence[int]
-) -> str | None:
-    """Return why the kernel cannot replace `autoshard::dropout`, or None if it can. Only `x` is inspected."""
-    if not 1 <= x.dim() <= _MAX_DIMS:
-        return f"x has {x.dim()} dims; the kernel takes 1 to {_MAX_DIMS}."
-    return refuse_dtypes(x=x)
+def _refuse(x: Tensor, **_: object) -> str | None:
+    if 1 <= x.dim() <= _MAX_DIMS:
+        return None
+    return f"x has {x.dim()} dims; the kernel takes 1 to {_MAX_DIMS}."
 
 
-def _dropout(
-    x: Tensor, seed: Tensor, p: float, site: int, offset: Sequence[int], global_shape: Sequence[int]
-) -> Tensor:
-    require("triton_dropout", why_not_dropout(x, seed, p, site, offset, global_shape))
-    out = _dropout_fake(x, seed, p, site, offset, global_shape)
+def _fill(
+    out: Tensor, x: Tensor, seed: Tensor, p: float, site: int, offset: Sequence[int], global_shape: Sequence[int]
+) -> None:
     if x.numel() == 0:
-        return out
+        return
     columns = x.shape[-1]
     matrix, result = as_rows(x, columns), out.view(-1, columns)
     (_, size_1, size_2, _), (step_0, step_1, step_2), start = _place(x.shape, offset, global_shape)
-    tile = row_tile(columns, _MAX_BLOCK)
     launch(
         dropout_kernel,
         over_pieces(matrix.shape[0], columns),
@@ -91,11 +83,8 @@ def _dropout(
         *(matrix, seed, result, matrix.shape[0], columns, size_1, size_2),
         *(matrix.stride(0), columns, step_0, step_1, step_2, start),
         *(site, drop_threshold(p), keep_scale(p)),
-        BLOCK_R=tile.rows,
-        BLOCK_C=tile.columns,
-        num_warps=tile.num_warps,
+        **row_tile(columns, _MAX_BLOCK).options,
     )
-    return out
 
 
 def _place(
@@ -116,32 +105,12 @@ def _place(
     return sizes, steps[:-1], start
 
 
-def _dropout_fake(
-    x: Tensor, seed: Tensor, p: float, site: int, offset: Sequence[int], global_shape: Sequence[int]
-) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-triton_dropout = define(
+triton_dropout = define_kernel(
     "triton_dropout",
     "(Tensor x, Tensor seed, float p, SymInt site, SymInt[] offset, SymInt[] global_shape) -> Tensor",
-    _dropout,
-    _dropout_fake,
+    lambda x, **_: x.new_empty(x.shape),
+    _fill,
+    _refuse,
 )
 
-KERNELS = (
-    Kernel(
-        dropout,
-        triton_dropout,
-        why_not_dropout,
-        tuple(
-            example(
-                dropout_kernel,
-                "*bf16 *i64 *bf16 i32 i32 i32 i32 i32 i32 i64 i64 i64 i64 i32 i64 fp32",
-                row_tile(columns, _MAX_BLOCK),
-                columns,
-            )
-            for columns in EXAMPLE_COLUMNS
-        ),
-    ),
-)
+KERNELS = {dropout: triton_dropout}

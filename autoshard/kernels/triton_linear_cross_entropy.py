@@ -15,7 +15,8 @@ summed over chunks, in float32. The backward computes the logits again: four mat
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,14 +25,8 @@ from torch import Tensor
 
 from autoshard.kernels.cross_entropy import cross_entropy, cross_entropy_backward
 from autoshard.kernels.kernel import Form, FusedKernel
-from autoshard.kernels.launch import refuse_dtypes, require
-from autoshard.kernels.library import define
-from autoshard.kernels.triton_cross_entropy import (
-    Chunk,
-    cross_entropy_backward_into,
-    cross_entropy_into,
-    forward_examples,
-)
+from autoshard.kernels.launch import define_kernel
+from autoshard.kernels.triton_cross_entropy import Chunk, cross_entropy_backward_into, cross_entropy_into
 
 _aten = torch.ops.aten
 LEAST_CLASSES = 4096
@@ -43,10 +38,7 @@ def chunk_classes(depth: int) -> int:
     return max(LEAST_CLASSES, triton.next_power_of_2(depth))
 
 
-def why_not_linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
-) -> str | None:
-    """Return why `triton_linear_cross_entropy` cannot take these operands, or None if it can."""
+def _refuse(hidden: Tensor, weight: Tensor, target: Tensor, **_: object) -> str | None:
     shapes = f"hidden={tuple(hidden.shape)}, weight={tuple(weight.shape)}, target={tuple(target.shape)}"
     if hidden.dim() < 2 or weight.dim() != 2 or 0 in (*hidden.shape, *weight.shape):
         return f"the kernel takes hidden [..., K] and weight [C, K], not empty; found {shapes}."
@@ -57,21 +49,7 @@ def why_not_linear_cross_entropy(
         return f"the kernel takes hidden and weight of one dtype; found {hidden.dtype} and {weight.dtype}."
     if classes <= chunk_classes(depth):
         return f"all {classes} classes fit into one chunk of {chunk_classes(depth)}, whose logits are held at once."
-    return refuse_dtypes(hidden=hidden, weight=weight)
-
-
-def why_not_linear_cross_entropy_backward(
-    grad_loss: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-) -> str | None:
-    """Return why `triton_linear_cross_entropy_backward` cannot take these operands, or None if it can."""
-    reason = why_not_linear_cross_entropy(hidden, weight, target, ignore_index, label_smoothing)
-    return reason or refuse_dtypes(grad_loss=grad_loss, lse=lse)
+    return None
 
 
 def _chunks(x: Tensor, weight: Tensor) -> Iterator[tuple[Chunk, slice, Tensor]]:
@@ -86,37 +64,20 @@ def _chunks(x: Tensor, weight: Tensor) -> Iterator[tuple[Chunk, slice, Tensor]]:
         yield Chunk(first, classes), part, logits
 
 
-def _linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
-) -> tuple[Tensor, Tensor]:
-    arguments = (hidden, weight, target, ignore_index, label_smoothing)
-    require("triton_linear_cross_entropy", why_not_linear_cross_entropy(*arguments))
-    loss, lse = _linear_cross_entropy_fake(*arguments)
-    expected_logit, target = torch.empty_like(loss), target.contiguous()
-    for chunk, _, logits in _chunks(hidden.reshape(-1, weight.shape[1]), weight):
-        cross_entropy_into(loss, lse, logits, target, ignore_index, label_smoothing, chunk, expected_logit)
-    return loss, lse
-
-
-def _linear_cross_entropy_fake(
-    hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
-) -> tuple[Tensor, Tensor]:
-    loss, lse = (hidden.new_empty(target.shape, dtype=torch.float32) for _ in range(2))
-    return loss, lse
-
-
-def _linear_cross_entropy_backward(
-    grad_loss: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    ignore_index: int,
+def _fill(
+    results: tuple[Tensor, Tensor], hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int,
     label_smoothing: float,
-) -> tuple[Tensor, Tensor]:
-    arguments = (grad_loss, hidden, weight, target, lse, ignore_index, label_smoothing)
-    require("triton_linear_cross_entropy_backward", why_not_linear_cross_entropy_backward(*arguments))
-    grad, grad_weight = _linear_cross_entropy_backward_fake(*arguments)
+) -> None:  # fmt: skip
+    expected_logit, target = torch.empty_like(results[0]), target.contiguous()
+    for chunk, _, logits in _chunks(hidden.reshape(-1, weight.shape[1]), weight):
+        cross_entropy_into(*results, logits, target, ignore_index, label_smoothing, chunk, expected_logit)
+
+
+def _fill_backward(
+    grads: tuple[Tensor, Tensor], grad_loss: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, lse: Tensor,
+    ignore_index: int, label_smoothing: float,
+) -> None:  # fmt: skip
+    grad, grad_weight = grads
     x = hidden.reshape(grad.shape)
     total = torch.zeros_like(grad, dtype=torch.float32)
     rows = (target.contiguous(), lse.contiguous(), ignore_index, label_smoothing)
@@ -125,122 +86,85 @@ def _linear_cross_entropy_backward(
         cross_entropy_backward_into(logits, grad_loss, logits, *rows, chunk)
         torch.mm(logits.t(), x, out=grad_weight[part])
         total += torch.mm(logits, weight[part])
-    return grad.copy_(total), grad_weight
+    grad.copy_(total)
 
 
-def _linear_cross_entropy_backward_fake(
-    grad_loss: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-) -> tuple[Tensor, Tensor]:
+def _empty_losses(hidden: Tensor, target: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+    loss, lse = (hidden.new_empty(target.shape, dtype=torch.float32) for _ in range(2))
+    return loss, lse
+
+
+def _empty_gradients(hidden: Tensor, weight: Tensor, target: Tensor, **_: object) -> tuple[Tensor, Tensor]:
     return hidden.new_empty((target.shape[0], hidden.shape[-1])), weight.new_empty(weight.shape)
 
 
-linear_cross_entropy = define(
+linear_cross_entropy = define_kernel(
     "triton_linear_cross_entropy",
     "(Tensor hidden, Tensor weight, Tensor target, SymInt ignore_index, float label_smoothing)"
     " -> (Tensor loss, Tensor lse)",
-    _linear_cross_entropy,
-    _linear_cross_entropy_fake,
+    _empty_losses,
+    _fill,
+    _refuse,
 )
-linear_cross_entropy_backward = define(
+linear_cross_entropy_backward = define_kernel(
     "triton_linear_cross_entropy_backward",
     "(Tensor grad_loss, Tensor hidden, Tensor weight, Tensor target, Tensor lse, SymInt ignore_index, "
     "float label_smoothing) -> (Tensor grad_hidden, Tensor grad_weight)",
-    _linear_cross_entropy_backward,
-    _linear_cross_entropy_backward_fake,
+    _empty_gradients,
+    _fill_backward,
+    _refuse,
 )
 
 
-def _product(x: Any, weight: Any, *, is_wide: bool) -> Any:
-    """Return the logits x w^T. If `is_wide`, they are cast to float32 for the loss, as in transformers."""
-    logits = _aten.mm.default(x, _aten.t.default(weight))
-    return _aten._to_copy.default(logits, dtype=torch.float32) if is_wide else logits
+def _reshape(x: Any, *shape: Any) -> Any:
+    return _aten.reshape.default(x, list(shape))
 
 
-def _losses(logits: Any, target: Any, ignore_index: Any, label_smoothing: Any) -> tuple[Any, Any]:
-    results = cross_entropy(_aten.permute.default(logits, [0, 1]), target, ignore_index, label_smoothing)
-    return operator.getitem(results, 0), operator.getitem(results, 1)
+def _product(hidden: Any, weight: Any, sizes: tuple[Any, ...], is_wide: bool) -> tuple[Any, Any]:
+    """Return the rows [N, K] of hidden, and their logits [N, C].
 
-
-def _grad_logits(grad_loss: Any, logits: Any, *rest: Any) -> Any:
-    logits = _aten.permute.default(logits, [0, 1])
-    return _aten.permute.default(cross_entropy_backward(grad_loss, logits, *rest), [0, 1])
-
-
-def _narrow(like: Tensor, grad: Any, *, is_wide: bool) -> Any:
-    if not is_wide:
-        return grad
-    return _aten._to_copy.default(grad, dtype=like.dtype, layout=torch.strided, device=like.device)
-
-
-def _grads(grad: Any, x: Any, weight: Any) -> tuple[Any, Any]:
-    return _aten.mm.default(grad, weight), _aten.mm.default(_aten.t.default(grad), x)
-
-
-def _rows_forward(*, is_wide: bool) -> Form:
-    """Return the `Form` of the forward for hidden [N, K]. If `is_wide`, the logits are cast to float32."""
-
-    def compose(like: Tensor, hidden: Any, weight: Any, target: Any, ignore_index: Any, label_smoothing: Any) -> Any:
-        return _losses(_product(hidden, weight, is_wide=is_wide), target, ignore_index, label_smoothing)
-
-    return Form(compose, dims=1)
-
-
-def _rows_backward(*, is_wide: bool) -> Form:
-    def compose(
-        like: Tensor, grad_loss: Any, hidden: Any, weight: Any, target: Any, lse: Any, ignore_index: Any,
-        label_smoothing: Any,
-    ) -> Any:  # fmt: skip
-        logits = _product(hidden, weight, is_wide=is_wide)
-        grad = _grad_logits(grad_loss, logits, target, lse, ignore_index, label_smoothing)
-        return _grads(_narrow(like, grad, is_wide=is_wide), hidden, weight)
-
-    return Form(compose, dims=2)
-
-
-def _sequence_product(hidden: Any, weight: Any, sizes: Sequence[Any], *, is_wide: bool) -> tuple[Any, Any]:
-    """Return rows [B S, K] of hidden, and their logits [B S, C].
-
-    Models reshape the logits to [B, S, C] and back, and so do these calls.
+    `sizes` are empty for hidden [N, K]. For hidden [B, S, K] they are the values of `_SIZES`. Models then reshape the
+    logits to [B, S, C] and back, and so do these calls. If `is_wide`, the logits are cast to float32, as in
+    transformers.
     """
-    batch, length, rows, depth, classes = sizes
-    x = _aten.reshape.default(hidden, [rows, depth])
+    batch, length, rows, depth, classes = sizes or (None,) * len(_SIZES)
+    x = _reshape(hidden, rows, depth) if sizes else hidden
     logits = _aten.mm.default(x, _aten.t.default(weight))
-    logits = _aten.reshape.default(logits, [batch, length, classes])
-    if is_wide:
-        logits = _aten._to_copy.default(logits, dtype=torch.float32)
-    return x, _aten.reshape.default(logits, [-1, classes])
+    logits = _reshape(logits, batch, length, classes) if sizes else logits
+    logits = _aten._to_copy.default(logits, dtype=torch.float32) if is_wide else logits
+    return x, _reshape(logits, -1, classes) if sizes else logits
 
 
-def _sequence_forward(*, is_wide: bool) -> Form:
-    """Return the `Form` of the forward for hidden [B, S, K]. If `is_wide`, the logits are cast to float32."""
+def _forward_form(is_sequence: bool, is_wide: bool) -> Form:
+    """Return the `Form` of the forward, for hidden [B, S, K] if `is_sequence`, else for hidden [N, K]."""
 
     def compose(
-        like: Tensor, hidden: Any, weight: Any, target: Any, ignore_index: Any, label_smoothing: Any,
-        batch: Any, length: Any, rows: Any, depth: Any, classes: Any,
-    ) -> Any:  # fmt: skip
-        _, logits = _sequence_product(hidden, weight, (batch, length, rows, depth, classes), is_wide=is_wide)
-        return _losses(logits, target, ignore_index, label_smoothing)
+        like: Tensor, hidden: Any, weight: Any, target: Any, ignore_index: Any, label_smoothing: Any, *sizes: Any
+    ) -> Any:
+        _, logits = _product(hidden, weight, sizes, is_wide)
+        results = cross_entropy(_aten.permute.default(logits, [0, 1]), target, ignore_index, label_smoothing)
+        return operator.getitem(results, 0), operator.getitem(results, 1)
 
-    return Form(compose, derived_variables=_SIZES, dims=1)
+    return Form(compose, derived_variables=_SIZES if is_sequence else {}, dims=1)
 
 
-def _sequence_backward(*, is_wide: bool) -> Form:
+def _backward_form(is_sequence: bool, is_wide: bool) -> Form:
     def compose(
         like: Tensor, grad_loss: Any, hidden: Any, weight: Any, target: Any, lse: Any, ignore_index: Any,
-        label_smoothing: Any, batch: Any, length: Any, rows: Any, depth: Any, classes: Any,
+        label_smoothing: Any, *sizes: Any,
     ) -> Any:  # fmt: skip
-        x, logits = _sequence_product(hidden, weight, (batch, length, rows, depth, classes), is_wide=is_wide)
-        grad = _grad_logits(grad_loss, logits, target, lse, ignore_index, label_smoothing)
-        grad = _narrow(like, _aten.reshape.default(grad, [batch, length, classes]), is_wide=is_wide)
-        return _grads(_aten.reshape.default(grad, [rows, classes]), x, weight)
+        x, logits = _product(hidden, weight, sizes, is_wide)
+        logits = _aten.permute.default(logits, [0, 1])
+        grad = cross_entropy_backward(grad_loss, logits, target, lse, ignore_index, label_smoothing)
+        grad = _aten.permute.default(grad, [0, 1])
+        batch, length, rows, _, classes = sizes or (None,) * len(_SIZES)
+        grad = _reshape(grad, batch, length, classes) if sizes else grad
+        if is_wide:
+            grad = _aten._to_copy.default(grad, dtype=like.dtype, layout=torch.strided, device=like.device)
+        grad = _reshape(grad, rows, classes) if sizes else grad
+        return _aten.mm.default(grad, weight), _aten.mm.default(_aten.t.default(grad), x)
 
-    return Form(compose, derived_variables=_SIZES, dims=2)
+    return Form(compose, derived_variables=_SIZES if is_sequence else {}, dims=2)
 
 
 def _dim_of_hidden(index: int) -> Callable[[Mapping[str, Any]], object]:
@@ -264,18 +188,13 @@ _SIZES: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
     "classes": lambda arguments: arguments["weight"].shape[0],
 }
 
+_KINDS = tuple(product((True, False), (False, True)))
+
 FUSED = (
     FusedKernel(
         linear_cross_entropy_backward,
-        why_not_linear_cross_entropy_backward,
-        tuple(make(is_wide=is_wide) for make in (_sequence_backward, _rows_backward) for is_wide in (False, True)),
-        (),
+        tuple(_backward_form(*kind) for kind in _KINDS),
         allowed_readers=frozenset({cross_entropy}),
     ),
-    FusedKernel(
-        linear_cross_entropy,
-        why_not_linear_cross_entropy,
-        tuple(make(is_wide=is_wide) for make in (_sequence_forward, _rows_forward) for is_wide in (False, True)),
-        forward_examples(chunked=True),
-    ),
+    FusedKernel(linear_cross_entropy, tuple(_forward_form(*kind) for kind in _KINDS)),
 )

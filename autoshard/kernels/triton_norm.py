@@ -179,7 +179,7 @@ def norm_forward(
     """
     rows = as_rows(x, columns)
     added = None if residual is None else as_rows(residual, columns)
-    count, tile = rows.shape[0], row_tile(columns)
+    count = rows.shape[0]
     launch(
         norm_forward_kernel,
         over_rows(count),
@@ -191,9 +191,7 @@ def norm_forward(
         HAS_RESIDUAL=added is not None,
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
-        BLOCK_R=tile.rows,
-        BLOCK_C=tile.columns,
-        num_warps=tile.num_warps,
+        **row_tile(columns).options,
     )
 
 
@@ -240,9 +238,7 @@ def norm_backward(
         HAS_GRAD_WEIGHT=grad_weight is not None,
         HAS_GRAD_BIAS=grad_bias is not None,
         follow=lambda blocks: {"STEPS": cdiv(count, blocks["BLOCK_R"] * programs)},
-        BLOCK_R=tile.rows,
-        BLOCK_C=tile.columns,
-        num_warps=tile.num_warps,
+        **tile.options,
     )
     for partial, result in zip(partials, (grad_weight, grad_bias), strict=True):
         if partial is not None and result is not None:

@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoshard.kernels.kernel import Form, FusedKernel, block_example
-from autoshard.kernels.launch import cdiv, launch, refuse_dtypes, require
-from autoshard.kernels.library import define
+from autoshard.kernels.kernel import Form, FusedKernel
+from autoshard.kernels.launch import cdiv, define_kernel, launch
 
 _aten = torch.ops.aten
 _BLOCK_S, _NUM_WARPS = 32, 4
@@ -97,11 +96,7 @@ def rotary_kernel(
         _rotate_head(source, target, k_stride_s, row, first, second, cos_1, sin_1, cos_2, sin_2, inside, SIZE, INVERSE)
 
 
-def why_not_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> str | None:
-    """Return why `triton_rotary` cannot take these operands, or None if it can."""
-    reason = refuse_dtypes(q=q, k=k, cos=cos, sin=sin)
-    if reason is not None:
-        return reason
+def _refuse(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **_: object) -> str | None:
     shapes = f"q={tuple(q.shape)}, k={tuple(k.shape)}, cos={tuple(cos.shape)}, sin={tuple(sin.shape)}"
     if not (q.dim() == k.dim() == cos.dim() == sin.dim() == 4):
         return f"the kernel takes q [B, H, S, D], k [B, G, S, D], cos and sin [1 or B, 1, S, D]; found {shapes}."
@@ -112,18 +107,17 @@ def why_not_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: 
     return None if size % 2 == 0 and 2 <= size <= _MAX_HEAD else f"heads have {size} elements; found {shapes}."
 
 
-def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> tuple[Tensor, Tensor]:
-    require("triton_rotary", why_not_rotary(q, k, cos, sin, interleaved, inverse))
-    q_out, k_out = _rotary_fake(q, k, cos, sin, interleaved, inverse)
+def _fill(
+    results: tuple[Tensor, Tensor], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
+) -> None:
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
-    cos, sin = cos.contiguous(), sin.contiguous()
     (batch, heads, length, size), groups = q.shape, k.shape[1]
     launch(
         rotary_kernel,
         lambda blocks: (cdiv(length, blocks["BLOCK_S"]), heads + groups, batch),
         q.device,
-        *(q, k, cos, sin, q_out, k_out, length, heads, groups, *q.stride()[:3], *k.stride()[:3]),
-        length * size if cos.shape[0] > 1 else 0,
+        *(q, k, cos.contiguous(), sin.contiguous(), *results),
+        *(length, heads, groups, *q.stride()[:3], *k.stride()[:3], length * size if cos.shape[0] > 1 else 0),
         SIZE=size,
         INTERLEAVED=interleaved,
         INVERSE=inverse,
@@ -131,20 +125,14 @@ def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, i
         BLOCK_P=triton.next_power_of_2(size // 2),
         num_warps=_NUM_WARPS,
     )
-    return q_out, k_out
 
 
-def _rotary_fake(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
-) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape)
-
-
-rotary = define(
+rotary = define_kernel(
     "triton_rotary",
     "(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool inverse) -> (Tensor q_out, Tensor k_out)",
-    _rotary,
-    _rotary_fake,
+    lambda q, k, **_: (q.new_empty(q.shape), k.new_empty(k.shape)),
+    _fill,
+    _refuse,
 )
 
 
@@ -181,7 +169,6 @@ def _halves_backward(like: Tensor, q: Any, k: Any, cos: Any, sin: Any, k_heads: 
 FUSED = (
     FusedKernel(
         rotary,
-        why_not_rotary,
         (
             Form(
                 _halves_backward,
@@ -190,20 +177,6 @@ FUSED = (
                 dims=4,
             ),
             Form(_halves, lambda like: {"interleaved": False, "inverse": False}, dims=4),
-        ),
-        tuple(
-            block_example(
-                rotary_kernel,
-                "*bf16 *bf16 *bf16 *bf16 *bf16 *bf16" + " i32" * 10,
-                size,
-                _NUM_WARPS,
-                SIZE=size,
-                INTERLEAVED=False,
-                INVERSE=False,
-                BLOCK_S=_BLOCK_S,
-                BLOCK_P=size // 2,
-            )
-            for size in (64, 128)
         ),
     ),
 )

@@ -10,9 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoshard.kernels.kernel import EXAMPLE_COLUMNS, Kernel, example
-from autoshard.kernels.launch import as_rows, cdiv, launch, over_pieces, over_rows, refuse_dtypes, require, row_tile
-from autoshard.kernels.library import define
+from autoshard.kernels.launch import as_rows, cdiv, define_kernel, launch, over_pieces, over_rows, row_tile
 from autoshard.kernels.split_cross_entropy import (
     ARGUMENTS,
     BACKWARD_ARGUMENTS,
@@ -21,7 +19,7 @@ from autoshard.kernels.split_cross_entropy import (
     split_cross_entropy,
     split_cross_entropy_backward,
 )
-from autoshard.kernels.triton_activations import piece, piece_tile
+from autoshard.kernels.triton_activations import MAX_BLOCK, piece
 
 _MAX_BLOCK = 4096
 
@@ -100,86 +98,47 @@ def split_cross_entropy_backward_kernel(
     tl.store(grad_ptr + row * columns + column, tl.where(is_counted, grad, 0.0), mask=inside)
 
 
-def why_not_split_cross_entropy(
-    logits: Tensor, top: Tensor, indices: Tensor, elsewhere: Tensor, factor: float
+def _refuse(
+    logits: Tensor, factor: float = 0.0, correction: float = 0.0, shift: float = 0.0, **rows: Tensor
 ) -> str | None:
-    """Return why `triton_split_cross_entropy` cannot take these operands, or None if it can."""
-    return _refuse(logits, {"top": top, "indices": indices, "elsewhere": elsewhere}, {"top": top})
-
-
-def why_not_split_cross_entropy_backward(
-    logits: Tensor,
-    lse: Tensor,
-    scale: Tensor,
-    indices: Tensor,
-    elsewhere: Tensor,
-    is_ignored: Tensor,
-    correction: float,
-    shift: float,
-) -> str | None:
-    """Return why `triton_split_cross_entropy_backward` cannot take these operands, or None if it can."""
-    rows = {"lse": lse, "scale": scale, "indices": indices, "elsewhere": elsewhere, "is_ignored": is_ignored}
-    return _refuse(logits, rows, {"lse": lse, "scale": scale})
-
-
-def _refuse(logits: Tensor, rows: dict[str, Tensor], wide: dict[str, Tensor]) -> str | None:
-    reason = refuse_dtypes(logits=logits)
     shapes = {name: tuple(tensor.shape) for name, tensor in rows.items()}
-    if reason is None and (
-        logits.dim() != 2 or logits.numel() == 0 or any(x.numel() != len(logits) for x in rows.values())
-    ):
+    if logits.dim() != 2 or logits.numel() == 0 or any(x.numel() != len(logits) for x in rows.values()):
         return f"the kernel takes logits [N, C] and one number per row; found {tuple(logits.shape)}, {shapes}."
-    narrow = {name: tensor.dtype for name, tensor in wide.items() if tensor.dtype != torch.float32}
-    return reason or (f"the kernel takes {', '.join(wide)} in float32; found {narrow}." if narrow else None)
+    wide = {name: x.dtype for name, x in rows.items() if x.is_floating_point()}
+    narrow = {name: dtype for name, dtype in wide.items() if dtype != torch.float32}
+    return f"the kernel takes {', '.join(wide)} in float32; found {narrow}." if narrow else None
 
 
-def _split_cross_entropy(
-    logits: Tensor, top: Tensor, indices: Tensor, elsewhere: Tensor, factor: float
-) -> tuple[Tensor, Tensor]:
-    require("triton_split_cross_entropy", why_not_split_cross_entropy(logits, top, indices, elsewhere, factor))
-    total, expected = fake_forward(logits, top, indices, elsewhere, factor)
+def _fill(
+    results: tuple[Tensor, Tensor], logits: Tensor, top: Tensor, indices: Tensor, elsewhere: Tensor, factor: float
+) -> None:
     rows, columns = logits.shape
-    x, tile = as_rows(logits, columns), row_tile(columns, _MAX_BLOCK)
+    x = as_rows(logits, columns)
     launch(
         split_cross_entropy_forward_kernel,
         over_rows(rows),
         logits.device,
-        *(x, top.contiguous(), indices.contiguous(), _bytes(elsewhere), total, expected),
+        *(x, top.contiguous(), indices.contiguous(), _bytes(elsewhere), *results),
         *(rows, columns, x.stride(0), factor),
         follow=lambda blocks: {"STEPS": cdiv(columns, blocks["BLOCK_C"])},
-        BLOCK_R=tile.rows,
-        BLOCK_C=tile.columns,
-        num_warps=tile.num_warps,
+        **row_tile(columns, _MAX_BLOCK).options,
     )
-    return total, expected
 
 
-def _split_cross_entropy_backward(
-    logits: Tensor,
-    lse: Tensor,
-    scale: Tensor,
-    indices: Tensor,
-    elsewhere: Tensor,
-    is_ignored: Tensor,
-    correction: float,
-    shift: float,
-) -> Tensor:
-    arguments = (logits, lse, scale, indices, elsewhere, is_ignored, correction, shift)
-    require("triton_split_cross_entropy_backward", why_not_split_cross_entropy_backward(*arguments))
-    grad = fake_backward(*arguments)
+def _fill_backward(
+    grad: Tensor, logits: Tensor, lse: Tensor, scale: Tensor, indices: Tensor, elsewhere: Tensor, is_ignored: Tensor,
+    correction: float, shift: float,
+) -> None:  # fmt: skip
     rows, columns = logits.shape
-    x, tile = as_rows(logits, columns), piece_tile(columns)
+    x = as_rows(logits, columns)
     launch(
         split_cross_entropy_backward_kernel,
         over_pieces(rows, columns),
         logits.device,
         *(x, lse.contiguous(), scale.contiguous(), indices.contiguous(), _bytes(elsewhere), _bytes(is_ignored), grad),
         *(rows, columns, x.stride(0), correction, shift),
-        BLOCK_R=tile.rows,
-        BLOCK_C=tile.columns,
-        num_warps=tile.num_warps,
+        **row_tile(columns, MAX_BLOCK).options,
     )
-    return grad
 
 
 def _bytes(flags: Tensor) -> Tensor:
@@ -187,40 +146,18 @@ def _bytes(flags: Tensor) -> Tensor:
     return flags.contiguous().view(torch.int8)
 
 
-triton_split_cross_entropy = define("triton_split_cross_entropy", ARGUMENTS, _split_cross_entropy, fake_forward)
-triton_split_cross_entropy_backward = define(
-    "triton_split_cross_entropy_backward", BACKWARD_ARGUMENTS, _split_cross_entropy_backward, fake_backward
+triton_split_cross_entropy = define_kernel(
+    "triton_split_cross_entropy", ARGUMENTS, lambda **operands: fake_forward(*operands.values()), _fill, _refuse
+)
+triton_split_cross_entropy_backward = define_kernel(
+    "triton_split_cross_entropy_backward",
+    BACKWARD_ARGUMENTS,
+    lambda **operands: fake_backward(*operands.values()),
+    _fill_backward,
+    _refuse,
 )
 
-
-KERNELS = (
-    Kernel(
-        split_cross_entropy_backward,
-        triton_split_cross_entropy_backward,
-        why_not_split_cross_entropy_backward,
-        tuple(
-            example(
-                split_cross_entropy_backward_kernel,
-                "*bf16 *fp32 *fp32 *i64 *i8 *i8 *bf16 i32 i32 i32 fp32 fp32",
-                piece_tile(columns),
-                columns,
-            )
-            for columns in EXAMPLE_COLUMNS
-        ),
-    ),
-    Kernel(
-        split_cross_entropy,
-        triton_split_cross_entropy,
-        why_not_split_cross_entropy,
-        tuple(
-            example(
-                split_cross_entropy_forward_kernel,
-                "*bf16 *fp32 *i64 *i8 *fp32 *fp32 i32 i32 i32 fp32",
-                row_tile(columns, _MAX_BLOCK),
-                columns,
-                STEPS=triton.cdiv(columns, _MAX_BLOCK),
-            )
-            for columns in EXAMPLE_COLUMNS
-        ),
-    ),
-)
+KERNELS = {
+    split_cross_entropy: triton_split_cross_entropy,
+    split_cross_entropy_backward: triton_split_cross_entropy_backward,
+}

@@ -20,9 +20,8 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from threading import Lock
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ import triton
 from torch import Tensor
 
 from autoshard.kernels.candidates import Choice, neighbours
-from autoshard.kernels.tuning_store import Key, Store
+from autoshard.kernels.tuning_store import Key
 from autoshard.kernels.tuning_switch import VARIABLE, Timer, Tuning
 
 _LOGGER = logging.getLogger(__name__)
@@ -75,62 +74,50 @@ class Launch:
         return dict(choice.blocks) | dict(self.follow(dict(choice.blocks)))
 
 
-@dataclass(slots=True)
-class Tuner:
-    """Chooses block sizes and warps for launches, and remembers its choices, which processes share in `store`.
+def choose(tuning: Tuning, launch: Launch, heuristic: Choice) -> Choice:
+    """Return block sizes and warps for a launch: known already, read from the store, or measured.
 
-    `timer` measures in place of `triton.testing.do_bench`. With a timer, interpreted kernels are tuned too.
+    If no measurement is possible, return the default `heuristic`. All choices are remembered, but not a default that is
+    returned during the capture of a CUDA graph.
     """
+    if launch.is_interpreted and tuning.timer is None:
+        return heuristic
+    arguments = tuple(_class_of(argument) for argument in launch.arguments)
+    short = (launch.kernel, launch.device, heuristic, arguments, *launch.constants.items())
+    if short in tuning.known:
+        return tuning.known[short]
+    with tuning.lock:
+        key = _key(launch, heuristic, arguments)
+        choice = tuning.store.read(key)
+        if choice is None:
+            if _is_capturing(launch.device):
+                return heuristic
+            choice = _measured(tuning, launch, key) or heuristic
+    tuning.known[short] = choice
+    return choice
 
-    store: Store
-    timer: Timer | None = None
-    _known: dict[tuple[object, ...], Choice] = field(default_factory=dict)
-    _lock: Any = field(default_factory=Lock)
-    _measures: bool = True
 
-    def choose(self, launch: Launch, heuristic: Choice) -> Choice:
-        """Return block sizes and warps for a launch: remembered by the tuner, read from the store, or measured.
+def _measured(tuning: Tuning, launch: Launch, key: Key) -> Choice | None:
+    """Measure all candidates, publish the fastest in the store, and return the store's choice.
 
-        If no measurement is possible, return the default `heuristic`. The tuner remembers all choices, but not a
-        default that it returns during the capture of a CUDA graph.
-        """
-        if launch.is_interpreted and self.timer is None:
-            return heuristic
-        arguments = tuple(_class_of(argument) for argument in launch.arguments)
-        short = (launch.kernel, launch.device, heuristic, arguments, *launch.constants.items())
-        if short in self._known:
-            return self._known[short]
-        with self._lock:  # autograd runs the backward in other threads
-            key = _key(launch, heuristic, arguments)
-            choice = self.store.read(key)
-            if choice is None:
-                if _is_capturing(launch.device):
-                    return heuristic
-                choice = self._measure(launch, key) or heuristic
-        self._known[short] = choice
-        return choice
-
-    def _measure(self, launch: Launch, key: Key) -> Choice | None:
-        """Measure all candidates, publish the fastest in the store, and return the store's choice.
-
-        Return None if the launch cannot be measured, or if the store cannot be written. After the latter, log a warning
-        and measure no other launch.
-        """
-        copied = sum(tensor.numel() * tensor.element_size() for tensor in launch.changes)
-        if not self._measures or copied > _MAX_COPIED_BYTES or len(key.candidates) == 1:
-            return None
-        with _restored(launch.changes):
-            times_ms = measure(launch, key.candidates, self.timer)
-        choice = min(times_ms, key=times_ms.__getitem__)
-        try:
-            return self.store.publish(key, choice, times_ms)
-        except OSError as error:
-            self._measures = False
-            _LOGGER.warning(
-                "Measured block sizes cannot be kept in %s (%s): kernels without a known choice run with the "
-                "heuristic's. Free disk space, or set another folder in %s.", self.store.folder, error, VARIABLE,
-            )  # fmt: skip
-            return None
+    Return None if the launch cannot be measured, or if the store cannot be written. After the latter, log a warning and
+    measure no other launch.
+    """
+    copied = sum(tensor.numel() * tensor.element_size() for tensor in launch.changes)
+    if not tuning.measures or copied > _MAX_COPIED_BYTES or len(key.candidates) == 1:
+        return None
+    with _restored(launch.changes):
+        times_ms = measure(launch, key.candidates, tuning.timer)
+    choice = min(times_ms, key=times_ms.__getitem__)
+    try:
+        return tuning.store.publish(key, choice, times_ms)
+    except OSError as error:
+        tuning.measures = False
+        _LOGGER.warning(
+            "Measured block sizes cannot be kept in %s (%s): kernels without a known choice run with the "
+            "heuristic's. Free disk space, or set another folder in %s.", tuning.store.folder, error, VARIABLE,
+        )  # fmt: skip
+        return None
 
 
 def measure(launch: Launch, candidates: Sequence[Choice], timer: Timer | None) -> dict[Choice, float]:
@@ -144,12 +131,6 @@ def measure(launch: Launch, candidates: Sequence[Choice], timer: Timer | None) -
     tuner = triton.autotune(list(configs), key=sizes, do_bench=timer)(launch.kernel)
     tuner[launch.grid](*launch.arguments, **launch.constants, enable_fp_fusion=True)
     return {configs[config]: times[0] for config, times in tuner.configs_timings.items()}
-
-
-@cache
-def tuner_of(tuning: Tuning) -> Tuner:
-    """Return the tuner of a setting of `tune_kernels`. Calls with the same `Tuning` object return the same tuner."""
-    return Tuner(tuning.store, tuning.timer)
 
 
 def _key(launch: Launch, heuristic: Choice, arguments: Sequence[str]) -> Key:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from threading import Lock
+from typing import Any
 
 from autoshard.errors import KernelError
+from autoshard.kernels.candidates import Choice
 from autoshard.kernels.generated.files import cache_folder
 from autoshard.kernels.private_folder import check_private
 from autoshard.kernels.tuning_store import Store
@@ -18,12 +21,23 @@ Timer = Callable[..., Sequence[float]]
 VARIABLE = "AUTOSHARD_TUNE"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Tuning:
-    """A setting of `tune_kernels`: the folder of tuned choices, and a timer, or None for Triton's timer."""
+    """A setting of `tune_kernels`.
+
+    Args:
+        store: the folder of tuned choices, which processes share.
+        timer: a timer, or None for Triton's timer. With a timer, interpreted kernels are tuned too.
+        known: the choices so far, by launch.
+        lock: held while a launch is measured, because autograd runs the backward in other threads.
+        measures: whether new launches are measured. False once the folder could not be written.
+    """
 
     store: Store
     timer: Timer | None
+    known: dict[tuple[object, ...], Choice] = field(default_factory=dict)
+    lock: Any = field(default_factory=Lock)
+    measures: bool = True
 
 
 # The last setting of `tune_kernels`. It is per process and not per thread, because autograd has threads of its own.

@@ -14,7 +14,6 @@ from autoshard.kernels.fusible import traced_through
 from autoshard.runtime.distributed import DistributedEngine
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.graphed_passes import GraphedPasses
-from passes.lowering.lowering_options import LoweringOptions
 from passes.lowering.order import Moment, run_at
 from passes.verification.verify_in_place import verify_in_place
 
@@ -45,13 +44,12 @@ def check_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mappi
     verify_in_place(before, after, written)
 
 
-def finish_of(backend: str, device: torch.device) -> Callable[[fx.GraphModule], fx.GraphModule]:
-    """Return a function that runs the passes of `Moment.WRITTEN` on a graph.
+def finish(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Run the passes of `Moment.WRITTEN` on a graph.
 
     These passes run last, on a graph that writes new parameters over old parameters. An example is `BucketUpdates`.
     """
-    options = LoweringOptions(with_kernels=backend == "triton" and has_kernels(backend, device))
-    return lambda graph_module: run_at(Moment.WRITTEN, graph_module, options)
+    return run_at(Moment.WRITTEN, graph_module)
 
 
 def graphs_of(cuda_graph: bool, engine: Engine, *, is_traced: bool, has_stages: bool) -> GraphedPasses | None:

@@ -31,7 +31,7 @@ from autoshard.runtime.stages.stage_engines import make_engines
 from autoshard.runtime.train_step import TrainStep
 from cost_models.errors import UnknownOperatorError
 from cost_models.hardware import Cluster
-from passes.driver.backends import check_in_place, finish_of, graphs_of, wrap_of
+from passes.driver.backends import check_in_place, finish, graphs_of, wrap_of
 from passes.driver.candidates import batch_of, by_micro_batches
 from passes.driver.choose_mesh import choose_mesh
 from passes.driver.fixed_plan import check_loss_scaling, micro_batches_of, precision_of, update_for
@@ -92,7 +92,7 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
         device,
         wrap_of(call.backend),
         check_in_place if call.verify else None,
-        finish_of(call.backend, device),
+        finish,
         options.timeout_s,
     )
     if call.backend == "inductor" and isinstance(engine, SimulatorEngine):

@@ -2,7 +2,7 @@
 
 Before → after: `adam_update_(p, g, m, v, scale, hyper, ...)` of each parameter → one `adam_updates_([p, ...], [g, ...],
 [m, ...], [v, ...], scale, hyper, ...)` for all updates with equal other arguments. SGD and other optimizers are joined
-in the same way. With Triton's kernels, Adam's updates of equal dtypes become `triton_adam_updates_`.
+in the same way.
 
 An update may move past calls that neither read nor write its written memory, and do not write its operands. A gather of
 an updated parameter moves behind the joined call, with everything that depends on the gather. If no such order exists,
@@ -18,8 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
 from autoshard.graphs.copy_nodes import copy_node
 from autoshard.graphs.lazy_module import lazy_module
@@ -38,34 +37,25 @@ class _UpdateBucket:
 
 @dataclass(frozen=True, slots=True)
 class BucketUpdates:
-    """Joins updates of parameters whose arguments are equal, except for the tensors that belong to each parameter.
-
-    With `with_triton`, a Triton kernel makes the updates of Adam whose dtypes and shapes the kernel supports.
-    """
-
-    with_triton: bool = False
+    """Joins updates of parameters whose arguments are equal, except for the tensors that belong to each parameter."""
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         """Return a copy of a graph that writes in place, with joined updates.
 
         If no updates can be joined, the graph itself is returned.
         """
-        return _bucketed(graph_module, self.with_triton)
-
-
-def _bucketed(graph_module: fx.GraphModule, with_triton: bool) -> fx.GraphModule:
-    bucket_of = {node: bucket for bucket in _buckets(graph_module.graph, with_triton) for node in bucket.nodes}
-    order = _order(graph_module.graph, bucket_of) if bucket_of else None
-    if order is None:
-        return graph_module
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in order:
-        if node in bucket_of:
-            _add_bucket(graph, bucket_of[node], copies)
-        else:
-            copies[node] = copy_node(graph, node, copies.__getitem__)
-    return lazy_module(graph_module, graph)
+        bucket_of = {node: bucket for bucket in _buckets(graph_module.graph) for node in bucket.nodes}
+        order = _order(graph_module.graph, bucket_of) if bucket_of else None
+        if order is None:
+            return graph_module
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in order:
+            if node in bucket_of:
+                _add_bucket(graph, bucket_of[node], copies)
+            else:
+                copies[node] = copy_node(graph, node, copies.__getitem__)
+        return lazy_module(graph_module, graph)
 
 
 def _add_bucket(graph: fx.Graph, bucket: _UpdateBucket, copies: Mapping[fx.Node, fx.Node]) -> None:
@@ -76,41 +66,15 @@ def _add_bucket(graph: fx.Graph, bucket: _UpdateBucket, copies: Mapping[fx.Node,
     graph.create_node("call_function", bucket.target, args).meta = dict(first.meta)
 
 
-def _buckets(graph: fx.Graph, with_triton: bool) -> Iterator[_UpdateBucket]:
+def _buckets(graph: fx.Graph) -> Iterator[_UpdateBucket]:
     alike: defaultdict[tuple[object, ...], list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if node.target in MANY:
-            target, dtypes = _target_of(node, with_triton)
-            alike[(target, dtypes, *node.args[tensors_of(target) :])].append(node)
+            target = MANY[node.target]
+            alike[(target, *node.args[tensors_of(target) :])].append(node)
     for (target, *_), nodes in alike.items():
         if len(nodes) > 1:
             yield _UpdateBucket(target, tuple(nodes))
-
-
-def _target_of(node: fx.Node, with_triton: bool) -> tuple[Any, tuple[torch.dtype, ...]]:
-    """Return the operator that replaces many updates like `node`, and the dtypes of its tensors.
-
-    Updates are joined only if both results are equal. For operators without Triton, the dtypes are the empty tuple.
-    """
-    many = MANY[node.target]  # type: ignore[index]
-    values = [_value(operand) for operand in node.args[: tensors_of(many)]]
-    if with_triton and node.target is torch.ops.autoshard.adam_update_.default:
-        from autoshard.kernels.triton_adam import adam_updates_, why_not_adam_updates
-
-        known = [value for value in values if value is not None]
-        if len(known) == len(values) and why_not_adam_updates(*([value] for value in known)) is None:
-            return adam_updates_, tuple(value.dtype for value in known)
-    return many, ()
-
-
-def _value(operand: Any) -> Tensor | None:
-    """Return the fake tensor of an operand; None if it is unknown.
-
-    An operand without a fake tensor is a copy of another node, whose fake tensor is returned.
-    """
-    while "val" not in operand.meta and operand.all_input_nodes:
-        operand = operand.all_input_nodes[0]
-    return operand.meta.get("val")
 
 
 def _order(graph: fx.Graph, bucket_of: Mapping[fx.Node, _UpdateBucket]) -> list[fx.Node] | None:

@@ -40,7 +40,8 @@ from autoshard.kernels.generated.operators import IndexKind, kind_of
 from autoshard.kernels.generated.source import write_source
 from cost_models.compute import memory_time
 from cost_models.device import Device
-from passes.lowering.count_launches import Traffic, split_sums, traffic_of
+from passes.lowering.count_launches import Traffic, traffic_of
+from passes.strategies.tensor_infos import bytes_in
 
 _NEAREST = 8
 """For each operand and result of a group, the groups of at most this many nearest readers are tried as partners."""
@@ -59,7 +60,6 @@ class ChosenGroup:
         group: the computation of the kernel, without names.
         names: names of the nodes in the program: first of the operands of `group`, then of its steps.
         saved_bytes: bytes of memory traffic that the kernel saves.
-        later: launches and memory traffic of the further kernels that add up the chunks of split sums.
     """
 
     members: tuple[fx.Node, ...]
@@ -69,27 +69,23 @@ class ChosenGroup:
     names: tuple[str, ...]
     saved_bytes: int = 0
     saved_launches: int = 0
-    later: Traffic = field(default_factory=Traffic)
 
     @property
     def traffic(self) -> Traffic:
-        """Launches and bytes of one run of the group.
+        """The launch and the bytes of one run of the group."""
+        return Traffic(1, sum(bytes_in(_value(node)) for node in (*self.operands, *self.results)))
 
-        The kernels that add up the chunks of split sums are included.
-        """
-        return Traffic(1, sum(_bytes_of(node) for node in (*self.operands, *self.results))) + self.later
-
-    def compared(self, later: Traffic) -> ChosenGroup:
-        """Return the group with the field `later`, and with the launches and bytes that its kernel saves.
+    def compared(self) -> ChosenGroup:
+        """Return the group with the launches and bytes that its kernel saves.
 
         The savings are the traffic of the members as single calls, less the traffic of the kernel.
         """
         before = sum(map(traffic_of, self.members), Traffic())
-        after = replace(self, later=later)
+        after = self.traffic
         return replace(
-            after,
-            saved_bytes=before.memory_bytes - after.traffic.memory_bytes,
-            saved_launches=before.launches - after.traffic.launches,
+            self,
+            saved_bytes=before.memory_bytes - after.memory_bytes,
+            saved_launches=before.launches - after.launches,
         )
 
     def named(self, alike: int = 1) -> NamedGroup:
@@ -250,11 +246,10 @@ class _UnitedGroups:
         if chosen is None or not results:
             return None
         try:
-            source = write_source(chosen.group, chosen.names, "")
+            write_source(chosen.group, chosen.names, "")
         except NoLoopsError:
             return None
-        # A call alone stays PyTorch's own, without later sums.
-        return chosen.compared(split_sums(source.layout) if len(members) > 1 else Traffic())
+        return chosen.compared()
 
     def _time(self, chosen: ChosenGroup) -> float:
         """Return the seconds of a group's kernel; the bytes of its memory traffic if the device is unknown."""
@@ -342,11 +337,6 @@ def _readers(graph: fx.Graph, places: Mapping[fx.Node, int]) -> dict[fx.Node, li
             direct |= dict.fromkeys(found[user] if is_view(user) else [user])
         found[node] = sorted(direct, key=places.__getitem__)
     return found
-
-
-def _bytes_of(node: fx.Node) -> int:
-    value = _value(node)
-    return value.numel() * value.element_size()
 
 
 def _value(node: fx.Node) -> Any:

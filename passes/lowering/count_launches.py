@@ -2,7 +2,7 @@
 
 A view launches nothing. Neither do `contiguous` and `reshape` if their operand already has the right strides. Any other
 call counts as one kernel, which reads each tensor operand once and writes each result once. Two kinds of our kernels
-launch more. Some add up partial results in a second kernel (`second_step`, `split_sums`). Others work chunk by chunk
+launch more. Some add up partial results in a second kernel (`second_step`). Others work chunk by chunk
 (`chunk_steps`). Collectives and waits are not counted.
 """
 
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from autoshard.kernels.generated.define import generated_kernel
-from autoshard.kernels.generated.source import ElementLayout
+from autoshard.ir.collectives import is_collective, is_wait
 from autoshard.kernels.launch import row_tile
 from autoshard.kernels.triton_linear_cross_entropy import (
     chunk_classes,
@@ -32,7 +31,6 @@ _aten = torch.ops.aten
 
 _MAY_COPY = (_aten.contiguous.default, _aten.reshape.default)
 _FLOAT_BYTES = 4
-_COLLECTIVES = "_c10d_functional"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +52,7 @@ def traffic_of(node: fx.Node) -> Traffic:
     if not is_launch(node):
         return Traffic()
     moved = sum(bytes_in(item.meta.get("val")) for item in (*node.all_input_nodes, node))
-    generated = generated_kernel(node.target)
-    later = Traffic() if generated is None else split_sums(generated.layout)
-    return Traffic(1, moved) + later + second_step(node.target, node.meta.get("val")) + chunk_steps(node)
+    return Traffic(1, moved) + second_step(node.target, node.meta.get("val")) + chunk_steps(node)
 
 
 def is_launch(node: fx.Node) -> bool:
@@ -92,7 +88,7 @@ def _has_view(value: Tensor, shape: Sequence[int]) -> bool:
 
 def sends(node: fx.Node) -> bool:
     """Whether a node is a collective or a wait for a collective."""
-    return isinstance(node.target, OpOverload) and node.target.namespace == _COLLECTIVES
+    return is_collective(node) or is_wait(node)
 
 
 def second_step(target: Any, value: Any) -> Traffic:
@@ -108,11 +104,6 @@ def second_step(target: Any, value: Any) -> Traffic:
     blocks = math.ceil(math.prod(grad.shape[:-1]) / row_tile(columns).rows)
     partial_bytes = min(blocks, SUMMING_PROGRAMS) * columns * _FLOAT_BYTES
     return sum((Traffic(1, 2 * partial_bytes + bytes_in(other)) for other in others), Traffic())
-
-
-def split_sums(layout: ElementLayout) -> Traffic:
-    """Return the launches and traffic of the kernels that add up the chunks of a generated kernel's long sums."""
-    return Traffic(1, 2 * layout.chunks * layout.rows * _FLOAT_BYTES) * len(layout.split)
 
 
 def chunk_steps(node: fx.Node) -> Traffic:

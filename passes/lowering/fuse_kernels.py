@@ -1,8 +1,8 @@
 """Replaces operators of a lowered program by hand-written Triton kernels.
 
 Before → after, for a group of calls: `mul(silu(gate), up)` → `triton_gated(gate, up, "silu")`. Before → after, for a
-single call: `softmax(x)` → `triton_softmax(x)`. `autoshard.kernels.registry` has the kernels of both kinds. A *form* is
-one way to write the computation of a kernel as calls (`autoshard.kernels.kernel.Form`).
+single call: `dropout(x, ...)` → `triton_dropout(x, ...)`. `autoshard.kernels.registry` has the kernels of both kinds. A
+*form* is one way to write the computation of a kernel as calls (`autoshard.kernels.kernel.Form`).
 
 A group of calls in a kernel's form is replaced if
 
@@ -35,7 +35,8 @@ from torch._ops import OpOverload
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.lowered import LoweredProgram
 from autoshard.kernels.kernel import FusedKernel
-from autoshard.kernels.registry import FUSED, find_kernel, kernels_of
+from autoshard.kernels.launch import why_not
+from autoshard.kernels.registry import FUSED, KERNELS, find_kernel
 from passes.lowering.count_launches import is_launch, may_alias, sends
 from passes.lowering.match_form import Match, Pattern, find_matches, root_operator, trace_form
 from passes.preparation.number_values import Numbering, number_graph
@@ -67,8 +68,9 @@ class FuseKernels:
             for form in range(len(kernel.forms)):
                 fusion.apply(kernel, form)
         for node in fusion.graph_module.graph.nodes:
-            if isinstance(node.target, OpOverload) and kernels_of(node.target):
-                _replace_alone(node)
+            if node.target in KERNELS:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), _value_of)
+                node.target = find_kernel(node.target, args, kwargs) or node.target
         _drop_views(fusion.graph_module.graph)
         return _copy(fusion.graph_module, fusion.names)
 
@@ -91,14 +93,6 @@ def _drop_views(graph: fx.Graph) -> None:
         names_only = may_alias(node) or not isinstance(node.target, OpOverload)
         if node.op == "call_function" and not node.users and names_only and not sends(node):
             graph.erase_node(node)
-
-
-def _replace_alone(node: fx.Node) -> None:
-    target: Any = node.target
-    args, kwargs = fx.map_arg((node.args, node.kwargs), _value_of)
-    kernel = find_kernel(target, args, kwargs)
-    if kernel is not None:
-        node.target = kernel.replacement
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +183,7 @@ class _FusedGraph:
         if group is None or arguments is None:
             return False
         fakes = fx.map_arg(arguments, _value_of)
-        if kernel.why_not(*fakes) is not None:
+        if why_not(kernel.operator, *fakes) is not None:
             return False
         made = kernel.operator(*fakes)
         values = made if isinstance(made, tuple) else (made,)
@@ -197,7 +191,7 @@ class _FusedGraph:
             return False
         if sum(map(is_launch, group.going)) < (1 if group.spares else 2) or not self._spares_dear_values(kernel, group):
             return False
-        call = self._insert(kernel, arguments, group, anchor)
+        call = self._insert(kernel, arguments, anchor)
         call.meta |= {"val": made, FORM: form, STANDS_FOR: tuple(node.name for node in sorted(group.going))}
         self._take_over(group, call, values)
         return True
@@ -253,19 +247,11 @@ class _FusedGraph:
         readers = {user for node in inner - group.going for user in node.users} - inner
         return all(reader.target in kernel.allowed_readers for reader in readers)
 
-    def _insert(
-        self, kernel: FusedKernel, arguments: tuple[Any, ...], group: _ReplacedCalls, anchor: fx.Node
-    ) -> fx.Node:
-        """Insert and return the kernel's call.
-
-        It stands right after its last operand. If the kernel has `keeps_place`, it stands right before `anchor`, which
-        computed the group's first result.
-        """
+    def _insert(self, kernel: FusedKernel, arguments: tuple[Any, ...], anchor: fx.Node) -> fx.Node:
+        """Insert the kernel's call right after its last operand, and return it."""
         graph = self.graph_module.graph
         last = max(item for item in arguments if isinstance(item, fx.Node))
-        if kernel.keeps_place and last < anchor < group.first_reader:
-            last = anchor.prev
-        elif last.op == "placeholder":
+        if last.op == "placeholder":
             last = max(node for node in graph.nodes if node.op == "placeholder")
         with graph.inserting_after(last):
             call = graph.create_node("call_function", kernel.operator, arguments)

@@ -24,19 +24,18 @@ from torch import Tensor, fx
 
 from autoshard.graphs.aliases import aliased_operands
 from autoshard.graphs.copy_nodes import copy_node
-from autoshard.graphs.extract_graph import placeholder_like
+from autoshard.graphs.extract_graph import needed, placeholder_like
 from autoshard.graphs.lazy_module import lazy_module
+from autoshard.ir.collectives import is_collective, is_wait
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.program import InputKind, OutputKind
 from autoshard.kernels.offload import TRANSFERS
 from passes.memory.lowered_memory import peak_bytes
 from passes.memory.stage_load import ONE_STAGE, StageLoad
 from passes.preparation.number_values import Numbering, draws_numbers
-from passes.preparation.rewriting import needed
 
 Seconds = Callable[[fx.Node], float]
 
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _MAY_COPY = (torch.ops.aten.contiguous.default, torch.ops.aten.reshape.default)
 
 
@@ -109,12 +108,12 @@ class _Shared:
     def of(cls, phased: PhasedProgram) -> _Shared:
         written = {slot.slot.name for slot in phased.lowered.outputs if slot.slot.kind == OutputKind.BUFFER_UPDATE}
         inputs = {}
-        for index, node in zip(phased.forward_inputs, _placeholders(phased.forward), strict=True):
+        for index, node in zip(phased.forward_inputs, phased.forward.graph.find_nodes(op="placeholder"), strict=True):
             slot = phased.lowered.inputs[index].slot
             if slot.kind == InputKind.PARAMETER or (slot.kind == InputKind.BUFFER and slot.name not in written):
                 inputs[node] = index
         saved = _results(phased.forward)[len(phased.forward_outputs) :]
-        shared = cls(phased, inputs, dict(zip(_placeholders(phased.backward), saved, strict=False)))
+        shared = cls(phased, inputs, dict(zip(phased.backward.graph.find_nodes(op="placeholder"), saved, strict=False)))
         shared._walk(phased.forward, _results(phased.forward)[: len(phased.forward_outputs)])
         shared.numbering.restart_draws()
         shared._walk(phased.backward, _results(phased.backward))
@@ -225,7 +224,7 @@ class _Shared:
     def _forward(self, held: Sequence[fx.Node], saved: Sequence[fx.Node]) -> fx.GraphModule:
         """Return the forward that takes the values `held` as further inputs, and saves its nodes `saved`."""
         old, graph = self.phased.forward, fx.Graph()
-        made = {node: placeholder_like(graph, node) for node in _placeholders(old)}
+        made = {node: placeholder_like(graph, node) for node in old.graph.find_nodes(op="placeholder")}
         given = {self.number(node): placeholder_like(graph, node) for node in held}
         made |= self._calls_of(old, given)
         results = _results(old)[: len(self.phased.forward_outputs)]
@@ -247,7 +246,7 @@ class _Shared:
         made: dict[fx.Node, fx.Node] = {}
         given: dict[int, fx.Node] = {}
         saved: dict[str, fx.Node] = {}
-        for node in _placeholders(old):
+        for node in old.graph.find_nodes(op="placeholder"):
             if node in self.kept and node in reached:
                 made[node] = placeholder_like(graph, node)
                 saved[node.name] = self.kept[node]
@@ -256,7 +255,11 @@ class _Shared:
             if node in reached and self.number(node) not in given:
                 given[self.number(node)] = placeholder_like(graph, node)
                 saved[node.name] = source
-        made |= {node: placeholder_like(graph, node) for node in _placeholders(old) if node not in self.kept}
+        made |= {
+            node: placeholder_like(graph, node)
+            for node in old.graph.find_nodes(op="placeholder")
+            if node not in self.kept
+        }
         made |= {node: given[self.number(node)] for node in taken if node in reached}
         _copy_needed(old, _results(old), graph, made)
         graph.output(tuple(made[node] for node in _results(old)))
@@ -287,15 +290,7 @@ def _owns_memory(node: fx.Node) -> bool:
         return isinstance(node.all_input_nodes[0].meta.get("val"), (tuple, list))
     if node.target in _MAY_COPY:
         return not node.all_input_nodes[0].meta["val"].is_contiguous()
-    return node.target is _WAIT or not (aliased_operands(node) or _is_collective(node))
-
-
-def _is_collective(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional"
-
-
-def _placeholders(graph_module: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    return is_wait(node) or not (aliased_operands(node) or is_collective(node))
 
 
 def _results(graph_module: fx.GraphModule) -> list[fx.Node]:

@@ -80,9 +80,9 @@ ORDER: Sequence[tuple[Moment, MakePass]] = (
     (Moment.LOWERED, _fuse_kernels),
     (Moment.LOWERED, lambda o: SplitPhases(o.saves_least)),
     (Moment.LOWERED, lambda o: Hoist(o.micro_batches, NodeTime(o.decided.mesh, o.cluster), o.memory_bytes, o.load)),
+    (Moment.LOWERED, lambda o: JoinBiases() if o.with_native or o.with_kernels else None),
     (Moment.LOWERED, _generate_kernels),
     (Moment.LOWERED, lambda o: SelectKernels() if o.with_native else None),
-    (Moment.LOWERED, lambda o: JoinBiases() if o.with_native else None),
     (Moment.LOWERED, lambda _: NameCommunicators()),
     (Moment.LOWERED, lambda o: NarrowReductions(o.reduce_dtype) if o.reduce_dtype else None),
     # Saved rows of experts save more time than overlap does. So KeepRows may use memory before the passes below.
@@ -94,7 +94,7 @@ ORDER: Sequence[tuple[Moment, MakePass]] = (
     (Moment.IN_FLIGHT, lambda o: StartAhead(by=o.in_flight.ahead)),
     (Moment.IN_FLIGHT, lambda o: WaitInTurn(o.in_flight.most_held)),
     (Moment.STAGE, lambda _: CutBackward()),
-    (Moment.WRITTEN, lambda o: BucketUpdates(with_triton=o.with_kernels)),
+    (Moment.WRITTEN, lambda _: BucketUpdates()),
 )
 
 

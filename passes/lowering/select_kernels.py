@@ -8,11 +8,11 @@ equal.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.kernels.native import NATIVE
+from passes.lowering.rewrite_phases import rewrite_phases
 from passes.preparation.rewriting import with_targets
 
 
@@ -21,5 +21,4 @@ class SelectKernels:
     """Replaces operators of ours, such as `autoshard.attention`, by operators that run torch's fused kernels."""
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        selected: dict[str, Any] = {name: with_targets(phase, NATIVE) for name, phase in phased.phases.items()}
-        return replace(phased, **selected)
+        return rewrite_phases(phased, lambda phase: with_targets(phase, NATIVE))

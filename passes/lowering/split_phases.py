@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autoshard.graphs.extract_graph import extract_graph
+from autoshard.graphs.extract_graph import extract_graph, needed
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.ir.program import InputKind, OutputKind
@@ -52,7 +52,8 @@ class SplitPhases:
         backward_in = _indices(kind == InputKind.TANGENT for kind in kinds)
 
         update = {node for node in nodes if node.op != "placeholder" and node.meta.get("phase") == "update"}
-        forward = _forward_nodes(nodes, [results[index] for index in forward_out])
+        forward = {node for node in nodes if node.meta.get("phase") == "forward"}
+        forward |= needed(results[index] for index in forward_out)
         backward = {node for node in nodes if node not in forward and node not in update}
         read = _read_by(update, [results[index] for index in update_out])
         pairs = enumerate(zip(placeholders, kinds, strict=True))  # a tangent that the update reads is carried
@@ -94,18 +95,6 @@ class SplitPhases:
 
 def _indices(flags: Iterable[bool]) -> tuple[int, ...]:
     return tuple(index for index, flag in enumerate(flags) if flag)
-
-
-def _forward_nodes(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the nodes of phase "forward", the nodes `results`, and all nodes from which these are computed."""
-    forward = {node for node in nodes if node.meta.get("phase") == "forward"}
-    stack = list(results)
-    while stack:
-        node = stack.pop()
-        if node not in forward:
-            forward.add(node)
-        stack += [operand for operand in node.all_input_nodes if operand not in forward]
-    return forward
 
 
 def _read_by(members: Collection[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import fx
 
 from autoshard.errors import VerificationError
@@ -18,7 +17,6 @@ from autoshard.graphs.lazy_module import lazy_module
 from autoshard.kernels.optimizers import MANY, tensors_of
 
 _ONE: Mapping[Any, Any] = MappingProxyType({many: one for one, many in MANY.items()})
-_TRITON_ADAM = "autoshard::triton_adam_updates_"
 
 
 def expand_buckets(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -29,20 +27,19 @@ def expand_buckets(graph_module: fx.GraphModule) -> fx.GraphModule:
     Raises:
         VerificationError: a bucket has more tensors of one kind, such as parameters or gradients, than of another kind.
     """
-    ones = {node: one for node in graph_module.graph.nodes for one in (_one_of(node),) if one is not None}
-    if not ones:
+    if not any(node.target in _ONE for node in graph_module.graph.nodes):
         return graph_module
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph_module.graph.nodes:
-        if node in ones:
-            _write_out(graph, node, ones[node], copies)
+        if node.target in _ONE:
+            _write_out(graph, node, copies)
         else:
             copies[node] = copy_node(graph, node, copies.__getitem__)
     return lazy_module(graph_module, graph)
 
 
-def _write_out(graph: fx.Graph, node: fx.Node, one: Any, copies: Mapping[fx.Node, fx.Node]) -> None:
+def _write_out(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> None:
     count = tensors_of(node.target)
     args: Any = fx.map_arg(node.args, copies.__getitem__)
     tensors, rest = args[:count], args[count:]
@@ -50,12 +47,4 @@ def _write_out(graph: fx.Graph, node: fx.Node, one: Any, copies: Mapping[fx.Node
         counts = ", ".join(str(len(items)) for items in tensors)
         raise VerificationError(f"bucket {node.name!r} has {counts} parameters, gradients and state of each kind.")
     for operands in zip(*tensors, strict=True):
-        graph.create_node("call_function", one, (*operands, *rest))
-
-
-def _one_of(node: fx.Node) -> Any:
-    """Return the operator that updates one parameter, for a call that updates many; None for any other node."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload) and target._schema.name == _TRITON_ADAM:
-        return torch.ops.autoshard.adam_update_.default
-    return _ONE.get(target)
+        graph.create_node("call_function", _ONE[node.target], (*operands, *rest))

@@ -33,9 +33,7 @@ STANDS_FOR = "stands_for"
 """Key of `node.meta` of a kernel's call: the names of the nodes that it replaces; absent for single operators."""
 
 _FUSED = {kernel.operator: kernel for kernel in FUSED}
-_ORIGINALS: dict[OpOverload, OpOverload] = {
-    kernel.replacement: kernel.operator for kernels in KERNELS.values() for kernel in kernels
-}
+_ORIGINALS: dict[OpOverload, OpOverload] = {kernel: operator for operator, kernel in KERNELS.items()}
 
 
 def is_kernel(node: fx.Node) -> bool:

@@ -45,7 +45,7 @@ from passes.verification.widen_reductions import widen_reductions
 _FORWARD_RESULTS = (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)
 _UPDATE_RESULTS = (OutputKind.PARAMETER_UPDATE, OutputKind.STATE_UPDATE, OutputKind.SQUARES, OutputKind.NORM)
 _UPDATE_INPUTS = (InputKind.STATE, InputKind.HYPER, InputKind.SQUARES, InputKind.UNSCALE)
-_KERNEL_PREFIXES = ("autoshard.triton_", "autoshard.biased_product")
+_KERNEL_PREFIX = "autoshard.triton_"
 
 
 def verify_phases(phased: PhasedProgram) -> None:
@@ -114,7 +114,7 @@ def _written_out(graph_module: fx.GraphModule) -> fx.GraphModule:
     check_computed(graph_module.graph)
     graph_module = widen_reductions(expand_collectives(with_targets(graph_module, SEMANTIC)))
     graph_module = _without_purposes(expand_biases(graph_module))
-    if not any(str(node.target).startswith(_KERNEL_PREFIXES) for node in graph_module.graph.nodes):
+    if not any(str(node.target).startswith(_KERNEL_PREFIX) for node in graph_module.graph.nodes):
         return graph_module
     from passes.verification.expand_kernels import expand_kernels
 

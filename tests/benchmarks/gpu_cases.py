@@ -14,29 +14,29 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autoshard.kernels.dequantize import GROUP, SCALE_VALUES, dequantize_nf4_reference
-from autoshard.kernels.optimizers import ADAM_HYPER
 from autoshard.kernels.split_cross_entropy import (
     split_cross_entropy_backward_reference,
     split_cross_entropy_reference,
 )
-from autoshard.kernels.triton_adam import adam_updates_
-from autoshard.kernels.triton_add_norm import (
-    add_layer_norm,
-    add_layer_norm_backward,
-    add_rms_norm,
-    add_rms_norm_backward,
-)
-from autoshard.kernels.triton_bias_add_norm import bias_add_layer_norm, bias_add_rms_norm
 from autoshard.kernels.triton_cross_entropy import triton_cross_entropy, triton_cross_entropy_backward
 from autoshard.kernels.triton_dequantize import triton_dequantize_nf4
 from autoshard.kernels.triton_dropout import triton_dropout
 from autoshard.kernels.triton_gated import gated, gated_backward
 from autoshard.kernels.triton_gelu import bias_gelu, bias_gelu_backward
-from autoshard.kernels.triton_layer_norm import layer_norm, layer_norm_backward
 from autoshard.kernels.triton_linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_backward
-from autoshard.kernels.triton_rms_norm import rms_norm, rms_norm_backward
+from autoshard.kernels.triton_norms import (
+    add_layer_norm,
+    add_layer_norm_backward,
+    add_rms_norm,
+    add_rms_norm_backward,
+    bias_add_layer_norm,
+    bias_add_rms_norm,
+    layer_norm,
+    layer_norm_backward,
+    rms_norm,
+    rms_norm_backward,
+)
 from autoshard.kernels.triton_rotary import rotary
-from autoshard.kernels.triton_softmax import softmax, softmax_backward
 from autoshard.kernels.triton_split_cross_entropy import (
     triton_split_cross_entropy,
     triton_split_cross_entropy_backward,
@@ -191,20 +191,6 @@ def _rotary() -> Iterator[Case]:
     )
 
 
-def _softmax() -> Iterator[Case]:
-    x, grad = draw(TOKENS, HIDDEN), draw(TOKENS, HIDDEN)
-    out = softmax(x, -1, False)
-    found = Liger("LigerSoftmaxFunction", (x,))
-    yield Case("softmax", lambda: softmax(x, -1, False), lambda: F.softmax(x, -1), 2 * bytes_of(x), liger=found)
-    yield Case(
-        "softmax backward",
-        lambda: softmax_backward(grad, out, -1, _BF16),
-        lambda: _aten._softmax_backward_data(grad, out, -1, _BF16),
-        3 * bytes_of(x),
-        liger=Liger("LigerSoftmaxFunction", (x,), (grad,)),
-    )
-
-
 def _cross_entropy() -> Iterator[Case]:
     logits, target, ones = draw(TOKENS, CLASSES).requires_grad_(), _targets(), torch.ones(TOKENS)
     name = "LigerCrossEntropyFunction"
@@ -293,32 +279,10 @@ def _dequantize() -> Iterator[Case]:
     )
 
 
-def _optimizer(count: int = 16) -> Iterator[Case]:
-    """Parameters, gradients and state of 268 million elements in float32, beside torch's fused AdamW."""
-    params, grads, first, second = ([draw(HIDDEN, HIDDEN, dtype=_F32) for _ in range(count)] for _ in range(4))
-    second = [x.square() for x in second]
-    values = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 1.0}
-    hyper = torch.tensor([values[name] for name in ADAM_HYPER], dtype=torch.float64, device="cpu")
-    theirs = [x.clone().requires_grad_() for x in params]
-    for param, grad in zip(theirs, grads, strict=True):
-        param.grad = grad
-    optimizer = torch.optim.AdamW(theirs, lr=1e-4, weight_decay=0.1, fused=params[0].is_cuda)
-
-    def ours() -> Any:
-        adam_updates_(params, grads, first, second, None, hyper, True, False)
-        return params[0]
-
-    def plain() -> Any:
-        optimizer.step()
-        return theirs[0]
-
-    yield Case("AdamW", ours, plain, 7 * bytes_of(*params), compiles=False)
-
-
 def cases() -> Iterator[Case]:
     """Return all comparisons of handwritten kernels; each makes its inputs when called."""
-    for group in (_pointwise, _norms, _added_norms, _rotary, _softmax, _cross_entropy, _linear_cross_entropy,
-                  _split_cross_entropy, _dequantize, _optimizer):  # fmt: skip
+    for group in (_pointwise, _norms, _added_norms, _rotary, _cross_entropy, _linear_cross_entropy,
+                  _split_cross_entropy, _dequantize):  # fmt: skip
         yield from group()
     for size in (64, 128):
         for length in (2048, 8192, 32768):

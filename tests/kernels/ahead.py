@@ -11,25 +11,39 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
 import triton
+from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from autoshard.errors import KernelError
-from autoshard.kernels import triton_adam
-from autoshard.kernels.kernel import ExampleCompilation
-from autoshard.kernels.registry import FUSED, KERNELS
+from autoshard.kernels.candidates import Choice
+from autoshard.kernels.tuning import Launch
+from tests.kernels.calls import CALLS, run
 
 ARCHITECTURES = ("sm_80", "sm_90", "gfx942")
 """A100 and its like, H100 and later, MI300."""
 
-TYPICAL_SIZES = (4096, 64, 128)
+SIZES = (200, 4096, 16384)
+"""Elements of a row: several rows for each program, one row, and the longest row."""
+
+TYPICAL_SIZES = (4096,)
 """The sizes that models usually have: at these no kernel may spill."""
 
+_ROWS = 1 << 17
+_META = torch.device("meta")
+_TYPES = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64", torch.int32: "i32",
+    torch.int8: "i8", torch.uint8: "u8", torch.bool: "i1",
+}  # fmt: skip
 _WARP, _WAVEFRONT = 32, 64
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _VECTOR_REGISTERS = re.compile(r"\.vgpr_count:\s+(\d+)")
@@ -51,10 +65,76 @@ class Resources:
     spilled_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class ExampleCompilation:
+    """The argument types and constants for which a `@triton.jit` function is compiled.
+
+    Args:
+        signature: from the name of every argument, in order, to its Triton type, such as `{"x_ptr": "*bf16", "rows":
+            "i32"}`. Arguments in `constants` have the type "constexpr".
+        size: elements of a row, or the model of a generated kernel.
+        constants: the values of the `constexpr` arguments. An absent pointer is None.
+        num_warps: warps per program.
+        aligned: names of the arguments that are pointers, or multiples of 16.
+    """
+
+    function: Any
+    signature: Mapping[str, str]
+    size: int | str
+    constants: Mapping[str, object]
+    num_warps: int
+    aligned: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        """The name of the `@triton.jit` function."""
+        return self.function.fn.__name__
+
+
+def launched(call: Callable[[], object], size: int | str) -> list[ExampleCompilation]:
+    """The kernels that a call on the meta device launches. None of them runs."""
+    found: list[ExampleCompilation] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Launch, "is_interpreted", True)
+        patch.setattr(Launch, "run", lambda launch, choice: found.append(_example(launch, choice, size)))
+        call()
+    return found
+
+
+def _example(launch: Launch, choice: Choice, size: int | str) -> ExampleCompilation:
+    names = list(launch.kernel.arg_names)
+    given = dict(zip(names, launch.arguments, strict=False))
+    signature = {name: _type_of(given.get(name)) for name in names}
+    absent = {name: None for name, value in given.items() if value is None}
+    aligned = {
+        name for name, value in given.items() if isinstance(value, Tensor) or (type(value) is int and value % 16 == 0)
+    }
+    constants = {**absent, **launch.constants, **launch.blocks(choice)}
+    return ExampleCompilation(launch.kernel, signature, size, constants, choice.num_warps, frozenset(aligned))
+
+
+def _type_of(argument: object) -> str:
+    if isinstance(argument, Tensor):
+        return f"*{_TYPES[argument.dtype]}"
+    if isinstance(argument, int):
+        return "i32" if abs(argument) < 1 << 31 else "i64"
+    return "fp32" if isinstance(argument, float) else "constexpr"
+
+
 def examples() -> tuple[ExampleCompilation, ...]:
-    """All representative compilations."""
-    kernels = [*(kernel for found in KERNELS.values() for kernel in found), *FUSED]
-    return (*(example for kernel in kernels for example in kernel.examples), *triton_adam.examples())
+    """The kernels that bfloat16 calls of every hand-written kernel launch, each once for each of `SIZES`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = [
+            item
+            for size in SIZES
+            for name in CALLS
+            for item in launched(lambda name=name, size=size: run(name, _ROWS, size, _META), size)
+        ]
+    finally:
+        torch.set_default_dtype(before)
+    return tuple({str(item): item for item in found}.values())
 
 
 def compile_ahead(example: ExampleCompilation, architecture: str) -> Resources:
@@ -101,12 +181,11 @@ def _target(architecture: str) -> GPUTarget:
 
 
 def _alignments(example: ExampleCompilation) -> dict[tuple[int, ...], list[list[object]]]:
-    """Pointers are aligned to 16 bytes, as torch allocates them; strides are multiples of 16 if rows are."""
-    is_even = example.size % 16 == 0
+    """Pointers are aligned to 16 bytes, as torch allocates them. Triton specialises kernels for multiples of 16."""
     return {
         (index,): [["tt.divisibility", 16]]
         for index, (name, kind) in enumerate(example.signature.items())
-        if kind.startswith("*") or (is_even and kind == "i32" and "stride" in name)
+        if name in example.aligned and kind != "constexpr"
     }
 
 

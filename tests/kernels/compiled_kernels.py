@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.kernels.candidates import TUNABLE, choice_of, neighbours
-from autoshard.kernels.kernel import ExampleCompilation
-from tests.kernels.ahead import TYPICAL_SIZES, compile_ahead, examples
+from tests.kernels.ahead import TYPICAL_SIZES, ExampleCompilation, compile_ahead, examples, launched
 
 ROOT = Path(__file__).parents[2]
 MODELS = ("gpt", "llama", "mixture", "vit", "encoder-decoder", "block")
@@ -44,6 +43,7 @@ def _generated(model: str) -> Iterator[tuple[ExampleCompilation, tuple[str, ...]
 
     from autoshard.ir.mesh import Mesh
     from autoshard.kernels.generated.define import generated_kernel
+    from autoshard.kernels.library import implementation_of
     from autoshard.tracing import trace
     from cost_models.device import device
     from passes.driver.plan_and_lower import plan_program
@@ -70,7 +70,10 @@ def _generated(model: str) -> Iterator[tuple[ExampleCompilation, tuple[str, ...]
     nodes = [node for phase in (phased.forward, phased.backward) for node in phase.graph.nodes]
     for kernel in map(generated_kernel, dict.fromkeys(node.target for node in nodes)):
         if kernel is not None:
-            yield kernel.example(), tuple(kernel.layout.tunable)
+            operands = [value.empty(torch.device("meta")) for value in kernel.group.operands]
+            implementation = implementation_of(kernel.operator)
+            for item in launched(lambda run=implementation, given=operands: run(*given), model):
+                yield item, tuple(kernel.layout.tunable)
 
 
 def _chosen(which: str, models: str) -> Iterator[tuple[str, str, ExampleCompilation]]:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoshard.errors import KernelError
 from autoshard.kernels import triton_linear_cross_entropy
 from autoshard.kernels.kernel import Form
+from autoshard.kernels.library import implementation_of
 from autoshard.kernels.triton_linear_cross_entropy import FUSED, linear_cross_entropy, linear_cross_entropy_backward
 from tests.kernels.fused import DEVICE, assert_results, draw, dtypes, wide
 
@@ -133,9 +134,9 @@ def test_the_logits_are_never_held() -> None:
     """The largest thing that forward and backward make has the logits of one chunk, not of all classes."""
     hidden, weight, target = _case((300,), 160, 4, torch.float32)
     with _Largest() as largest:
-        _, lse = triton_linear_cross_entropy._linear_cross_entropy(hidden, weight, target, IGNORE, 0.0)
+        _, lse = implementation_of(linear_cross_entropy)(hidden, weight, target, IGNORE, 0.0)
         arguments = (torch.ones(300, device=DEVICE), hidden, weight, target, lse, IGNORE, 0.0)
-        triton_linear_cross_entropy._linear_cross_entropy_backward(*arguments)
+        implementation_of(linear_cross_entropy_backward)(*arguments)
     assert largest.memory_bytes == 300 * 16 * 4
 
 

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from autoshard.errors import KernelError
 from autoshard.kernels import launch, triton_norm
-from autoshard.kernels.triton_layer_norm import layer_norm, layer_norm_backward
-from autoshard.kernels.triton_rms_norm import rms_norm, rms_norm_backward
+from autoshard.kernels.triton_norms import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 from tests.kernels.fused import DEVICE, dtypes, wide
 
 pytestmark = pytest.mark.usefixtures("_poisoned_outputs")

@@ -20,7 +20,6 @@ from torch._ops import OpOverload
 from autoshard.kernels.generated.files import load_text, write_file
 from autoshard.kernels.generated.group import Group, ValueShape
 from autoshard.kernels.generated.source import ElementLayout, Source, write_source
-from autoshard.kernels.kernel import ExampleCompilation
 from autoshard.kernels.launch import launch
 from autoshard.kernels.library import define
 
@@ -33,7 +32,6 @@ import triton
 import triton.language as tl
 {imports}'''
 _IMPORTS = {
-    "autoshard.kernels.generated.angles": ("cosine", "sine"),
     "autoshard.kernels.generated.functions": ("larger", "largest", "smaller", "smallest", "tanh"),
     "autoshard.kernels.triton_activations": ("activate", "slope"),
 }
@@ -45,14 +43,12 @@ class GeneratedKernel:
 
     Args:
         operator: torch's operator that runs the kernel.
-        function: the `@triton.jit` function.
         layout: the launch configuration.
         path: the file with the generated source.
     """
 
     group: Group
     operator: OpOverload
-    function: Any
     layout: ElementLayout
     path: Path
 
@@ -60,16 +56,6 @@ class GeneratedKernel:
     def name(self) -> str:
         """The operator's name, such as "autoshard::triton_mul_add_1a2b3c4d"."""
         return self.operator._schema.name
-
-    def example(self) -> ExampleCompilation:
-        """Return the argument types and block sizes of the kernel, so that it can be compiled ahead of time."""
-        group = self.group
-        kinds = [f"*{_POINTEES[group.values[index].dtype]}" for index in range(len(group.operands))]
-        kinds += [f"*{_POINTEES[_stored(group, self.layout, index)]}" for index in group.results]
-        names = list(self.function.arg_names)
-        signature = dict(zip(names, kinds, strict=False)) | dict.fromkeys(names[len(kinds) :], "constexpr")
-        size = self.layout.blocks.get("BLOCK_C", 0)
-        return ExampleCompilation(self.function, signature, size, dict(self.layout.blocks), self.layout.num_warps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +72,6 @@ class NamedGroup:
     purpose: str
 
 
-_POINTEES = {
-    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
-    torch.int64: "i64", torch.int32: "i32", torch.bool: "i1",
-}  # fmt: skip
 _KERNELS: dict[OpOverload, GeneratedKernel] = {}
 _OPERATORS: dict[Group, OpOverload] = {}
 
@@ -135,7 +117,7 @@ def _define(group: Group, source: Source, function: Any, path: Path) -> Generate
     given = ", ".join(["Tensor"] * len(group.results))
     schema = f"({taken}) -> {given if len(group.results) == 1 else f'({given})'}"
     operator = define(group.name, schema, _launcher(group, source.layout, function), _empty_results(group))
-    return GeneratedKernel(group, operator, function, source.layout, path)
+    return GeneratedKernel(group, operator, source.layout, path)
 
 
 def _empty_results(group: Group) -> Callable[..., Any]:
@@ -151,40 +133,14 @@ def _launcher(group: Group, layout: ElementLayout, function: Any) -> Callable[..
     def run(*operands: Tensor) -> Tensor | tuple[Tensor, ...]:
         device = _device_of(operands)
         fitted = [_fit(item, form, device) for item, form in zip(operands, group.operands, strict=True)]
-        stored = [_empty_stored(group, layout, index, device) for index in group.results]
+        stored = tuple(group.values[index].empty(device) for index in group.results)
         # The interpreter also computes masked elements, for which NumPy would warn of a logarithm of 0.
         with np.errstate(all="ignore"):
             options = {"num_warps": layout.num_warps, "tunable": layout.tunable}
             launch(function, layout.grid, device, *fitted, *stored, **layout.blocks, **options)
-        pairs = zip(group.results, stored, strict=True)
-        made = tuple(_sum_parts(group, index, item) if index in layout.split else item for index, item in pairs)
-        return made[0] if len(made) == 1 else made
+        return stored[0] if len(stored) == 1 else stored
 
     return run
-
-
-def _stored(group: Group, layout: ElementLayout, index: int) -> torch.dtype:
-    """Return the dtype in which a kernel stores value number `index`: float32 for a split sum, else its own dtype."""
-    return torch.float32 if index in layout.split else group.values[index].dtype
-
-
-def _empty_stored(group: Group, layout: ElementLayout, index: int, device: torch.device) -> Tensor:
-    """Return an empty tensor in which a kernel stores value number `index` of a group.
-
-    A split sum is stored as its parts, float32 [chunks, rows].
-    """
-    if index not in layout.split:
-        return group.values[index].empty(device)
-    return torch.empty(layout.chunks, layout.rows, dtype=torch.float32, device=device)
-
-
-def _sum_parts(group: Group, index: int, parts: Tensor) -> Tensor:
-    """Return value number `index` of a group, the sum of `parts` [chunks, rows] over the chunks.
-
-    The order of the addends is fixed, so the sum is the same in each run.
-    """
-    value = group.values[index]
-    return parts.sum(0).to(value.dtype).view(value.shape)
 
 
 def _device_of(operands: Sequence[Tensor]) -> torch.device:

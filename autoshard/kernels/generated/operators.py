@@ -104,8 +104,6 @@ _call_table(
         _aten.log.default: "tl.log({x})",
         _aten.sqrt.default: "tl.sqrt({x})",
         _aten.rsqrt.default: "tl.rsqrt({x})",
-        _aten.sin.default: "sine({x})",
-        _aten.cos.default: "cosine({x})",
         _aten.tanh.default: "tanh({x})",
         _aten.erf.default: "tl.erf({x})",
         _aten.sigmoid.default: "tl.sigmoid({x})",

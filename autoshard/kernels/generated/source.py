@@ -3,9 +3,6 @@
 The kernel of a group without reductions walks all elements in one flat index, cut into blocks. The kernel of a group
 with reductions works on tiles of whole rows, which stay in registers between a sum and its readers.
 
-A sum over long leading dims (the gradient of a bias) that no step reads is *split*. Each program walks a chunk of the
-summed elements, and stores its part in float32. The parts are added after the kernel, in a fixed order.
-
 A *value number* is an index into the group's operands, followed by the results of its steps.
 """
 
@@ -39,15 +36,8 @@ _TILE = 2048
 _ELEMENTS_PER_THREAD = 8
 _MAX_REGISTERS = 128
 _MAX_POINTERS = 24
-_RESERVED = frozenset(
-    {"tl", "triton", "index", "row", "column", "step", "inside", "in_row", "in_column", *keyword.kwlist}
-)
+_RESERVED = frozenset({"tl", "triton", "index", "row", "column", "inside", "in_row", "in_column", *keyword.kwlist})
 _INT32 = 2**31 - 1
-_COLUMN = "column = tl.arange(0, BLOCK_C)[None, :]"
-# Split sums: the rows of a tile, and the number of programs.
-_SPLIT_ROWS = 128
-_SPLIT_PROGRAMS = 512
-_SUMS = (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,32 +46,23 @@ class ElementLayout:
 
     Args:
         blocks: the values of the kernel's `constexpr` arguments.
-        programs: the number of Triton programs that work on each chunk.
+        programs: the number of Triton programs.
         num_warps: the warps of each program.
-        chunks: the number of chunks that the summed elements are cut into, 1 if no sum is split.
-        rows: the number of elements of each split sum's result.
-        split: the value numbers of the split sums. The kernel stores float32 [chunks, rows] for each of them.
     """
 
     blocks: Mapping[str, int]
     programs: int
     num_warps: int
-    chunks: int = 1
-    rows: int = 0
-    split: tuple[int, ...] = ()
 
     @property
     def tunable(self) -> tuple[str, ...]:
-        """Names of the block sizes that tuning may change.
+        """Names of the block sizes that tuning may change."""
+        return tuple(name for name in ("BLOCK", "BLOCK_R") if name in self.blocks)
 
-        The tuple is empty if a sum is split, because other block sizes would add in another order.
-        """
-        return () if self.split else tuple(name for name in ("BLOCK", "BLOCK_R") if name in self.blocks)
-
-    def grid(self, blocks: Mapping[str, int]) -> tuple[int, int]:
-        """Return the launch grid (programs, chunks) for block sizes `blocks` by name, which tuning may have changed."""
+    def grid(self, blocks: Mapping[str, int]) -> tuple[int]:
+        """Return the launch grid for block sizes `blocks` by name, which tuning may have changed."""
         elements = self.programs * math.prod(self.blocks[name] for name in self.tunable)
-        return math.ceil(elements / math.prod(blocks[name] for name in self.tunable)), self.chunks
+        return (math.ceil(elements / math.prod(blocks[name] for name in self.tunable)),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +76,10 @@ class Source:
     layout: ElementLayout
 
 
-def lay_out(loops: Loops, sums: tuple[int, ...] = ()) -> ElementLayout:
-    """Return the launch configuration of a group's kernel. Raise `NoLoopsError` if rows are too long for registers.
-
-    `sums` has the value numbers of sums that may be split into chunks. `ElementLayout.split` has them if they are
-    split.
-    """
+def lay_out(loops: Loops) -> ElementLayout:
+    """Return the launch configuration of a group's kernel. Raise `NoLoopsError` if rows are too long for registers."""
     if not loops.columns:
         return ElementLayout({"BLOCK": _BLOCK}, math.ceil(loops.row_count / _BLOCK), 4)
-    if sums and _lies_by_columns(loops) and 16 * triton.next_power_of_2(loops.column_count) > MAX_COLUMNS:
-        return _lay_out_split(loops, sums)
     if loops.column_count > MAX_COLUMNS:
         raise NoLoopsError(f"a row has {loops.column_count} elements; a kernel holds up to {MAX_COLUMNS}.")
     width = triton.next_power_of_2(loops.column_count)
@@ -117,48 +92,6 @@ def lay_out(loops: Loops, sums: tuple[int, ...] = ()) -> ElementLayout:
     rows = min(rows, triton.next_power_of_2(loops.row_count))
     warps = max(4, min(16, rows * width // (32 * _ELEMENTS_PER_THREAD)))
     return ElementLayout({"BLOCK_R": rows, "BLOCK_C": width}, math.ceil(loops.row_count / rows), warps)
-
-
-def _lay_out_split(loops: Loops, sums: tuple[int, ...]) -> ElementLayout:
-    """Return the launch configuration of a kernel that splits the sums with the value numbers `sums`.
-
-    Tiles have many rows, and there are enough chunks to keep a device busy.
-    """
-    rows = min(_SPLIT_ROWS, triton.next_power_of_2(loops.row_count))
-    programs, width = math.ceil(loops.row_count / rows), _TILE // rows
-    steps = max(1, math.ceil(loops.column_count * programs / (width * _SPLIT_PROGRAMS)))
-    chunks = math.ceil(loops.column_count / (width * steps))
-    blocks = {"BLOCK_R": rows, "BLOCK_C": width, "STEPS": steps}
-    return ElementLayout(blocks, programs, 4, chunks, loops.row_count, sums)
-
-
-def splittable_sums(group: Group, loops: Loops) -> tuple[int, ...]:
-    """Return the value numbers of the group's reductions if all of them may be split into chunks, else an empty tuple.
-
-    A reduction may be split under three conditions. It is a sum of floats. It is a result of the group, stored row by
-    row. No step reads it.
-    """
-    read = {index for step in group.steps for index in step.operands}
-    found = [index for index in range(len(group.operands), len(group.values)) if _reduces(group, index)]
-    rows = [math.prod(loops.rows[at + 1 :]) for at in range(len(loops.rows))]
-    may_split = all(
-        group.step_of(index).target in _SUMS
-        and index in group.results
-        and index not in read
-        and group.values[index].dtype.is_floating_point
-        and list(loops.strides[index][: len(rows)]) == rows
-        for index in found
-    )
-    return tuple(found) if may_split else ()
-
-
-def _reduces(group: Group, index: int) -> bool:
-    """Whether `group.values[index]` is the result of a reduction over more than one element, such as a sum."""
-    step = group.step_of(index)
-    if kind_of(step.target) is not IndexKind.REDUCTION:
-        return False
-    operand = group.values[step.operands[0]]
-    return any(operand.shape[dim] > 1 for dim in reduced_dims(step, operand))
 
 
 def _lies_by_columns(loops: Loops) -> bool:
@@ -198,7 +131,7 @@ class _KernelSource:
 
     def __post_init__(self) -> None:
         self.loops = find_loops(self.group)
-        self.layout = lay_out(self.loops, splittable_sums(self.group, self.loops))
+        self.layout = lay_out(self.loops)
 
     def write(self) -> Source:
         group = self.group
@@ -209,15 +142,14 @@ class _KernelSource:
         for index, step in enumerate(group.steps, len(group.operands)):
             self._write_step(index, step)
         for index in group.results:
-            if index not in self.layout.split:
-                place, mask = self._place(index)
-                masked = f", mask={mask}" if mask else ""
-                self.lines.append(f"tl.store({self.names[index]}_ptr{place}, {self._text(index)}{masked})")
+            place, mask = self._place(index)
+            masked = f", mask={mask}" if mask else ""
+            self.lines.append(f"tl.store({self.names[index]}_ptr{place}, {self._text(index)}{masked})")
         self._check_registers()
         pointers = [f"{self.names[index]}_ptr" for index in (*range(len(group.operands)), *group.results)]
         blocks = [f"{name}: tl.constexpr" for name in self.layout.blocks]
         head = ["@triton.jit", f"def {group.name}(", *(f"    {item}," for item in (*pointers, *blocks)), "):"]
-        body = [*self._docstring(), *(self._split_body() if self.layout.split else (*self._indices(), *self.lines))]
+        body = [*self._docstring(), *self._indices(), *self.lines]
         text = "\n".join([*head, *(f"    {line}".rstrip() for line in body)])
         return Source(text, self.layout)
 
@@ -239,9 +171,6 @@ class _KernelSource:
             written = write_pointwise(step, self.group.values, texts)
         if written is None:
             raise NoLoopsError(f"{step.target} has no expression for these arguments.")
-        if index in self.layout.split:
-            self.lines.append(f"{self.names[index]} += {written}  # {self._call(step)}")
-            return
         self.texts[index] = self.names[index]
         self.lines.append(f"{self.names[index]} = {written}  # {self._call(step)}")
 
@@ -252,8 +181,6 @@ class _KernelSource:
         if all(value.shape[dim] == 1 for dim in reduced_dims(step, value)):
             return convert(text, TRITON_TYPES[value.dtype], TRITON_TYPES[step.value.dtype])
         self.used |= {"in_row", "in_column"}
-        if self.layout.split:
-            return f"tl.where(inside, {convert(text, TRITON_TYPES[value.dtype], 'tl.float32')}, 0.0)"
         return write_reduction(step, value, text, "inside")
 
     def _text(self, index: int) -> str:
@@ -320,31 +247,16 @@ class _KernelSource:
                 terms.append(_times(f"i{first + at}", stride))
         return " + ".join(terms)
 
-    def _split_body(self) -> Iterator[str]:
-        for index in self.layout.split:
-            yield f"{self.names[index]} = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)"
-        yield "for step in range(STEPS):"
-        yield from (f"    {line}" for line in (*self._indices(), *self.lines))
-        row = f"{self._program(0)} * BLOCK_R + tl.arange(0, BLOCK_R)"
-        yield f"row = {row}"
-        for index in self.layout.split:
-            name = self.names[index]
-            place = f"{self._program(1)} * {self.layout.rows} + row"
-            yield f"tl.store({name}_ptr + {place}, tl.sum({name}, axis=1), mask=row < {self.layout.rows})"
-
-    def _program(self, axis: int) -> str:
-        return f"tl.program_id({axis}){'.to(tl.int64)' if self._is_large() else ''}"
-
     def _indices(self) -> Iterator[str]:
-        loops, program = self.loops, self._program(0)
+        loops = self.loops
+        wide = ".to(tl.int64)" if self._is_large() else ""
+        program = f"tl.program_id(0){wide}"
         if not loops.columns:
             yield f"index = {program} * BLOCK + tl.arange(0, BLOCK)"
             yield f"inside = index < {loops.row_count}"
         else:
-            first = f"({self._program(1)} * STEPS + step) * BLOCK_C + " if self.layout.split else ""
-            wide = ".to(tl.int64)" if self._is_large() else ""
             yield f"row = ({program} * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]"
-            yield f"column = ({first}tl.arange(0, BLOCK_C){wide})[None, :]" if first or wide else _COLUMN
+            yield f"column = tl.arange(0, BLOCK_C){wide}[None, :]"
             if "in_row" in self.used:
                 yield f"in_row = row < {loops.row_count}"
             if "in_column" in self.used:
@@ -372,16 +284,14 @@ class _KernelSource:
         for index in (*range(len(self.group.operands)), *self.group.results):
             value = self.group.values[index]
             lies = "" if _is_contiguous(value) else f", strides {list(value.stride)}"
-            parts = f" as float32[{self.layout.chunks}, {self.layout.rows}]" if index in self.layout.split else ""
-            yield f"{self.names[index]}_ptr: {value}{lies}{parts}"
+            yield f"{self.names[index]}_ptr: {value}{lies}"
         yield '"""'
 
     # Registers.
 
     def _check_registers(self) -> None:
-        tile = [size for name, size in self.layout.blocks.items() if name != "STEPS"]
-        elements = math.prod(tile) / (32 * self.layout.num_warps)
-        alive = _most_alive(self.group, self.loops) + len(self.layout.split)
+        elements = math.prod(self.layout.blocks.values()) / (32 * self.layout.num_warps)
+        alive = _most_alive(self.group, self.loops)
         if alive * elements > _MAX_REGISTERS:
             raise NoLoopsError(f"{alive} tiles are alive at once, {elements:.0f} elements of each in every thread.")
 

@@ -53,12 +53,3 @@ def test_names_may_be_words_of_the_kernel() -> None:
     group = _scaled(5.0, x)
     kernel = define_kernels([NamedGroup(group, ("tl", "index", "index"), "Names.")], "A test.")[group]
     torch.testing.assert_close(kernel.operator(x), torch.tanh(5 * x))
-
-
-def test_examples_name_every_argument() -> None:
-    """`compile_ahead` is given a type for each pointer, and the sizes of blocks."""
-    x = draw(5)
-    group = _scaled(7.0, x)
-    example = define_kernels([NamedGroup(group, ("x", "y", "z"), "An example.")], "A test.")[group].example()
-    assert example.signature == {"x_ptr": "*fp32", "z_ptr": "*fp32", "BLOCK": "constexpr"}
-    assert example.constants == {"BLOCK": 1024}

@@ -11,7 +11,6 @@ from torch import Tensor, fx, nn
 
 from autoshard.errors import VerificationError
 from autoshard.graphs.write_in_place import write_in_place
-from autoshard.kernels.triton_adam import adam_updates_
 from passes.lowering.bucket_updates import BucketUpdates
 from passes.verification.expand_buckets import expand_buckets
 from passes.verification.verify_in_place import verify_in_place
@@ -74,17 +73,15 @@ def _calls(graph_module: fx.GraphModule) -> list[int]:
     return [len(node.args[0]) if isinstance(node.args[0], (list, tuple)) else 1 for node in found]
 
 
-@pytest.mark.parametrize("with_triton", [False, True])
 @pytest.mark.parametrize("in_pieces", [False, True])
-def test_updates_share_a_launch(in_pieces: bool, with_triton: bool) -> None:
+def test_updates_share_a_launch(in_pieces: bool) -> None:
     """Three updates become one in-place call, which is proven and keeps the step's results."""
     functional = _update_graph(3, in_pieces=in_pieces)
     expected = functional(*_values(functional.graph))
     writing = write_in_place(functional, _written(3))
-    bucketed = BucketUpdates(with_triton)(writing)
+    bucketed = BucketUpdates()(writing)
     assert _calls(writing) == [1, 1, 1]
     assert _calls(bucketed) == [3]
-    assert any(node.target is adam_updates_ for node in bucketed.graph.nodes) == with_triton
     verify_in_place(functional, bucketed, _written(3))
     values = _values(functional.graph)
     found = bucketed(*values)
@@ -93,13 +90,12 @@ def test_updates_share_a_launch(in_pieces: bool, with_triton: bool) -> None:
         assert found[index].data_ptr() == values[place].data_ptr()
 
 
-@pytest.mark.parametrize(("with_triton", "sizes"), [(True, [1, 2, 2]), (False, [5])])
-def test_a_launch_is_of_one_dtype(with_triton: bool, sizes: list[int]) -> None:
-    """A launch of a Triton kernel has one dtype and leaves float64 to torch; a call of torch takes all dtypes."""
+def test_a_call_takes_all_dtypes() -> None:
+    """One call updates parameters of several dtypes."""
     kinds = [torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.bfloat16]
     functional = _update_graph(5, in_pieces=False, dtypes=kinds)
-    bucketed = BucketUpdates(with_triton)(write_in_place(functional, _written(5)))
-    assert sorted(_calls(bucketed)) == sizes
+    bucketed = BucketUpdates()(write_in_place(functional, _written(5)))
+    assert _calls(bucketed) == [5]
     verify_in_place(functional, bucketed, _written(5))
     torch.testing.assert_close(
         bucketed(*_values(functional.graph)), functional(*_values(functional.graph)), rtol=1e-2, atol=1e-2

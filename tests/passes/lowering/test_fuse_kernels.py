@@ -182,30 +182,6 @@ def test_cross_entropy_over_a_split_vocabulary(smoothing: float) -> None:
     _check_equal(phased.lowered, fused)
 
 
-def test_a_product_takes_its_bias_along() -> None:
-    """A product takes its bias along at the place of the addition; a product with other readers stays."""
-
-    class Layers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second, self.weight = nn.Linear(8, 12), nn.Linear(12, 8), nn.Parameter(torch.randn(8, 8))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.second(self.first(x).tanh()).flatten(0, 1)
-            product = x @ self.weight
-            return ((product + self.second.bias) * product).square().mean()
-
-    torch.manual_seed(0)
-    phased = _phases(Layers())
-    fused = FuseKernels()(phased.lowered)
-    targets = [str(node.target) for node in fused.graph_module.graph.nodes]
-    before = [str(node.target) for node in phased.lowered.graph_module.graph.nodes]
-    assert targets.count("autoshard.biased_product.default") == 2
-    assert targets.count("aten.mm.default") == before.count("aten.mm.default") - 2
-    verify_phases(phased)
-    _check_equal(phased.lowered, fused)
-
-
 class Numbers(nn.Module):
     """Numbers where biases, residuals and gates may stand, and a norm behind."""
 

@@ -30,12 +30,14 @@ class Layers(nn.Module):
         return self.second(torch.tanh(product + self.first.bias) * product).square().mean()
 
 
-def _phased(mesh: Mesh, constraints: dict[str, P] | None = None) -> tuple[PhasedProgram, Tensor, Tensor]:
+def _phased(
+    mesh: Mesh, constraints: dict[str, P] | None = None, backend: str = "auto"
+) -> tuple[PhasedProgram, Tensor, Tensor]:
     """The program of a call, its loss, and the loss of one device."""
     torch.manual_seed(0)
     model, x = Layers(), torch.randn(4, 8)
     expected = model(x).detach()
-    sharded = autoshard.compile(model, mesh, constraints=constraints)
+    sharded = autoshard.compile(model, mesh, constraints=constraints, backend=backend)
     loss = sharded(x).detach()
     return sharded.program.phased, loss, expected  # type: ignore[union-attr]
 
@@ -44,9 +46,10 @@ def _counts(graph_module: fx.GraphModule) -> Counter[object]:
     return Counter(node.target for node in graph_module.graph.nodes)
 
 
-def test_a_bias_goes_along() -> None:
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_a_bias_goes_along(backend: str) -> None:
     """The second layer is one call; the first, whose product is read twice, stays; the loss is the model's."""
-    phased, loss, expected = _phased(Mesh({"data": 1}))
+    phased, loss, expected = _phased(Mesh({"data": 1}), backend=backend)
     counts = _counts(phased.forward)
     assert (counts[aten.addmm.default], counts[aten.mm.default]) == (1, 1)
     torch.testing.assert_close(loss, expected)
