@@ -6,7 +6,7 @@
 #   make test-all              the slow tests and every case too
 #   make nightly               25,000 drawn pairs of a program and a plan, beside one device; goes on where the last run
 #                              stopped (build/nightly); then a dozen architectures of the zoo, others each day;
-#                              then 63 kills of runs in drawn places
+#                              then 72 kills of runs in drawn places
 #   make zoo                   two hundred architectures on a simulated mesh trained beside one device; tests/zoo/results.md;
 #                              installs diffusers and torch_geometric, which nothing else needs
 #   make mutants               200 changes of the source on purpose, drawn by a seed, each with the tests near it: which of
