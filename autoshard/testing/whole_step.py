@@ -62,4 +62,4 @@ def trace_training(
         return trace(model, tuple(args), dict(kwargs), compute_dtype=dtype)
     part, named = whole_step.cut(args, kwargs)[0]
     update = whole_step.update(model, scales_loss=dtype is torch.float16)
-    return trace(model, part, named, compute_dtype=dtype, update=update)
+    return trace(model, tuple(part), dict(named), compute_dtype=dtype, update=update)

@@ -205,10 +205,10 @@ class FullDisk:
         def opened(path: Path, mode: str = "r", **rest: Any) -> Any:
             return kind(io.FileIO(path, mode)) if mode == "wb" else OPEN(path, mode, **rest)
 
-        Path.open = opened
+        Path.open = opened  # type: ignore[assignment,method-assign]
 
     def __exit__(self, *_: object) -> None:
-        Path.open = OPEN
+        Path.open = OPEN  # type: ignore[method-assign]
 
 
 OPEN = Path.open
