@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
 from typing import Any, TypeVar, cast
 
@@ -23,10 +22,10 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from autoshard.checkpoints import Checkpoints
-from autoshard.checkpoints.ranks import channel_of
+from autoshard.checkpoints.ranks import control_of
 from autoshard.checkpoints.state import model_of
 from autoshard.errors import NotAvailableError
-from autoshard.runtime.agreement.any_rank import AnyRank
+from autoshard.runtime.agreement.control_group import ControlGroup
 from autoshard.runtime.agreement.failure_reports import report_failure
 from autoshard.runtime.launch import world_size
 from autoshard.runtime.train_step import TrainStep
@@ -79,9 +78,9 @@ class Run:
 
     def _steps(self, step: TrainStep | nn.Module, until: int, stateful: dict[str, Any]) -> Iterator[int]:
         saved = done = self.checkpoints.load(step, **stateful)
-        any_rank = AnyRank(channel_of(model_of(step), self.checkpoints.timeout_s))
+        control = control_of(model_of(step), self.checkpoints.timeout_s)
         with _noticing_sigterm() as told:
-            while done < until and not any_rank(told.is_set(), partial(_beginning, done)):
+            while done < until and not _is_told(told, control, done):
                 yield done
                 done += 1
                 if self.checkpoints.save(step, at=done, force=done == until, **stateful):
@@ -188,5 +187,6 @@ def _noticing_sigterm() -> Iterator[threading.Event]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _beginning(done: int) -> str:
-    return f"begin step {done}"
+def _is_told(told: threading.Event, control: ControlGroup | None, done: int) -> bool:
+    """Whether any rank got the signal."""
+    return told.is_set() if control is None else control.any(told.is_set(), f"begin step {done}")

@@ -1,11 +1,11 @@
 """Runs of three models whose ranks are killed in drawn places, and which start again on other numbers of ranks.
 
-Usage: python -m tests.drawn_kills [--models gpt experts stages] [--count 21] [--seed 0] [--markdown FILE]
+Usage: python -m tests.drawn_kills [--models gpt experts stages] [--count 24] [--seed 0] [--markdown FILE]
 
 A run of `tests.restarted` starts on one to four ranks, drawn anew for each start. A drawn rank kills itself by SIGKILL
-in a drawn place (`tests.kill_places`): while it traces, plans, loads, steps, updates, saves or renames. The places take
-turns. Each start must go on at the latest complete checkpoint, and take each batch at its step. Its losses must be
-those of a run that never stopped, up to rounding.
+in a drawn place (`tests.kill_places`): while it traces, plans, loads, steps, updates, saves, renames or deletes. The
+places take turns. Each start must go on at the latest complete checkpoint, and take each batch at its step. Its losses
+must be those of a run that never stopped, up to rounding.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def line_of(name: str, found: Found) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--count", type=int, default=21, help="kills of each model")
+    parser.add_argument("--count", type=int, default=24, help="kills of each model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--markdown", type=Path, help="write the page there too")
     options = parser.parse_args()

@@ -49,6 +49,7 @@ PLACES: Mapping[str, Place] = {
     "update": Place(((TracedStep, "_update"),), 0.004, calls=20),
     "save": Place(((Writer, "write"),), 0.01, calls=5),
     "rename": Place(((folders, "commit"),), 0.003, calls=5, on_first_rank=True),
+    "delete": Place(((folders, "keep_latest"),), 0.003, calls=5, on_first_rank=True),
 }
 
 

@@ -126,7 +126,7 @@ def test_a_signal_and_other_ranks(tmp_path: Path, whole: dict[int, float]) -> No
     ("name", "count"),
     [
         pytest.param("gpt", 1, id="gpt", marks=pytest.mark.slow),
-        *(pytest.param(name, 7, id=f"{name}, each place", marks=pytest.mark.slow) for name in MODELS),
+        *(pytest.param(name, 8, id=f"{name}, each place", marks=pytest.mark.slow) for name in MODELS),
     ],
 )
 def test_drawn_kills(name: str, count: int, tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from autoshard.checkpoints import folder as folders
 from autoshard.checkpoints.files import Stored, Writer, Written
 from autoshard.checkpoints.ranks import Processes, Ranks, processes_of
 from autoshard.checkpoints.snapshot import PartSnapshot, Spread, differing, suffix_of, take
-from autoshard.checkpoints.state import TrainingState, mesh_of, model_of, plan_of, ranks_of
+from autoshard.checkpoints.state import TrainingState, mesh_of, model_of, plan_of
 from autoshard.checkpoints.trees import own_slots
+from autoshard.checkpoints.values import unpacked
 from autoshard.errors import CheckpointError
 from autoshard.ir.plan import Plan
 from autoshard.runtime.train_step import TrainStep
@@ -55,9 +56,8 @@ class Checkpoints:
     """Saves and loads the checkpoints of a run, in one folder on a file system that all ranks share.
 
     A checkpoint holds the model, its optimizer, the loss scale, random states, the number of steps done and the plan.
-    It also holds the objects that you pass by keyword to `save`. This release writes no pickles, and `load` runs no
-    code from a file unless `trust_pickle` is True. If a run crashes during a save, the previous checkpoint stays the
-    latest; see docs/reference/checkpoints.md.
+    It also holds the objects that you pass by keyword to `save`. Nothing is pickled, so `load` runs no code from a
+    file. If a run crashes during a save, the previous checkpoint stays the latest; see docs/reference/checkpoints.md.
 
     Args:
         folder: folder of all checkpoints. Each checkpoint is a folder in it, such as `step-1000` after 1,000 steps.
@@ -68,8 +68,6 @@ class Checkpoints:
             copy. False: `save` writes without a copy, and returns when the checkpoint is complete.
         timeout_s: seconds to wait for another rank. A rank that is still reading or writing does not count as late.
             None (default): the value of `Options(timeout_s=)`; 60 for a plain module.
-        trust_pickle: True: `load` also reads checkpoints of earlier releases, which are pickles. Loading a pickle runs
-            the code in it, so trust its writer. Default: False.
 
     Raises:
         CheckpointError: `every` or `keep` is not a whole number above 0, or `timeout_s` is not above 0.
@@ -97,14 +95,13 @@ class Checkpoints:
         keep: int | None = None,
         asynchronous: bool = True,
         timeout_s: float | None = None,
-        trust_pickle: bool = False,
     ) -> None:
         for name, value in (("every", every), ("keep", 1 if keep is None else keep)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise CheckpointError(f"{name}={value!r}: pass a whole number of at least 1.")
         if timeout_s is not None and not 0 < timeout_s < math.inf:
             raise CheckpointError(f"timeout_s={timeout_s!r}: pass a number of seconds above 0.")
-        self.folder, self.timeout_s, self.trust_pickle = Path(folder), timeout_s, trust_pickle
+        self.folder, self.timeout_s = Path(folder), timeout_s
         self.every, self.keep, self.asynchronous = every, keep, asynchronous
         self._ranks: dict[Processes | None, Ranks] = {}
         self._saving: _Saving | None = None
@@ -188,12 +185,12 @@ class Checkpoints:
         if name is None:
             return 0
         action = f"Loading {self.folder / name}"
-        stored = ranks.do(action, partial(Stored, self.folder / name, trust_pickle=self.trust_pickle))
+        stored = ranks.do(action, partial(Stored, self.folder / name))
         names = ranks.do(action, lambda: state.wanted(stored, ranks.rank, ranks.size))
         found = _read(stored, dict.fromkeys(names.values()), ranks, action)
         rests = ranks.do(
             action,
-            lambda: {key: own_slots(stored.unpacked(found[name]), suffix_of(name)) for key, name in names.items()},
+            lambda: {key: own_slots(unpacked(found[name]), suffix_of(name)) for key, name in names.items()},
         )
         places = ranks.do(action, lambda: state.places(stored, rests, names))
         tensors = _read(stored, places, ranks, action)
@@ -208,7 +205,7 @@ class Checkpoints:
     def _ranks_of(self, step: Any) -> Ranks:
         processes = processes_of(model_of(step))
         if processes not in self._ranks:
-            self._ranks[processes] = ranks_of(step, self.timeout_s)
+            self._ranks[processes] = Ranks.of(model_of(step), self.timeout_s)
         return self._ranks[processes]
 
     def _end(self) -> CheckpointError | None:
@@ -274,6 +271,6 @@ def _read(stored: Stored, state: dict[str, Any], ranks: Ranks, action: str) -> d
     `state` maps names in the checkpoint to tensors, which are filled in place, or to None, which is replaced by the
     item's bytes. No rank reads before every rank has checked the bytes that it needs.
     """
-    reads = ranks.do(action, lambda: stored.plan_reads(state))
-    ranks.do(action, reads.run)
+    read = ranks.do(action, lambda: stored.plan_reads(state))
+    ranks.do(action, read)
     return state

@@ -33,12 +33,12 @@ NAME = "metadata.json"
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A range of bytes in a file of a checkpoint. Checkpoints of earlier releases have no checksum `crc32`."""
+    """A range of bytes in a file of a checkpoint, and their checksum."""
 
     file: str
     start: int
     length: int
-    crc32: int | None = None
+    crc32: int
 
 
 @dataclass(frozen=True, slots=True)

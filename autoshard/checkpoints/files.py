@@ -1,16 +1,11 @@
-"""The files of a checkpoint: torch.distributed.checkpoint plans which bytes each rank writes and reads.
-
-Checkpoints of earlier releases are pickles. torch.distributed.checkpoint reads them if the user trusts them.
-"""
+"""The files of a checkpoint: torch.distributed.checkpoint plans which bytes each rank writes and reads."""
 
 from __future__ import annotations
 
 import io
 import os
-import pickle
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,20 +18,17 @@ from torch.distributed.checkpoint import (
     Metadata,
     SavePlan,
 )
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, WriteItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from autoshard.checkpoints import contents as tables
 from autoshard.checkpoints import manifest as manifests
 from autoshard.checkpoints.contents import Contents, Extent
-from autoshard.checkpoints.manifest import BLOCK_BYTES, PICKLED, Manifest, Summer, Sums, damaged_blocks, refused
+from autoshard.checkpoints.manifest import BLOCK_BYTES, Manifest, Summer, Sums, damaged_blocks, refused
 from autoshard.checkpoints.snapshot import Item
-from autoshard.checkpoints.values import unpacked
 from autoshard.errors import CheckpointError
 
-_PICKLED_TABLE = ".metadata"
 PLAN = "plan.json"
 _SHOWN = 4
 
@@ -50,88 +42,12 @@ class Written:
     files: Mapping[str, Sums]
 
 
-class _SummedFile(io.RawIOBase):
-    """A file for writing that also passes the written bytes to `summer`, which computes checksums."""
-
-    def __init__(self, path: Path, file: io.IOBase, summer: Summer) -> None:
-        self._path, self._file, self._summer = path, file, summer
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        with _naming(self._path):
-            self._file.write(view)  # type: ignore[attr-defined]
-        self._summer.add(view)
-        return len(view)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def flush(self) -> None:
-        if not self._file.closed:
-            with _naming(self._path):
-                self._file.flush()
-
-    def fileno(self) -> int:
-        self.flush()  # the caller calls os.fsync on the file
-        return self._file.fileno()
-
-
-class _SummedFiles(FileSystem):
-    """A file system for writing that computes the checksums of its files, by file name."""
-
-    def __init__(self) -> None:
-        self.summers: dict[str, Summer] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
-        with _naming(Path(path)), super().create_stream(path, mode) as file:
-            self.summers[Path(path).name] = summer = Summer()
-            yield _SummedFile(Path(path), file, summer)
-
-    def sums(self) -> dict[str, Sums]:
-        return {name: summer.sums() for name, summer in self.summers.items()}
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Within the context, add `path` to an `OSError` that names no file."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
-
-
-class _SavePlanner(DefaultSavePlanner):
-    """A planner of writes that keeps each value only until it is written.
-
-    `writing` is the name of the value that was fetched last, for error messages.
-    """
-
-    def __init__(self, items: Mapping[str, Item]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._values = {name: item.value for name, item in items.items()}
-        self.writing = ""
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        self.writing = index.fqn
-        return self._values.pop(index.fqn)
-
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        return object
-
-
 class Writer:
     """Writes this rank's part of a checkpoint into a folder. `rank` is this rank's number among the saving ranks."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = folder
-        self._rank = rank
-        self._files = _SummedFiles()
+        self._name = f"__{rank}_0.distcp"
 
     def write(self, items: dict[str, Item]) -> Written:
         """Write this rank's items to the disk, and return the report on the writes.
@@ -141,25 +57,27 @@ class Writer:
         Raises:
             CheckpointError: a file cannot be written; the message names the file and the tensor.
         """
-        planner = _SavePlanner(items)
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner({name: _described(item) for name, item in items.items()})
+        plan, values = planner.create_local_plan(), {name: item.value for name, item in items.items()}
         items.clear()
-        plan = planner.create_local_plan()
+        path, summer, writing, start = self.folder / self._name, Summer(), "", 0
+        extents: dict[MetadataIndex, Extent] = {}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            extents = dict(self._write_items(plan, planner))
+            with path.open("wb") as file:
+                for item in plan.items:
+                    writing = item.index.fqn
+                    data = _bytes_of(values.pop(writing))
+                    file.write(data)
+                    summer.add(data)
+                    extents[item.index] = Extent(self._name, start, len(data), zlib.crc32(data))
+                    start += len(data)
+                file.flush()
+                os.fsync(file.fileno())
         except OSError as error:
-            raise _cannot_be_written(error, self.folder, planner.writing) from error
-        return Written(plan, extents, self._files.sums())
-
-    def _write_items(self, plan: SavePlan, planner: _SavePlanner) -> Iterator[tuple[MetadataIndex, Extent]]:
-        name = f"__{self._rank}_0.distcp"
-        with self._files.create_stream(self.folder / name, "wb") as file:
-            for item in plan.items:
-                start, data = file.tell(), _bytes_of(planner.resolve_data(item))
-                file.write(data)  # type: ignore[attr-defined]
-                yield item.index, Extent(name, start, len(data), zlib.crc32(data))
-            os.fsync(file.fileno())
+            raise _cannot_be_written(error, path, writing) from error
+        return Written(plan, extents, {self._name: summer.sums()})
 
     def finish(self, everyone: Sequence[Written], step: int, mesh: str, plan: str | None) -> None:
         """On the first rank: write the table of contents, the plan and the manifest.
@@ -203,55 +121,33 @@ def _bytes_of(value: Any) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy().data).cast("B") if flat.numel() else memoryview(b"")
 
 
-def _cannot_be_written(error: OSError, folder: Path, tensor: str) -> CheckpointError:
-    path = error.filename if error.filename is not None else folder
+def _cannot_be_written(error: OSError, path: Path, tensor: str) -> CheckpointError:
     while_writing = f", while {tensor} was written" if tensor else ""
     return CheckpointError(
-        f"{path} cannot be written{while_writing}: {error.strerror or error}. The previous checkpoints are intact, and "
-        "training can go on."
+        f"{error.filename or path} cannot be written{while_writing}: {error.strerror or error}. The previous "
+        "checkpoints are intact, and training can go on."
     )
 
 
 class Stored:
     """A complete checkpoint, to read.
 
-    Args:
-        trust_pickle: also read a checkpoint that an earlier release pickled; reading it runs the code in it.
-
     Raises:
-        CheckpointError: a file's size or the table of contents shows damage, or the checkpoint is pickled and not
-            trusted.
+        CheckpointError: a file's size or the table of contents shows damage.
     """
 
-    def __init__(self, folder: Path, *, trust_pickle: bool = False) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest = Manifest.read(folder)
-        if self.manifest.version == PICKLED and not trust_pickle:
-            raise CheckpointError(
-                f"{folder} was written by an earlier release, as pickles, which run the code in them when they are "
-                "read. If you trust the writer, pass Checkpoints(..., trust_pickle=True). Checkpoints that you save "
-                "from then on have no pickles."
-            )
-        table = _PICKLED_TABLE if self.manifest.version == PICKLED else tables.NAME
-        if table not in self.manifest.files:
-            raise CheckpointError(f"{folder} does not list {table} among its files. {refused(folder)}")
-        _check_sizes(folder, {table: self.manifest.files[table]}, {})
-        self._check_blocks(table, range(len(self.manifest.files[table].blocks)), {})
-        self.metadata = self._read_metadata()
-        self._extents: Mapping[MetadataIndex, Extent] = _extents_of(self.metadata)
+        if tables.NAME not in self.manifest.files:
+            raise CheckpointError(f"{folder} does not list {tables.NAME} among its files. {refused(folder)}")
+        _check_sizes(folder, {tables.NAME: self.manifest.files[tables.NAME]}, {})
+        self._check_blocks(tables.NAME, range(len(self.manifest.files[tables.NAME].blocks)), {})
+        self.metadata = Contents.read(folder, self.manifest.files).metadata()
         self._held: dict[str, list[tuple[Extent, str]]] = {}
-        for index, extent in self._extents.items():
+        for index, extent in self.metadata.storage_data.items():
             self._held.setdefault(extent.file, []).append((extent, index.fqn))
         _check_sizes(folder, self.manifest.files, self._held)
-
-    @property
-    def _is_pickled(self) -> bool:
-        return self.manifest.version == PICKLED
-
-    def _read_metadata(self) -> Metadata:
-        if self._is_pickled:
-            return pickle.loads((self.folder / _PICKLED_TABLE).read_bytes())
-        return Contents.read(self.folder, self.manifest.files).metadata()
 
     def __contains__(self, name: str) -> bool:
         return name in self.metadata.state_dict_metadata
@@ -262,32 +158,27 @@ class Stored:
         assert isinstance(found, TensorStorageMetadata), f"{name} is no tensor"
         return found.size, found.properties.dtype
 
-    def plan_reads(self, state: dict[str, Any]) -> Reads:
-        """Plan this rank's reads, and check the bytes that they need. `Reads.run` then reads.
+    def plan_reads(self, state: dict[str, Any]) -> Callable[[], None]:
+        """Plan this rank's reads, and check the bytes that they need. Return a function that then reads into `state`.
 
-        `state` maps names in the checkpoint to tensors, which `Reads.run` overwrites, or to other values, which it
-        replaces by bytes.
+        `state` maps names in the checkpoint to tensors, which are overwritten, or to other values, which are replaced
+        by bytes.
 
         Raises:
             CheckpointError: a byte to read differs from the written byte.
         """
-        kind = DefaultLoadPlanner if self._is_pickled else _LoadPlanner
-        planner = kind(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(state, self.metadata, False)
-        reader = FileSystemReader(self.folder) if self._is_pickled else CheckpointReader(self.folder)
+        reader = CheckpointReader(self.folder)
         reader.set_up_storage_reader(self.metadata, False)
         plan = reader.prepare_local_plan(planner.create_local_plan())
         self._check(plan)
-        return Reads(reader, planner, plan)
-
-    def unpacked(self, state: bytes) -> Any:
-        """Return the Python value of a state from its bytes in the checkpoint."""
-        return pickle.loads(state) if self._is_pickled else unpacked(state)
+        return lambda: reader.read_data(planner.finish_plan(plan), planner).wait()
 
     def _check(self, plan: LoadPlan) -> None:
         blocks: dict[str, set[int]] = {}
         for item in plan.items:
-            extent = self._extents[item.storage_index]
+            extent = self.metadata.storage_data[item.storage_index]
             end = -(-(extent.start + extent.length) // BLOCK_BYTES)
             needed = range(extent.start // BLOCK_BYTES, end) if extent.length else ()
             blocks.setdefault(extent.file, set()).update(needed)
@@ -313,19 +204,6 @@ class Stored:
             f"{path} is damaged: its bytes from {start} on differ from the written bytes{_holding(tensors)}. "
             f"{refused(self.folder)}"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Reads:
-    """The planned reads of one rank. The bytes to read have been checked against their checksums."""
-
-    _reader: FileSystemReader
-    _planner: DefaultLoadPlanner
-    _plan: LoadPlan
-
-    def run(self) -> None:
-        """Read into the `state` that was passed to `Stored.plan_reads`."""
-        self._reader.read_data(self._planner.finish_plan(self._plan), self._planner).wait()
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -395,20 +273,13 @@ _Held = Mapping[str, Sequence[tuple[Extent, str]]]
 """Name of a file → the byte ranges in it, each with the name of its tensor or state."""
 
 
-def _extents_of(metadata: Metadata) -> Mapping[MetadataIndex, Extent]:
-    return {
-        index: place if isinstance(place, Extent) else Extent(place.relative_path, place.offset, place.length)
-        for index, place in metadata.storage_data.items()
-    }
-
-
 def _damaged_items(path: Path, there: Sequence[tuple[Extent, str]]) -> list[tuple[Extent, str]]:
     """Return the entries of `there` (bytes of the file, tensor's name) whose bytes do not match their checksum."""
     found = []
     with path.open("rb") as file:
         for extent, tensor in there:
             file.seek(extent.start)
-            if extent.crc32 is not None and zlib.crc32(file.read(extent.length)) != extent.crc32:
+            if zlib.crc32(file.read(extent.length)) != extent.crc32:
                 found.append((extent, tensor))
     return found
 

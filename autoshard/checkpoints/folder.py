@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.errors import CheckpointError
+from autoshard.ir.files import sync
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -133,12 +134,3 @@ def _delete(path: Path, name: str) -> None:
 def discard(written: Path) -> None:
     """Remove the folder of a checkpoint that cannot become complete; errors are ignored."""
     shutil.rmtree(written, ignore_errors=True)
-
-
-def sync(folder: Path) -> None:
-    """Flush the list of names in a folder to the disk, so that a rename survives a crash of the machine."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

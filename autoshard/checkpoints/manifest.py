@@ -19,8 +19,6 @@ from autoshard.errors import CheckpointError
 
 NAME = "checkpoint.json"
 VERSION = 2
-PICKLED = 1
-"""The version of checkpoints whose table and states are pickles."""
 BLOCK_BYTES = 1 << 20
 
 
@@ -79,7 +77,6 @@ class Manifest:
     ranks: int
     mesh: str
     files: Mapping[str, Sums]
-    version: int = VERSION
 
     def write(self, folder: Path) -> None:
         """Write the manifest into a folder, and return when its bytes are on the disk."""
@@ -87,7 +84,7 @@ class Manifest:
 
     def _as_json(self) -> dict[str, Any]:
         files = {name: {"bytes": sums.size_bytes, "crc32": sums.blocks} for name, sums in sorted(self.files.items())}
-        body = {"version": self.version, "step": self.step, "ranks": self.ranks, "mesh": self.mesh}
+        body = {"version": VERSION, "step": self.step, "ranks": self.ranks, "mesh": self.mesh}
         body |= {"block_bytes": BLOCK_BYTES, "files": files}
         return {**body, "crc32": zlib.crc32(_text(body).encode())}
 
@@ -106,14 +103,14 @@ class Manifest:
         if found is None:
             raise CheckpointError(f"{path} is damaged: its checksum does not match. {refused(folder)}")
         version = found.get("version")
-        if version not in (PICKLED, VERSION):
+        if version != VERSION:
             raise CheckpointError(
-                f"{path} has version={reprlib.repr(version)}, and this release reads {PICKLED} and {VERSION}. Load it "
-                "with the release that wrote it."
+                f"{path} has version={reprlib.repr(version)}, and this release reads {VERSION}. Load it with the "
+                "release that wrote it."
             )
         try:
             sums = {name: _sums(name, item["bytes"], item["crc32"]) for name, item in found["files"].items()}
-            return cls(_count(found["step"]), _count(found["ranks"]), str(found["mesh"]), sums, version)
+            return cls(_count(found["step"]), _count(found["ranks"]), str(found["mesh"]), sums)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError(f"{path} was not written by Checkpoints. {refused(folder)}") from error
 

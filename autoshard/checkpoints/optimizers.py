@@ -94,7 +94,7 @@ class NamedOptimizer:
         """Load a result of `state` into the optimizer in place."""
         numbers = {name: number for number, name in enumerate(self.parameters)}
         state = {numbers[name]: _tensors_of(held) for name, held in saved["state"].items()}
-        state |= saved.get("other", {})  # earlier releases have none
+        state |= saved["other"]
         groups = []
         for group in self.optimizer.param_groups:
             kept = {key: item for key, item in group.items() if key in _HOW}
@@ -184,18 +184,13 @@ def _counted(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _values_of(counts: Sequence[torch.Tensor]) -> dict[int, float]:
-    """Return the values of one-element tensors by the tensors' `id`. Each accelerator is read once."""
+    """Return the values of one-element tensors by the tensors' `id`. Each device is read once."""
     found: dict[int, float] = {}
     for device in {count.device for count in counts}:
         there = [count for count in counts if count.device == device]
-        is_on_host = device.type == "cpu"
-        values = [count.item() for count in there] if is_on_host else _read_at_once(there)
+        values = torch.stack([count.detach().reshape(()).double() for count in there]).tolist()
         found.update(zip(map(id, there), values, strict=True))
     return found
-
-
-def _read_at_once(counts: Sequence[torch.Tensor]) -> list[float]:
-    return torch.stack([count.detach().reshape(()).double() for count in counts]).tolist()
 
 
 def _is_count(value: Any) -> bool:

@@ -58,9 +58,10 @@ class Ranks:
         Args:
             timeout_s: seconds to wait for a rank that shows no sign of life. Default: the timeout of `model`, or 60.
         """
-        channel = channel_of(model, timeout_s)
-        if channel is None:
+        control = control_of(model, timeout_s)
+        if control is None:
             return cls()
+        channel = control.channel
         channel.exchange(b"", "save or load checkpoints")
         with naming_lost_ranks():
             group = dist.new_group(
@@ -180,14 +181,14 @@ def processes_of(model: nn.Module) -> Processes | None:
     return Processes(dist.group.WORLD, tuple(ranks))
 
 
-def channel_of(model: nn.Module, timeout_s: float | None) -> ControlChannel | None:
-    """Return a new channel of the processes that run `model`; None for one process. For `timeout_s`, see `Ranks.of`."""
+def control_of(model: nn.Module, timeout_s: float | None) -> ControlGroup | None:
+    """Return a new group of the processes that run `model`; None for one process. For `timeout_s`, see `Ranks.of`."""
     processes, control = processes_of(model), _control_of(model)
     if processes is None:
         return None
     if timeout_s is None:
         timeout_s = TIMEOUT_S if control is None else control.channel.timeout_s
-    return ControlChannel(processes.ranks, timeout_s)
+    return ControlGroup(processes.ranks, timeout_s)
 
 
 def _control_of(model: nn.Module) -> ControlGroup | None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autoshard.checkpoints.ranks import Ranks
-from autoshard.checkpoints.trees import described, split
+from autoshard.checkpoints.trees import split
 from autoshard.checkpoints.values import packed
 from autoshard.errors import CheckpointError
 from autoshard.runtime.agreement.digests import digest_of
@@ -73,19 +73,17 @@ class PartSnapshot:
     Args:
         keyword, spread: fields of the `Part`.
         items: the tensors and the state that this rank may have to write, by name.
-        text: the state without tensors as text, for `digest`; empty unless `spread` is `UNKNOWN`.
     """
 
     keyword: str
     spread: Spread
     items: Mapping[str, Item]
-    text: str
 
     def digest(self) -> str:
         """Return a hash of the state and its plain tensors, which ranks compare. The hash does not cover DTensors."""
         values = [item.value for item in self.items.values() if not item.is_sharded]
-        plain = [digest_of(value) for value in values if isinstance(value, torch.Tensor)]
-        return hashlib.blake2b("\n".join([self.text, *plain]).encode(), digest_size=16).hexdigest()
+        texts = [value if isinstance(value, bytes) else digest_of(value).encode() for value in values]
+        return hashlib.blake2b(b"\n".join(texts), digest_size=16).hexdigest()
 
     def to_write(self, ranks: Ranks, *, differs: bool) -> Iterator[tuple[str, Item]]:
         """Yield the items that this rank writes, each with its name in the checkpoint.
@@ -141,7 +139,7 @@ def _take(part: Part, choice: _WriterChoice, known: dict[Any, torch.Tensor], *, 
             value = _copied(local.detach(), known) if copies else local.detach()
             items[name] = Item(tensor, value, is_mine)
     items[whole_name(part.keyword)] = Item(None, packed(rest), choice.is_first)
-    return PartSnapshot(part.keyword, part.spread, items, described(rest) if part.spread is Spread.UNKNOWN else "")
+    return PartSnapshot(part.keyword, part.spread, items)
 
 
 def refuse_meta(name: str, tensor: torch.Tensor) -> None:

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.checkpoints.files import Stored
 from autoshard.checkpoints.optimizers import NamedOptimizer
-from autoshard.checkpoints.ranks import Ranks
 from autoshard.checkpoints.snapshot import Part, Spread, own_name, refuse_meta, suffix_of, whole_name
 from autoshard.checkpoints.trees import join, slots_in, split
 from autoshard.checkpoints.values import Slot
@@ -77,11 +76,12 @@ class TrainingState:
         if isinstance(self.model, ShardedModule):
             self.model.model_weights.refuse_use()
         seeds = self.model.seeds.state().tolist() if isinstance(self.model, ShardedModule) else None
+        scale = {} if self._step is None else self._step.loss_scale_state()
         return [
             Part(MODEL, _state_of(self.model), Spread.ALIKE),
             *(Part(key, item.state(), Spread.ALIKE) for key, item in self.optimizers.items()),
             *(Part(key, item.state_dict()) for key, item in self.others.items()),
-            Part(_PROGRESS, {"step": at, "seeds": seeds, **self._loss_scale_state()}, Spread.ALIKE),
+            Part(_PROGRESS, {"step": at, "seeds": seeds, **scale}, Spread.ALIKE),
             Part(_RANDOM, _random_state(), Spread.PER_RANK),
         ]
 
@@ -178,9 +178,6 @@ class TrainingState:
             self._step.load_loss_scale(rests[_PROGRESS])
             self._step.count_from(rests[_PROGRESS]["step"])
 
-    def _loss_scale_state(self) -> dict[str, Any]:
-        return {} if self._step is None else self._step.loss_scale_state()
-
 
 def _state_of(model: nn.Module) -> dict[str, Any]:
     """Return a model's state dict.
@@ -208,14 +205,6 @@ def plan_of(step: Any) -> Plan | None:
 def mesh_of(step: Any) -> str:
     """Return the mesh of a compiled model as text for people; an empty string for a plain module."""
     return str(step.mesh) if isinstance(step, TrainStep | ShardedModule) else ""
-
-
-def ranks_of(step: Any, timeout_s: float | None = None) -> Ranks:
-    """Return the processes that run the model of `step`. All of these processes must call `ranks_of`.
-
-    `timeout_s` limits the wait for a rank that shows no sign of life. Default: the timeout of the model, or 60 seconds.
-    """
-    return Ranks.of(model_of(step), timeout_s)
 
 
 def _name_in(stored: Stored, key: str, rank: int, size: int) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autoshard.checkpoints.values import Slot, has_known_factory, packed
+from autoshard.checkpoints.values import Slot, has_known_factory
 
 
 def split(keyword: str, state: Any) -> tuple[dict[str, torch.Tensor], Any]:
@@ -60,21 +60,6 @@ def own_slots(rest: Any, suffix: str) -> Any:
         return Slot(leaf.name + suffix, is_sharded=False) if is_own else leaf
 
     return pytree.tree_map(own, rest)
-
-
-def described(value: Any) -> str:
-    """Return a text that is the same for equal values on every rank.
-
-    Values of uncommon types give the `repr` of their bytes from `packed`.
-    """
-    if isinstance(value, Mapping):
-        return f"{{{','.join(f'{described(key)}:{described(item)}' for key, item in value.items())}}}"
-    if isinstance(value, set | frozenset):
-        return f"{{{','.join(sorted(map(described, value)))}}}"
-    if isinstance(value, list | tuple):
-        return f"{type(value).__name__}({','.join(map(described, value))})"
-    is_plain = value is None or isinstance(value, bool | int | float | complex | str | bytes | Slot | torch.dtype)
-    return repr(value) if is_plain else repr(packed(value))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -146,6 +146,11 @@ def _each(value: Any) -> list[Any]:
     return [_encoded(item) for item in value]
 
 
+def _sorted(value: Any) -> list[Any]:
+    """Return the encoded elements of a set in an order that is the same on every rank."""
+    return sorted(_each(value), key=json.dumps)
+
+
 def _text(data: bytes | bytearray) -> str:
     return base64.b64encode(data).decode()
 
@@ -172,8 +177,8 @@ _KINDS: Mapping[type, tuple[str, Callable[[Any], Any]]] = {
     Counter: ("counter", _items),
     defaultdict: ("default", _default),
     tuple: ("tuple", _each),
-    set: ("set", _each),
-    frozenset: ("frozenset", _each),
+    set: ("set", _sorted),
+    frozenset: ("frozenset", _sorted),
     deque: ("deque", lambda value: [_each(value), value.maxlen]),
     complex: ("complex", lambda value: [_encoded(value.real), _encoded(value.imag)]),
     bytes: ("bytes", _text),

@@ -128,48 +128,37 @@ class PackedRows:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        row = _PackedRow(self._length, self._padding)
-        for document in self.rows[index]:
-            row.add(*self._tokens_and_labels(document))
-        return {key: row.tensor(key) for key in self._keys}
+        tokens, labels = zip(*map(self._tokens_and_labels, self.rows[index]), strict=True)
+        sizes = [*map(len, tokens)]
+        sizes.append(self._length - sum(sizes))
+        return {key: self._tensor(key, tokens, labels, sizes) for key in self._keys}
 
     def _tokens_and_labels(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a document's tokens and labels. Its first label is `IGNORED`."""
         document = self._documents[number]
         tokens = torch.as_tensor(_tokens_of(document), dtype=torch.int64)
         given = document.get("labels", tokens) if isinstance(document, Mapping) else tokens
-        labels = torch.as_tensor(given, dtype=torch.int64)
+        labels = torch.as_tensor(given, dtype=torch.int64).clone()
         if not len(tokens) == len(labels) == self._lengths[number]:
             raise NotAvailableError(
                 f"PackedRows(...): document {number} has {len(tokens)} tokens and {len(labels)} labels, and was packed "
                 f"as {self._lengths[number]} tokens. Give each token one label, and each document its length."
             )
+        labels[0] = IGNORED
         return tokens, labels
 
-
-class _PackedRow:
-    """The tensors of a row, document by document. `length` and `padding` are those of `PackedRows`."""
-
-    def __init__(self, length: int, padding: int) -> None:
-        self._length, self._padding = length, padding
-        self._tokens, self._labels = list[torch.Tensor](), list[torch.Tensor]()
-
-    def add(self, tokens: torch.Tensor, labels: torch.Tensor) -> None:
-        """Append a document. Its first label becomes `IGNORED`."""
-        self._tokens.append(tokens)
-        self._labels.append(labels.clone())
-        self._labels[-1][0] = IGNORED
-
-    def tensor(self, key: str) -> torch.Tensor:
-        sizes = [len(tokens) for tokens in self._tokens]
-        rest = self._length - sum(sizes)
+    def _tensor(
+        self, key: str, tokens: Sequence[torch.Tensor], labels: Sequence[torch.Tensor], sizes: Sequence[int]
+    ) -> torch.Tensor:
+        """Return the tensor `key` of a row. `sizes` has the lengths of its documents, and that of the padding."""
         if key == "input_ids":
-            return torch.cat([*self._tokens, torch.full((rest,), self._padding)])
+            return torch.cat([*tokens, torch.full((sizes[-1],), self._padding)])
         if key == "labels":
-            return torch.cat([*self._labels, torch.full((rest,), IGNORED)])
+            return torch.cat([*labels, torch.full((sizes[-1],), IGNORED)])
         if key == "position_ids":
-            return torch.cat([torch.arange(size) for size in (*sizes, rest)])
-        numbers = torch.tensor([*range(len(sizes)), _PADDING_DOCUMENT])
-        documents = numbers.repeat_interleave(torch.tensor([*sizes, rest]))
+            return torch.cat([*map(torch.arange, sizes)])
+        numbers = torch.tensor([*range(len(tokens)), _PADDING_DOCUMENT])
+        documents = numbers.repeat_interleave(torch.tensor(sizes))
         return documents if key == "document_ids" else document_mask(documents[None])[0]
 
 

@@ -1,4 +1,4 @@
-"""Reads and writes text files, such as plans, with errors that name the path."""
+"""Reads and writes text files, such as plans, with errors that name the path. Waits for the disk."""
 
 from __future__ import annotations
 
@@ -41,6 +41,15 @@ def read_text(path: str | Path) -> str:
         ) from error
     except UnicodeDecodeError as error:
         raise PlanMismatchError(f"{os.fspath(path)!r} is not a plan that autoshard wrote: it is no text.") from error
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _checked(path: str | Path) -> Path:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from autoshard.ir.derivative import Derivative
 from autoshard.ir.program import InputKind, InputSlot, OutputKind, OutputSlot
@@ -226,31 +227,17 @@ def _distinct(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return result
 
 
-def _save(ctx: Any, saved: Sequence[LocalValue]) -> tuple[Any, ...]:
+_TENSOR = object()
+"""A mark in the place of a tensor, among constants."""
+
+
+def _save(ctx: Any, saved: Sequence[LocalValue]) -> tuple[list[Any], pytree.TreeSpec]:
     """Save the tensors in local values for the backward; return the layout from which `_saved` restores the values."""
-    tensors: list[torch.Tensor] = []
-    layout: list[Any] = []
-    for value in saved:
-        if isinstance(value, list) and all(isinstance(item, torch.Tensor) for item in value):
-            layout.append(("list", len(value)))
-            tensors.extend(value)
-        elif isinstance(value, torch.Tensor):
-            layout.append(("tensor", 1))
-            tensors.append(value)
-        else:
-            layout.append(("constant", value))
-    ctx.save_for_backward(*tensors)
-    return tuple(layout)
+    leaves, tree = pytree.tree_flatten(list(saved))
+    ctx.save_for_backward(*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
+    return [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tree
 
 
 def _saved(ctx: Any) -> list[LocalValue]:
-    tensors = iter(ctx.saved_tensors)
-    result: list[LocalValue] = []
-    for kind, content in ctx.layout:
-        if kind == "constant":
-            result.append(content)
-        elif kind == "tensor":
-            result.append(next(tensors))
-        else:
-            result.append([next(tensors) for _ in range(content)])
-    return result
+    tensors, (leaves, tree) = iter(ctx.saved_tensors), ctx.layout
+    return pytree.tree_unflatten([next(tensors) if leaf is _TENSOR else leaf for leaf in leaves], tree)

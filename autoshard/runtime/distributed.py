@@ -30,7 +30,7 @@ from autoshard.runtime.agreement.control_group import ControlGroup, Facts
 from autoshard.runtime.agreement.lost_ranks import naming_lost_ranks
 from autoshard.runtime.engine import NO_PIPELINE_RANKS, NOTHING, Loaded
 from autoshard.runtime.freed_memory import keep_freed_memory
-from autoshard.runtime.graph_loader import CheckInPlace, FinishInPlace, GraphLoader
+from autoshard.runtime.graph_loader import GraphLoader, Loading
 from autoshard.runtime.known_layouts import LikeWriter, Reader, are_dtensors, is_same_memory, local_of
 from autoshard.runtime.layouts import Layouts, TensorLayout
 from autoshard.runtime.parameters import give_buffers_memory, memory_of, swap_parameter, take_over_parameters
@@ -60,9 +60,7 @@ class DistributedEngine:
 
     Args:
         device_mesh: the ranks that run a program.
-        wrap: a compiler of graphs, such as Inductor; it is applied to each graph before the graph runs.
-        check_in_place: checks each graph that writes over inputs, or into the buffers of buckets.
-        finish_in_place: rewrites each graph that writes over inputs, before the check.
+        loading: changes and checks graphs before they run.
         timeout_s: seconds that ranks wait for a rank that shows no sign of life.
         control: the ranks that compare their programs; default: the ranks of `device_mesh`.
         outer: the groups of the mesh of all ranks, if `device_mesh` is the mesh of a pipeline rank.
@@ -72,9 +70,7 @@ class DistributedEngine:
     def __init__(
         self,
         device_mesh: DeviceMesh,
-        wrap: Callable[[fx.GraphModule], Callable] | None = None,
-        check_in_place: CheckInPlace | None = None,
-        finish_in_place: FinishInPlace | None = None,
+        loading: Loading = Loading(),  # noqa: B008  (frozen)
         timeout_s: float = TIMEOUT_S,
         control: ControlGroup | None = None,
         outer: ProcessGroups | None = None,
@@ -86,8 +82,8 @@ class DistributedEngine:
         self._stages = stages
         self.groups = ProcessGroups(device_mesh, timeout_s, outer)
         self.control = control or ControlGroup(device_mesh.mesh.flatten().tolist(), timeout_s)
-        self._loader = GraphLoader(self.groups, self.control, wrap, check_in_place, finish_in_place)
-        self._has_compiler = wrap is not None
+        self._loader = GraphLoader(self.groups, self.control, loading)
+        self._has_compiler = loading.wrap is not None
         self._reshard_loaded = lru_cache(_MOST_RESHARDS)(self._load_reshard)
         self._layouts = Layouts(self.groups.mesh, self.groups.rank)
         pickle_wholes_alone([device_mesh] if stages is None else stages.meshes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from autoshard.errors import NotAvailableError
 from autoshard.ir.loss import Output, loss_among
 from autoshard.ir.lowered import LocalSlot, PhasedProgram
-from autoshard.ir.pipeline_order import PipelineOrder
+from autoshard.ir.pipeline_order import PipelineOrder, Slot
 from autoshard.ir.program import OutputKind
 from autoshard.ir.spec import Reduction
 from autoshard.ir.staged import StagedProgram, StageProgram
@@ -19,7 +19,6 @@ from autoshard.runtime.executable import Executable
 from autoshard.runtime.graphed_passes import GraphedPasses
 from autoshard.runtime.per_program import PerProgram
 from autoshard.runtime.program_run import Inputs, ProgramRun, StageRun, Take
-from autoshard.runtime.run_order import run_order
 from autoshard.runtime.stages.crossing_table import CrossingTable
 from autoshard.runtime.stages.stage_messages import MessagesInProcess, StageMessages
 
@@ -117,6 +116,29 @@ class Executor:
         names = [slot.slot.name for slot in executable.outputs]
         shared = (self.messages.share(found.pop(name, None), name, table.staged) for name in names)
         return [executable.write_output(value, slot) for value, slot in zip(shared, executable.outputs, strict=True)]
+
+
+def run_order(order: PipelineOrder, ranks: Iterable[int], run: ProgramRun) -> None:
+    """Run the tasks of the pipeline ranks `ranks` in this process, each rank's in its order. The ranks take turns.
+
+    The order must have been proven to end.
+    """
+    left = [list(reversed(order.ranks[rank])) for rank in ranks]
+    while any(left):
+        turns = [_run_next(slots, run) for slots in left if slots]
+        assert any(turns), "the order was proven to end"
+
+
+def _run_next(slots: list[Slot], run: ProgramRun) -> bool:
+    """Start all tasks of a rank's next slot, which is the last of `slots`, and remove the slot.
+
+    Return False, and start nothing, if one of the tasks cannot run yet.
+    """
+    if not all(map(run.can_run, slots[-1])):
+        return False
+    for task in slots.pop():
+        run.run_task(task)
+    return True
 
 
 def _one_stage(executable: Executable, order: PipelineOrder | None) -> StagedProgram:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -23,15 +24,23 @@ from autoshard.runtime.failed_collective import failed_collective
 from autoshard.runtime.process_groups import ProcessGroups, bind, reduce_in_place, taking_from_a_list
 from autoshard.runtime.profiling.ranges import Ranges
 
-CheckInPlace = Callable[[fx.GraphModule, fx.GraphModule, Mapping[int, int]], None]
-"""Function that checks a graph that writes over inputs, or into the buffers of buckets.
-
-It takes the graph without writes, the graph with writes, and the argument `written` of `Engine.load`.
-"""
-FinishInPlace = Callable[[fx.GraphModule], fx.GraphModule]
-"""Function that rewrites a graph that writes over inputs."""
-
 Bound = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """Functions that change or check graphs before they run.
+
+    Args:
+        wrap: a compiler of graphs, such as Inductor, which is applied to each graph that writes over no input.
+        check_in_place: checks a graph that writes over inputs, or into the buffers of buckets. It takes the graph
+            without writes, the graph with writes, and the argument `written` of `Engine.load`.
+        finish_in_place: rewrites each graph that writes over inputs, before the check.
+    """
+
+    wrap: Callable[[fx.GraphModule], Callable] | None = None
+    check_in_place: Callable[[fx.GraphModule, fx.GraphModule, Mapping[int, int]], None] | None = None
+    finish_in_place: Callable[[fx.GraphModule], fx.GraphModule] | None = None
 
 
 class GraphLoader:
@@ -40,22 +49,11 @@ class GraphLoader:
     Args:
         groups: the process groups that graphs name.
         control: the ranks that compare their programs.
-        wrap, check_in_place, finish_in_place: see `DistributedEngine`.
+        loading: changes and checks graphs.
     """
 
-    def __init__(
-        self,
-        groups: ProcessGroups,
-        control: ControlGroup,
-        wrap: Callable[[fx.GraphModule], Callable] | None,
-        check_in_place: CheckInPlace | None,
-        finish_in_place: FinishInPlace | None,
-    ) -> None:
-        self._groups = groups
-        self._control = control
-        self._wrap = wrap
-        self._check_in_place = check_in_place
-        self._finish_in_place = finish_in_place
+    def __init__(self, groups: ProcessGroups, control: ControlGroup, loading: Loading) -> None:
+        self._groups, self._control, self._loading = groups, control, loading
         self.ranges = Ranges(marks_cuda=not groups.on_cpu)
 
     def load(self, graph_module: fx.GraphModule, written: Mapping[int, int] = NOTHING) -> Loaded:
@@ -64,8 +62,8 @@ class GraphLoader:
         If `written` names results that replace inputs, the graph writes them over these inputs, and `wrap` does not
         compile it.
         """
-        if self._wrap is not None and not written:
-            compiled = _spread(self._wrap(bind(graph_module, self._groups)))
+        if self._loading.wrap is not None and not written:
+            compiled = _spread(self._loading.wrap(bind(graph_module, self._groups)))
             return self._showing_life_once(self._at_rank(self._as_one_range(compiled, graph_module)))
         return self._load_plainly(self._writing(graph_module, written), folds_views=not written)
 
@@ -74,7 +72,7 @@ class GraphLoader:
 
         Return None if a compiler is used, because results of its graphs may share memory.
         """
-        if self._wrap is not None:
+        if self._loading.wrap is not None:
             return None
         return self._load_plainly(add_to_sums(self._writing(graph_module, NOTHING), owned), folds_views=True)
 
@@ -148,10 +146,10 @@ class GraphLoader:
         If `written` is empty, the graph instead computes values directly in the memory of their buckets.
         """
         writing = write_in_place(graph_module, written) if written else fill_buckets(graph_module)
-        if self._finish_in_place is not None and written:
-            writing = self._finish_in_place(writing)
-        if self._check_in_place is not None and writing is not graph_module:
-            self._check_in_place(graph_module, writing, written)
+        if self._loading.finish_in_place is not None and written:
+            writing = self._loading.finish_in_place(writing)
+        if self._loading.check_in_place is not None and writing is not graph_module:
+            self._loading.check_in_place(graph_module, writing, written)
         return writing
 
 

@@ -10,7 +10,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.errors import MeshError
@@ -18,8 +17,9 @@ from autoshard.ir.mesh import Mesh
 from autoshard.runtime.agreement.control_channel import TIMEOUT_S
 from autoshard.runtime.agreement.control_group import ControlGroup
 from autoshard.runtime.agreement.meeting import launcher_keeps_store, meet
-from autoshard.runtime.distributed import CheckInPlace, DistributedEngine, FinishInPlace
+from autoshard.runtime.distributed import DistributedEngine
 from autoshard.runtime.engine import Engine, SimulatorEngine
+from autoshard.runtime.graph_loader import Loading
 
 T = TypeVar("T")
 
@@ -62,9 +62,7 @@ def _all_processes(timeout_s: float) -> ControlGroup:
 def make_engine(
     mesh: DeviceMesh | Mesh,
     device: torch.device,
-    wrap: Callable[[fx.GraphModule], Callable[..., Any]] | None = None,
-    check_in_place: CheckInPlace | None = None,
-    finish_in_place: FinishInPlace | None = None,
+    loading: Loading = Loading(),  # noqa: B008  (frozen)
     timeout_s: float = TIMEOUT_S,
 ) -> Engine:
     """Return the engine for a mesh: a `DistributedEngine` if the run has a process for each rank, else a simulator.
@@ -74,13 +72,13 @@ def make_engine(
     Args:
         mesh: the mesh.
         device: the device of the user's model.
-        wrap, check_in_place, finish_in_place, timeout_s: see `DistributedEngine`.
+        loading, timeout_s: see `DistributedEngine`.
 
     Raises:
         MeshError: `mesh` is not a mesh, or the run has several processes, but fewer than `mesh` has ranks.
     """
     if isinstance(mesh, DeviceMesh):
-        return DistributedEngine(mesh, wrap, check_in_place, finish_in_place, timeout_s)
+        return DistributedEngine(mesh, loading, timeout_s)
     if not isinstance(mesh, Mesh):
         raise MeshError(
             f"mesh={mesh!r} is a {type(mesh).__name__}; pass autoshard.Mesh({{'data': 2}}), a torch DeviceMesh with "
@@ -97,7 +95,7 @@ def make_engine(
         return SimulatorEngine(mesh, device)
     kind = "cuda" if device.type == "cuda" else "cpu"
     _all_processes(timeout_s).agree(lambda: {"mesh": str(mesh), "timeout_s": str(timeout_s)}, f"make {mesh}")
-    return DistributedEngine(_device_mesh(mesh, kind, timeout_s), wrap, check_in_place, finish_in_place, timeout_s)
+    return DistributedEngine(_device_mesh(mesh, kind, timeout_s), loading, timeout_s)
 
 
 def _device_mesh(mesh: Mesh, kind: str, timeout_s: float) -> DeviceMesh:

@@ -72,10 +72,6 @@ class MicroBatches:
         """Whether there is only one micro-batch, with each row once."""
         return tuple(self.copies) == (1,)
 
-    def rounds(self, size: int) -> list[range]:
-        """Return the numbers of the micro-batches that run in each round of an order of `size` micro-batches."""
-        return [range(first, first + size) for first in range(0, len(self), size)]
-
 
 def parts_of(args: Sequence[Any], kwargs: Mapping[str, Any], parts: int) -> MicroBatches:
     """Split the arguments of a call into `parts` equal parts along dim 0.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -123,7 +122,7 @@ class HyperparameterText:
     """A function that returns an optimizer's present hyperparameters as text. Ranks compare it, and messages show it.
 
     The text has the options of each group, `max_grad_norm` and the number of steps. If set, it also has `on_nonfinite`
-    and the scale of the loss. The text of plain options is cached until an option changes.
+    and the scale of the loss.
     """
 
     def __init__(
@@ -137,33 +136,21 @@ class HyperparameterText:
         self._loss_scale = loss_scale
         self._checks = "" if on_nonfinite is None else f", on_nonfinite={on_nonfinite}"
         self._optimizer = optimizer
-        self._options: list[dict[str, Any]] | None = None
-        self._text = ""
 
     def __call__(self) -> str:
-        options = [{**group, "params": None} for group in self._optimizer.param_groups]
-        is_plain = all(map(_is_plain, chain(*map(dict.values, options))))
-        if not is_plain or options != self._options:
-            self._options = options if is_plain else None
-            groups = (", ".join(f"{name}={_as_text(group[name])}" for name in sorted(group.keys() - {"params"}))
-                      for group in options)  # fmt: skip
-            self._text = f"{type(self._optimizer).__name__}({'; '.join(groups)})"
+        groups = (
+            ", ".join(f"{name}={_as_text(group[name])}" for name in sorted(group.keys() - {"params"}))
+            for group in self._optimizer.param_groups
+        )
+        text = f"{type(self._optimizer).__name__}({'; '.join(groups)})"
         scale = "" if self._loss_scale is None else f", loss_scale={self._loss_scale.value:g}"
-        return f"{self._text}, max_grad_norm={self.max_grad_norm}{self._checks}{scale}, after {self._steps()} steps"
+        return f"{text}, max_grad_norm={self.max_grad_norm}{self._checks}{scale}, after {self._steps()} steps"
 
     def _steps(self) -> str:
         state = self._optimizer.state
         parameters = (item for group in self._optimizer.param_groups for item in group["params"])
         first = next((item for item in parameters if item in state), None)
         return _as_text({} if first is None else state[first].get("step", 0))
-
-
-_PLAIN = (float, bool, int, str, type(None))
-
-
-def _is_plain(value: object) -> bool:
-    """Whether an option's value is immutable: a number, a string, None, or a tuple of these."""
-    return type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value))
 
 
 def _as_text(value: object) -> str:

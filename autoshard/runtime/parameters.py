@@ -91,23 +91,24 @@ def memory_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def give_buffers_memory(model: nn.Module, device: torch.device) -> None:
     """Replace each buffer on the meta device by zeros on `device`, under all of its names."""
-    made: dict[int, torch.Tensor] = {}
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if buffer.is_meta:
-            path, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(path), leaf, made.setdefault(id(buffer), memory_of(buffer, device)))
+    _replace_buffers(model, lambda buffer: memory_of(buffer, device) if buffer.is_meta else buffer)
 
 
 @torch.no_grad()
 def gather_buffers(model: nn.Module) -> None:
     """Replace each buffer that is a DTensor by its whole value, for example a buffer of `spectral_norm`."""
-    made: dict[int, torch.Tensor] = {}
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if isinstance(buffer, DTensor):
+    _replace_buffers(model, lambda buffer: buffer.full_tensor().clone() if isinstance(buffer, DTensor) else buffer)
+
+
+def _replace_buffers(model: nn.Module, replace: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Put `replace(buffer)` in the place of each buffer, under all of its names, unless it is the buffer itself."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+        if buffer not in made:
+            made[buffer] = replace(buffer)
+        if made[buffer] is not buffer:
             path, _, leaf = name.rpartition(".")
-            if id(buffer) not in made:
-                made[id(buffer)] = buffer.full_tensor().clone()
-            setattr(model.get_submodule(path), leaf, made[id(buffer)])
+            setattr(model.get_submodule(path), leaf, made[buffer])
 
 
 @contextmanager

@@ -92,7 +92,7 @@ class StageRun:
 
 @dataclass(slots=True)
 class ProgramRun:
-    """Runs the tasks of a call (forwards, backwards, receives); implements `TaskRunner`.
+    """Runs the tasks of a call (forwards, backwards, receives).
 
     Args:
         table: the values that stages send each other.

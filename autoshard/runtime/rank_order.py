@@ -181,8 +181,6 @@ def _rows(value: Tensor, size: int) -> Tensor:
 def _reduce(received: Tensor, reduction: str, size: int, shape: Sequence[int]) -> Tensor:
     """Return the reduction, in rank order, of the `size` pieces of `received`, one from each rank."""
     pieces = received.view(size, -1).unbind(0)
-    if reduction == "avg":
-        return (combine(Reduction.SUM, pieces) / size).view(shape)
     return combine(Reduction(reduction), pieces).view(shape)
 
 

@@ -239,31 +239,11 @@ def _all_to_all(
     return [torch.cat(row) for row in received]
 
 
-def _broadcast(name: str, tensors: Sequence[Tensor], source: int) -> list[Tensor]:
-    if not 0 <= source < len(tensors):
-        raise AutoshardError(f"node {name!r}: src={source} is not in a group of {len(tensors)} ranks.")
-    return [tensors[source]] * len(tensors)
-
-
-def _coalesced(collective: GroupCollective) -> GroupCollective:
-    """Return the coalesced form of a collective, which takes a list of operands for each rank."""
-
-    def communicate(name: str, members: Sequence[Sequence[Tensor]], *args: Any) -> list[list[Tensor]]:
-        by_operand = [collective(name, tensors, *args) for tensors in zip(*members, strict=True)]
-        return [list(results) for results in zip(*by_operand, strict=True)]
-
-    return communicate
-
-
 _COLLECTIVES: Mapping[Any, GroupCollective] = {
     _c10d.all_reduce.default: _all_reduce,
-    _c10d.all_reduce_coalesced.default: _coalesced(_all_reduce),
     _c10d.all_gather_into_tensor.default: _all_gather,
-    _c10d.all_gather_into_tensor_coalesced.default: _coalesced(_all_gather),
     _c10d.reduce_scatter_tensor.default: _reduce_scatter,
-    _c10d.reduce_scatter_tensor_coalesced.default: _coalesced(_reduce_scatter),
     _c10d.all_to_all_single.default: _all_to_all,
-    _c10d.broadcast.default: _broadcast,
 }
 
 

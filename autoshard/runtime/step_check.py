@@ -17,8 +17,9 @@ import torch
 
 from autoshard.errors import NonFiniteError
 from autoshard.runtime.agreement.control_group import ControlGroup
-from autoshard.runtime.agreement.failed_ranks import FailedRanks
 from autoshard.runtime.loss_scale import LossScale
+
+_ACTION = "compare the checks of the step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ class StepCheck:
         self.steps_done = 0
         self.skipped_steps = 0
         self.norm: torch.Tensor | None = None
-        self._failed_ranks = FailedRanks(control)
+        self._control = control
+        self._seen: Hashable = None
 
     def begin(self) -> None:
         """Begin a step: `norm`, the gradient norm of the last step, becomes None."""
@@ -91,9 +93,9 @@ class StepCheck:
         if self.on_nonfinite is None and self.loss_scale is None:
             return True
         found = _read(None if self.on_nonfinite is None else loss, norm)
-        is_skipped, has_overflown = self._failed_ranks.any(not found.are_finite, program), False
+        is_skipped, has_overflown = self._has_any_failed(not found.are_finite, program), False
         if is_skipped:
-            ranks = self._failed_ranks.gather(lambda: found)
+            ranks = self._of_all_ranks(found)
             has_overflown = not all(item.has_finite_norm for item in ranks.values())
             if self._raises(ranks.values()):
                 raise NonFiniteError(_describe(self.steps_done + 1, ranks))
@@ -101,6 +103,16 @@ class StepCheck:
         if self.loss_scale is not None:
             self.loss_scale.update(was_skipped=has_overflown)
         return not is_skipped
+
+    def _has_any_failed(self, has_failed: bool, program: Hashable) -> bool:
+        """Return whether the check failed on any rank. The first call for a program waits for ranks that load it."""
+        is_new, self._seen = program != self._seen, program
+        return has_failed if self._control is None else self._control.any(has_failed, _ACTION, waits=is_new)
+
+    def _of_all_ranks(self, found: _Found) -> dict[int, _Found]:
+        if self._control is None:
+            return {0: found}
+        return dict(zip(self._control.channel.ranks, self._control.gather(found, _ACTION), strict=True))
 
     def _raises(self, ranks: Collection[_Found]) -> bool:
         """Whether a step with these numbers of all ranks, some of which are not finite, is an error."""

@@ -25,7 +25,6 @@ from autoshard.ir.pipeline_order import one_after_another
 from autoshard.ir.plan import Plan
 from autoshard.ir.profile import PredictSteps, Profile
 from autoshard.ir.update import checked_norm
-from autoshard.runtime.autograd_tasks import AutogradTasks
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.executor import Executor
 from autoshard.runtime.graphed_passes import GraphedPasses
@@ -38,13 +37,13 @@ from autoshard.runtime.micro_batches import (
     Weigh,
     naming_micro_batches,
     parts_of,
+    share_of,
     sum_of,
     weighs_nothing,
 )
 from autoshard.runtime.of_model import refuse_capture
 from autoshard.runtime.optimizer_state import HyperparameterText, lay_out_loaded_state
 from autoshard.runtime.profiling.profile_run import ProfileRun
-from autoshard.runtime.run_order import run_order
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.signature import FlatCall
 from autoshard.runtime.step_check import StepCheck
@@ -410,11 +409,11 @@ class TrainStep(HasWeights):
         scale = 1.0 if self._loss_scale is None else self._loss_scale.value
         self._multiply_gradients(scale)
         try:
-            for numbers in batch.rounds(self.micro_batches):
-                parts = [batch.parts[number] for number in numbers]
-                tasks = AutogradTasks(self.sharded, parts, [weights[number] for number in numbers], scale)
-                run_order(self.order, (0,), tasks)
-                shares += tasks.shares.values()
+            for part, weight in zip(batch.parts, weights, strict=True):
+                share = share_of(self.sharded.run_for_loss(*part), weight)
+                if share.requires_grad:  # not a micro-batch of weight zero
+                    (share * scale).backward()
+                shares.append(share.detach())
         finally:
             self._multiply_gradients(1 / scale)
         loss = sum_of(shares)

@@ -24,10 +24,11 @@ from autoshard.errors import AutoshardError
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, Program
 from autoshard.ir.spec import PartitionSpec
+from autoshard.rules.emit_local import stride_free
 from autoshard.rules.fan_out import fan_out
 from autoshard.rules.registry import author_of_rule
 from autoshard.testing.calls import check_calls
-from autoshard.testing.one_device import STRIDE_FREE, OneDevice
+from autoshard.testing.one_device import OneDevice
 from autoshard.testing.source import run_code
 from autoshard.tracing.operators import defining_module
 from passes.strategies.enumerate_strategies import resolve
@@ -238,7 +239,7 @@ def _held(node: fx.Node) -> fx.Node:
 
 
 def _call_text(node: fx.Node) -> str:
-    target: Any = STRIDE_FREE.get(node.target, node.target)
+    target: Any = stride_free(node.target)
     assert isinstance(target, OpOverload), f"{target} is no operator"
     arguments = [_argument_text(item) for item in node.args]
     arguments += [f"{name}={_argument_text(item)}" for name, item in node.kwargs.items()]

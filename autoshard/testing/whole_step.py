@@ -12,6 +12,7 @@ from torch import nn
 from autoshard.ir.loss_scaling import LossScaling
 from autoshard.ir.program import Program
 from autoshard.ir.update import Update
+from autoshard.runtime.micro_batches import Part, parts_of
 from autoshard.runtime.traced_optimizer import describe_update, names_of
 from autoshard.tracing import trace
 
@@ -35,17 +36,9 @@ class WholeStep:
     micro_batches: int = 1
     loss_scaling: LossScaling | None = None
 
-    def cut(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    def cut(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Part]:
         """Return the positional and keyword arguments of each micro-batch. Tensors are split evenly along dim 0."""
-
-        def part(item: Any, index: int) -> Any:
-            is_cut = isinstance(item, torch.Tensor) and item.dim() > 0
-            return item.chunk(self.micro_batches)[index] if is_cut else item
-
-        return [
-            (tuple(part(item, index) for item in args), {name: part(item, index) for name, item in kwargs.items()})
-            for index in range(self.micro_batches)
-        ]
+        return list(parts_of(args, kwargs, self.micro_batches).parts)
 
     def update(self, model: nn.Module, *, scales_loss: bool = False) -> Update:
         """`check_plan` calls this: return the optimizer's update of `model`'s parameters as data for tracing."""
@@ -69,4 +62,4 @@ def trace_training(
         return trace(model, tuple(args), dict(kwargs), compute_dtype=dtype)
     part, named = whole_step.cut(args, kwargs)[0]
     update = whole_step.update(model, scales_loss=dtype is torch.float16)
-    return trace(model, part, named, compute_dtype=dtype, update=update)
+    return trace(model, tuple(part), dict(named), compute_dtype=dtype, update=update)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from autoshard.runtime.distributed import DistributedEngine
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.graphed_passes import GraphedPasses
 from passes.lowering.order import Moment, run_at
-from passes.verification.verify_in_place import verify_in_place
 
 _WITH_KERNELS = ("inductor", "triton")
 
@@ -34,14 +33,6 @@ def wrap_of(backend: str) -> Callable[[fx.GraphModule], Callable[..., Any]] | No
         return None
 
     return lambda graph: torch.compile(traced_through(graph), backend="inductor", fullgraph=True, dynamic=False)
-
-
-def check_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapping[int, int]) -> None:
-    """Raise `VerificationError` if `after`, which writes over its inputs, computes other results than `before`.
-
-    `written` maps the index of a result to the index of the placeholder that it is written over.
-    """
-    verify_in_place(before, after, written)
 
 
 def finish(graph_module: fx.GraphModule) -> fx.GraphModule:

@@ -22,6 +22,7 @@ from autoshard.ir.request import CompiledProgram
 from autoshard.runtime.agreement.step_agreement import Check
 from autoshard.runtime.engine import SimulatorEngine
 from autoshard.runtime.executor import Executor
+from autoshard.runtime.graph_loader import Loading
 from autoshard.runtime.launch import world_size
 from autoshard.runtime.lengths import Lengths
 from autoshard.runtime.loss_scale import LossScale
@@ -31,7 +32,7 @@ from autoshard.runtime.stages.stage_engines import make_engines
 from autoshard.runtime.train_step import TrainStep
 from cost_models.errors import UnknownOperatorError
 from cost_models.hardware import Cluster
-from passes.driver.backends import check_in_place, finish, graphs_of, wrap_of
+from passes.driver.backends import finish, graphs_of, wrap_of
 from passes.driver.candidates import batch_of, by_micro_batches
 from passes.driver.choose_mesh import choose_mesh
 from passes.driver.fixed_plan import check_loss_scaling, micro_batches_of, precision_of, update_for
@@ -42,6 +43,7 @@ from passes.driver.stage_planner import StagePlanner
 from passes.padding.prove_padding import prove_padding
 from passes.planning.recipe_meshes import check_mesh
 from passes.prediction.predict_steps import predict_steps
+from passes.verification.verify_in_place import verify_in_place
 from passes.verification.verify_schedule import verify_schedule
 from passes.verification.weigh_step import weigh_call
 
@@ -87,14 +89,9 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
     pipeline = pipeline_of(mesh, arguments.schedule, arguments.virtual_stages, micro_batches)
     if pipeline is not None:
         check_pipeline(update, call)
-    engine, messages = make_engines(
-        mesh,
-        device,
-        wrap_of(call.backend),
-        check_in_place if call.verify else None,
-        finish,
-        options.timeout_s,
-    )
+    check = verify_in_place if call.verify else None
+    loading = Loading(wrap_of(call.backend), check, finish)
+    engine, messages = make_engines(mesh, device, loading, options.timeout_s)
     if call.backend == "inductor" and isinstance(engine, SimulatorEngine):
         raise NotAvailableError("backend='inductor' needs a process per rank; the simulator runs eagerly.")
     engine.ranges.are_on = options.name_ranges

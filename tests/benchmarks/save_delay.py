@@ -27,7 +27,7 @@ import autoshard
 from autoshard import Checkpoints, Mesh, P
 from autoshard.checkpoints.ranks import Ranks
 from autoshard.checkpoints.snapshot import take
-from autoshard.checkpoints.state import TrainingState, ranks_of
+from autoshard.checkpoints.state import TrainingState, model_of
 from autoshard.runtime.train_step import TrainStep
 from tests.benchmarks.step_cases import CASES, make_batches, make_model
 from tests.runtime.processes import run_checks
@@ -64,7 +64,7 @@ def measure(model: str, plan: str, rounds: int, room: str) -> None:
     step = autoshard.compile(
         made, Mesh({"data": 2}), optimizer=optimizer, example_inputs=batch, constraints=PLANS[plan]
     )
-    ranks = ranks_of(step)
+    ranks = Ranks.of(model_of(step))
     checkpoints = Checkpoints(Path(room, plan), keep=1)
     step(**batch)
     rows = []

@@ -25,7 +25,7 @@ def replace(folder: Path, name: str, data: bytes) -> None:
     """Put a file into a checkpoint, with the checksums that fit."""
     (folder / name).write_bytes(data)
     found = Manifest.read(folder)
-    Manifest(found.step, found.ranks, found.mesh, {**found.files, name: sums_of(data)}, found.version).write(folder)
+    Manifest(found.step, found.ranks, found.mesh, {**found.files, name: sums_of(data)}).write(folder)
 
 
 def edit_table(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:

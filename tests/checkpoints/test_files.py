@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
+import io
 import random
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystem
 
 from autoshard import CheckpointError, Checkpoints
 from autoshard.checkpoints import manifest
@@ -194,33 +193,25 @@ class FullDisk:
     def __init__(self, room: int) -> None:
         self.room = room
 
-    @contextmanager
-    def create_stream(self, files: FileSystem, path: Path, mode: str) -> Iterator[Any]:
-        with CREATE_STREAM(files, path, mode) as file:
-            yield Bounded(file, self)
+    def write(self, file: Any, data: Any) -> int:
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return io.BufferedWriter.write(file, data)
 
     def __enter__(self) -> None:
-        FileSystem.create_stream = lambda files, path, mode: self.create_stream(files, path, mode)
+        kind = type("Bounded", (io.BufferedWriter,), {"write": lambda file, data: self.write(file, data)})
+
+        def opened(path: Path, mode: str = "r", **rest: Any) -> Any:
+            return kind(io.FileIO(path, mode)) if mode == "wb" else OPEN(path, mode, **rest)
+
+        Path.open = opened  # type: ignore[assignment,method-assign]
 
     def __exit__(self, *_: object) -> None:
-        FileSystem.create_stream = CREATE_STREAM
+        Path.open = OPEN  # type: ignore[method-assign]
 
 
-CREATE_STREAM = FileSystem.create_stream
-
-
-class Bounded:
-    """A file on the full disk."""
-
-    def __init__(self, file: Any, disk: FullDisk) -> None:
-        self.tell, self.flush, self.fileno, self.closed = file.tell, file.flush, file.fileno, False
-        self._file, self._disk = file, disk
-
-    def write(self, data: memoryview) -> int:
-        self._disk.room -= data.nbytes
-        if self._disk.room < 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return self._file.write(data)
+OPEN = Path.open
 
 
 def check_full_disk(folder: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autoshard.checkpoints.trees import described, join, own_slots, slots_in, split
+from autoshard.checkpoints.trees import join, own_slots, slots_in, split
 from autoshard.checkpoints.values import Slot, packed, unpacked
 
 
@@ -49,10 +49,3 @@ def test_own_slots() -> None:
     """A value without sharding has the name of its rank."""
     rest = own_slots({"a": Slot("k.a", is_sharded=False), "b": Slot("k.b", is_sharded=True)}, "@3")
     assert [slot.name for slot in slots_in(rest)] == ["k.a@3", "k.b"]
-
-
-def test_described() -> None:
-    """Equal values have one text, in any order of a set; unequal values have different texts."""
-    assert described({"a": {"x", "y"}, "b": [1, 2.5, None]}) == described({"a": {"y", "x"}, "b": [1, 2.5, None]})
-    assert described([1]) != described((1,))
-    assert described({"lr": 0.1}) != described({"lr": 0.2})

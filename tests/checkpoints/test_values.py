@@ -93,6 +93,11 @@ def test_text_is_json() -> None:
     assert json.loads(packed({"a": [1, (2.5, None)]})) == {"dict": {"a": [1, {"tuple": [2.5, None]}]}}
 
 
+def test_equal_sets_have_one_text() -> None:
+    """Ranks compare texts, and their sets may have other orders."""
+    assert packed({8, 16, "a"}) == packed({"a", 16, 8})
+
+
 class Own:
     """A class of a user."""
 

@@ -19,7 +19,7 @@ from autoshard.runtime.simulator import simulate
 from tests.runtime.processes import report, run_checks
 
 _c10d = torch.ops._c10d_functional
-REDUCTIONS = ("sum", "avg", "max", "min", "product")
+REDUCTIONS = ("sum", "max", "min", "product")
 
 
 def reducing(target: Any, *args: Any, known: Tensor | None = None) -> fx.GraphModule:

@@ -85,28 +85,10 @@ def test_all_to_all() -> None:
     assert run(collective(C10D.all_to_all_single.default, [1, 1], [1, 1], "model"), RANKS) == expected
 
 
-def test_broadcast() -> None:
-    """The source is an index in the group."""
-    assert run(collective(C10D.broadcast.default, 1, "data"), RANKS) == [[2, 20], [3, 30]] * 2
-
-
 def test_joined_axes_are_one_group() -> None:
     """Axes joined by a comma name the group of all their ranks, the last axis fastest."""
     gather = collective(C10D.all_gather_into_tensor.default, 4, "model,data")
     assert run(gather, [torch.tensor([rank]) for rank in range(4)]) == [[0, 2, 1, 3]] * 4
-
-
-def test_coalesced() -> None:
-    """A coalesced collective applies to each of its operands."""
-
-    def build(graph: fx.Graph, value: fx.Node) -> tuple[fx.Node, ...]:
-        both = graph.call_function(C10D.all_reduce_coalesced.default, ([value, value], "sum", "model"))
-        items = [graph.call_function(operator.getitem, (both, index)) for index in range(2)]
-        return tuple(graph.call_function(C10D.wait_tensor.default, (item,)) for item in items)
-
-    first, second = simulate(program(build), MESH, [RANKS])
-    assert [value.tolist() for value in first] == [value.tolist() for value in second]
-    assert first[0].tolist() == [1, 10]
 
 
 @given(st.data())
@@ -206,7 +188,6 @@ def test_wrong_number_of_ranks() -> None:
         (collective(C10D.reduce_scatter_tensor.default, "sum", 4, "data,model"), "4 does not divide dim 0"),
         (collective(C10D.all_to_all_single.default, [1, 1], [1, 2], "model"), "do not add up"),
         (collective(C10D.all_to_all_single.default, [2, 1], [1, 1], "model"), "differ from the sent sizes"),
-        (collective(C10D.broadcast.default, 2, "model"), "src=2 is not in a group of 2"),
     ],
 )
 def test_what_does_not_fit_is_refused(graph_module: fx.GraphModule, match: str) -> None:

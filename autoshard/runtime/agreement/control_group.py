@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from autoshard.errors import AutoshardError, LostRankError, RankMismatchError
 from autoshard.runtime.agreement.control_channel import TIMEOUT_S, ControlChannel
 from autoshard.runtime.agreement.one_thread import OneThread
-from autoshard.runtime.agreement.vector_exchange import VectorExchange, connect
+from autoshard.runtime.agreement.vector_exchange import LENGTH, VectorExchange, connect
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -63,6 +63,10 @@ class ControlGroup:
         self.channel = ControlChannel(ranks, timeout_s)
         self.one_thread = OneThread()
         self._is_telling = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ControlGroup:
+        """Return the group itself: copies of a model run on the same ranks."""
+        return self
 
     @cached_property
     def vectors(self) -> VectorExchange | None:
@@ -143,6 +147,24 @@ class ControlGroup:
         """
         with self.telling_errors(), self.channel.showing_life(action):
             yield
+
+    def any(self, mine: bool, action: str, *, waits: bool = False) -> bool:
+        """Return whether `mine` is true on any rank. All ranks get the same answer.
+
+        Args:
+            mine: this rank's answer.
+            action: the next action of the ranks, for error messages.
+            waits: whether ranks may work for long before they answer, so that the others wait for their signs of life.
+
+        Raises:
+            LostRankError: a rank does not answer within the time limit of the channel.
+        """
+        if len(self.channel.ranks) == 1:
+            return mine
+        if waits or self.vectors is None:
+            return any(self.gather(mine, action))
+        self.vectors.post((int(mine),) * LENGTH, lambda: action)
+        return any(first for first, *_ in self.vectors.collect(lambda: action))
 
     def gather(self, value: T, action: str) -> list[T]:
         """Return the value of each rank, in the order of ranks. `action` is the next action, for error messages.

@@ -1,19 +1,16 @@
 """Digests of tensors' bits: equal on every rank for equal tensors, and different if two unequal elements are swapped.
 
-A digest of a whole tensor is a multilinear hash (Carter and Wegman 1979, section 3). Each 64-bit word is multiplied by
-the odd pseudo-random number of its position, and the products are summed modulo 2^64. Longer tensors than the table of
-numbers are hashed block by block. Samples of tensors on the CPU are hashed by BLAKE2, which is faster for few bytes.
+A digest of a tensor is a multilinear hash (Carter and Wegman 1979, section 3). Each 64-bit word is multiplied by the
+odd pseudo-random number of its position, and the products are summed modulo 2^64. Longer tensors than the table of
+numbers are hashed block by block.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 _BLOCK = 1 << 11
@@ -29,7 +26,7 @@ def words_of(tensor: torch.Tensor) -> torch.Tensor:
 
     The result is a view if the memory is contiguous and aligned.
     """
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.stride(0) != 1:  # a single element is contiguous with any stride
         flat = flat.as_strided(flat.shape, (1,))
     itemsize = flat.element_size()
@@ -61,75 +58,37 @@ def digest_of(tensor: torch.Tensor) -> str:
     return hex_of(digest_of_text(f"{tuple(tensor.shape)} {tensor.dtype} {value}"))
 
 
-def digest_of_samples(tensors: Sequence[torch.Tensor], most: int, turn: int) -> int | torch.Tensor:
-    """Return a digest of tensors on one device, from a sample of each tensor's bytes and the sum of its 64-bit words.
+def digest_of_samples(tensors: Sequence[torch.Tensor], most: int, turn: int) -> torch.Tensor:
+    """Return a digest of tensors on one device, from a sample of each tensor's words and the sum of its words.
 
     A tensor of at most `most` bytes is read whole. A swap of two values does not change the sum, and shows only if
-    the sample contains one of the values. Each `turn` samples other bytes. The digest is an int on the CPU, else a
-    0-dim int64 tensor.
+    the sample contains one of the values. Each `turn` samples other words. The digest is a 0-dim int64 tensor.
     """
-    if tensors[0].device.type == "cpu":
-        memories = [bytes_of(tensor) for tensor in tensors]
-        sums = [_sum_of_words(memory) for memory in memories if len(memory) > most]
-        return digest_of_bytes([*(_sample_of_bytes(memory, most, turn) for memory in memories), *sums])
     rows = [words_of(tensor) for tensor in tensors]
     sums = [words.sum().reshape(1) for words in rows if len(words) > most // 8]
     return digest_of_words(torch.cat([*(sample_of(words, most // 8, turn) for words in rows), *sums]))
 
 
 def sample_of(words: torch.Tensor, most: int, turn: int) -> torch.Tensor:
-    """Return at most `most` of `words` [n], spread over all of them. Each turn takes other words."""
+    """Return at most `most` of `words` [n], spread over all of them. Each turn takes other words.
+
+    The words are cut into equal rows, and the sample is some neighbouring columns of the rows.
+    """
     if len(words) <= most:
         return words
-    rows, length, start, width = _spread(len(words), most, turn)
-    return words.narrow(0, 0, rows * length).view(rows, length).narrow(1, start, width).reshape(-1)
-
-
-def _sample_of_bytes(memory: npt.NDArray[np.uint8], most: int, turn: int) -> npt.NDArray[np.uint8]:
-    if len(memory) <= most:
-        return memory
-    rows, length, start, width = _spread(len(memory), most, turn)
-    return memory[: rows * length].reshape(rows, length)[:, start : start + width].reshape(-1)
-
-
-def _sum_of_words(memory: npt.NDArray[np.uint8]) -> bytes:
-    """Return the sum modulo 2^64 of the 64-bit words of `memory`, followed by its bytes after the last whole word."""
-    whole = len(memory) // 8 * 8
-    return memory[:whole].view(np.uint64).sum().tobytes() + memory[whole:].tobytes()
-
-
-def _spread(count: int, most: int, turn: int) -> tuple[int, int, int, int]:
-    """Cut `count` items into equal rows, and choose the columns of the rows that a sample takes.
-
-    The sample has at most `most` items. Return the number of rows, their length, the first column of the sample, and
-    the number of its columns.
-    """
     rows = min(_PIECES, most)
-    width, length = most // rows, count // rows
-    return rows, length, turn * width % (length - width + 1), width
+    width, length = most // rows, len(words) // rows
+    return words[: rows * length].view(rows, length).narrow(1, turn * width % (length - width + 1), width).reshape(-1)
 
 
-def bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """Return the memory of a tensor as a NumPy array of uint8 [bytes]: a view of the memory if no copy is needed."""
-    known = (
-        tensor
-        if tensor.dtype in _OF_NUMPY
-        else tensor.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
-    )
-    return np.ascontiguousarray(known.numpy(force=True)).reshape(-1).view(np.uint8)
-
-
-def digest_of_bytes(pieces: Iterable[Any]) -> int:
-    """Return one digest of several buffers, in their order. It fits in an int64, and is the same in every process."""
-    found = hashlib.blake2b(digest_size=8)
-    for piece in pieces:
-        found.update(piece)
-    return int.from_bytes(found.digest(), "little", signed=True)
+def digest_of_bytes(data: bytes) -> int:
+    """Return a digest of bytes. It fits in an int64, and is the same in every process."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
 def digest_of_text(text: str) -> int:
     """Return a digest of a text. It fits in an int64, and is the same in every process."""
-    return digest_of_bytes([text.encode()])
+    return digest_of_bytes(text.encode())
 
 
 def combine(digests: Sequence[int]) -> int:
@@ -143,9 +102,6 @@ def hex_of(digest: int) -> str:
 
 
 _PIECES = 32
-_OF_NUMPY = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool}
-_OF_NUMPY |= {torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128}
-"""Dtypes that NumPy has too."""
 
 
 @cache

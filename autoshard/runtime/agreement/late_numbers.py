@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,47 +12,41 @@ from autoshard.runtime.agreement.control_group import PieceFact
 BEFORE = " of the call before"
 
 
-@dataclass(frozen=True, slots=True)
-class _OnTheirWay:
-    """Numbers of one call, which the device is copying to the host.
+class Arriving:
+    """Scalars that an accelerator is copying to the host, while the host and the accelerator go on.
 
     Args:
-        names: the name of each number.
-        values: the copy, int64 in pinned host memory.
-        arrived: an event that the device records after the copy.
+        scalars: 0-dim tensors on one accelerator, of one dtype.
     """
 
-    names: tuple[PieceFact, ...]
-    values: torch.Tensor
-    arrived: Any
+    def __init__(self, scalars: Sequence[torch.Tensor]) -> None:
+        values = torch.stack(list(scalars))
+        self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+        self._values.copy_(values, non_blocking=True)
+        self._arrived = torch.Event(values.device)
+        self._arrived.record()
+
+    def read(self) -> list[Any]:
+        """Wait for the copy, and return the numbers."""
+        self._arrived.synchronize()
+        return self._values.tolist()
 
 
 class LateNumbers:
     """Reads integers at each call. A number on an accelerator is returned one call later."""
 
     def __init__(self) -> None:
-        self._before: _OnTheirWay | None = None
+        self._before: tuple[tuple[PieceFact, ...], Arriving] | None = None
 
-    def read(self, numbers: Mapping[PieceFact, int | torch.Tensor]) -> dict[PieceFact, int]:
-        """Return the integers among `numbers`, and the accelerator's numbers of the previous call.
+    def read(self, numbers: Mapping[PieceFact, torch.Tensor]) -> dict[PieceFact, int]:
+        """Return the CPU's integers among `numbers`, and the accelerator's numbers of the previous call.
 
-        Names of the previous call's numbers end with `BEFORE`. `numbers` are integers, or 0-dim int64 tensors on an
-        accelerator.
+        Names of the previous call's numbers end with `BEFORE`. `numbers` are 0-dim int64 tensors.
         """
-        known = {name: number for name, number in numbers.items() if isinstance(number, int)}
-        away = {name: number for name, number in numbers.items() if isinstance(number, torch.Tensor)}
-        before, self._before = self._before, _start(away) if away else None
+        known = {name: int(number) for name, number in numbers.items() if number.is_cpu}
+        away = {name: number for name, number in numbers.items() if not number.is_cpu}
+        before, self._before = self._before, (tuple(away), Arriving(list(away.values()))) if away else None
         if before is not None:
-            before.arrived.synchronize()
-            earlier = [PieceFact(f"{name.name}{BEFORE}", name.place) for name in before.names]
-            known |= dict(zip(earlier, before.values.tolist(), strict=True))
+            earlier = (PieceFact(f"{name.name}{BEFORE}", name.place) for name in before[0])
+            known |= dict(zip(earlier, before[1].read(), strict=True))
         return known
-
-
-def _start(numbers: Mapping[PieceFact, torch.Tensor]) -> _OnTheirWay:
-    values = torch.stack(list(numbers.values()))
-    arriving = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
-    arriving.copy_(values, non_blocking=True)
-    arrived = torch.Event(values.device)
-    arrived.record()
-    return _OnTheirWay(tuple(numbers), arriving, arrived)

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.agreement.control_group import Facts, PieceFact
-from autoshard.runtime.agreement.digests import bytes_of, digest_of_bytes, digest_of_words, words_of
+from autoshard.runtime.agreement.digests import digest_of_bytes, digest_of_words, words_of
 from autoshard.runtime.agreement.pieces import WHOLE, copies_of, facts_of, piece_of
 from autoshard.runtime.known_layouts import local_of
 from autoshard.runtime.stages.stage_meshes import is_elsewhere
@@ -45,7 +45,7 @@ class ParameterWatch:
         self._counted = [tensor for _, tensor in self._named if not tensor.is_inference()]
         self._versions = self._read_versions()
         self._changes: list[int] = [0] * len(self._counted)
-        self._groups: list[tuple[str, list[_WatchedPart]]] = list(self._by_place())
+        self._groups: list[tuple[str, list[torch.Tensor]]] = list(self._by_place())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterWatch:
         """Return a watch of the copied tensors."""
@@ -57,24 +57,21 @@ class ParameterWatch:
         """Return a digest of how often each tensor was changed in place since the last call; 0 without changes."""
         found, before = self._read_versions(), self._versions
         self._changes, self._versions = [*map(sub, found, before)], found
-        return digest_of_bytes([array("q", self._changes)]) if found != before else 0
+        return digest_of_bytes(array("q", self._changes).tobytes()) if found != before else 0
 
-    def sample(self, turn: int) -> dict[PieceFact, int | torch.Tensor]:
+    def sample(self, turn: int) -> dict[PieceFact, torch.Tensor]:
         """Return a dict with one entry: a digest of a few elements of one group of tensors.
 
         Each `turn` reads other elements.
 
-        The key says which piece of the tensors this rank holds, and which elements were read. The digest of elements on
-        an accelerator is a tensor. The dict is empty if no other rank holds the same piece, or after `stop_sampling`.
+        The key says which piece of the tensors this rank holds, and which elements were read. The dict is empty if no
+        other rank holds the same piece, or after `stop_sampling`.
         """
         if not self._groups:
             return {}
-        place, rows = self._groups[turn % len(self._groups)]
-        first = self._first_element(turn)
-        place = f"{place} from {first}"  # stages may have different numbers of groups
-        if not rows[0].is_on_host:
-            return {PieceFact(SAMPLE, place): digest_of_words(words_of(self._elements_at(turn)[1]))}
-        return {PieceFact(SAMPLE, place): digest_of_bytes(row.memory(first) for row in rows)}
+        place, elements = self._elements_at(turn)
+        place = f"{place} from {self._first_element(turn)}"  # stages may have different numbers of groups
+        return {PieceFact(SAMPLE, place): digest_of_words(words_of(elements))}
 
     def elements(self, turn: int) -> dict[str, list[float]]:
         """Return the elements that `sample` read at this turn and at the previous turn, by the name of their group.
@@ -120,7 +117,7 @@ class ParameterWatch:
         """Return the name of the tensor group whose turn it is, and a few elements of its tensors, concatenated."""
         place, rows = self._groups[turn % len(self._groups)]
         first = self._first_element(turn)
-        return place, torch.cat([row.elements(first) for row in rows])
+        return place, torch.cat([_elements_of(row, first) for row in rows])
 
     def _first_element(self, turn: int) -> int:
         """Return the index of the first element to read at a turn. It moves on when each group has had its turn.
@@ -129,12 +126,12 @@ class ParameterWatch:
         """
         return turn // len(self._groups) * _ELEMENTS
 
-    def _by_place(self) -> Iterator[tuple[str, list[_WatchedPart]]]:
+    def _by_place(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
         """Yield groups of at most `_AT_ONCE` tensors that other ranks hold too, each with a name.
 
         The tensors of a group agree in stage, device, dtype, and the part of the whole tensor that this rank holds.
         """
-        found: dict[tuple, list[_WatchedPart]] = {}
+        found: dict[tuple, list[torch.Tensor]] = {}
         for _, tensor in self._named:
             if is_elsewhere(tensor) or self._copies(tensor) == 1:
                 continue
@@ -142,54 +139,20 @@ class ParameterWatch:
             if isinstance(tensor, DTensor) and tensor.device_mesh.size() < self._ranks:
                 stage = int(tensor.device_mesh.mesh.min())
             if piece.local.numel() and piece.local.is_contiguous() and not tensor.is_meta:
-                found.setdefault((piece.shard_coordinates, stage, tensor.device, tensor.dtype), []).append(
-                    _WatchedPart(tensor)
-                )
+                found.setdefault((piece.shard_coordinates, stage, tensor.device, tensor.dtype), []).append(tensor)
         for (place, stage, *_), rows in found.items():
             for start in range(0, len(rows), _AT_ONCE):
                 yield f"{place} of stage {stage}, {start}", rows[start : start + _AT_ONCE]
 
 
-class _WatchedPart:
-    """A flat view of this rank's piece of a tensor. The view is kept as long as a DTensor has the same local tensor."""
+def _elements_of(tensor: torch.Tensor, first: int) -> torch.Tensor:
+    """Return `_ELEMENTS` neighbouring elements of this rank's piece of a tensor, or all elements if there are fewer.
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.is_on_host = tensor.device.type == "cpu"
-        self._tensor = tensor
-        self._is_distributed = isinstance(tensor, DTensor)
-        self._local: torch.Tensor | None = None
-        self._flat = tensor
-        self._bytes: Any = b""
-
-    def elements(self, first: int) -> torch.Tensor:
-        """Return `_ELEMENTS` neighbouring elements, or all elements if there are fewer.
-
-        The first has index `first`, modulo the number of possible starts.
-        """
-        self._refresh_view()
-        start, count = self._part(first)
-        return self._flat.narrow(0, start, count)
-
-    def memory(self, first: int) -> Any:
-        """Return the bytes of the elements that `elements(first)` returns, for a tensor on the CPU."""
-        self._refresh_view()
-        start, count = self._part(first)
-        size = self._flat.itemsize
-        return self._bytes[start * size : (start + count) * size]
-
-    def _part(self, first: int) -> tuple[int, int]:
-        count = len(self._flat)
-        return (0, count) if count <= _ELEMENTS else (first % (count - _ELEMENTS + 1), _ELEMENTS)
-
-    def _refresh_view(self) -> None:
-        """Make the flat view again, unless a DTensor has the same local tensor as before.
-
-        A plain tensor may get new memory and stay the same object, so its view is always made again.
-        """
-        local = local_of(self._tensor) if self._is_distributed else self._tensor
-        if local is not self._local or not self._is_distributed:
-            self._local, self._flat = local, local.detach().view(-1)
-            self._bytes = bytes_of(self._flat) if self.is_on_host else b""
+    The first has index `first`, modulo the number of possible starts.
+    """
+    flat = (local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach().view(-1)
+    count = len(flat)
+    return flat if count <= _ELEMENTS else flat.narrow(0, first % (count - _ELEMENTS + 1), _ELEMENTS)
 
 
 _version_of = attrgetter("_version")

@@ -321,11 +321,11 @@ def _are_alike(rows: Sequence[Row]) -> bool:
     return True
 
 
-def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[PieceFact, int | torch.Tensor]:
+def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[PieceFact, torch.Tensor]:
     """Return digests of the inputs of which other ranks hold the same piece, one for each device type and place.
 
     The key's name has the device type. A digest covers small inputs whole. For a large input, it covers the sum of its
-    words and a sample of its bytes, other bytes at each `turn`.
+    words and a sample of its words, other words at each `turn`.
     """
     found: dict[tuple[str, str], list[torch.Tensor]] = {}
     for tensor in call.tensors.values():

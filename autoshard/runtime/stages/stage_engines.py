@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.staged import ONLY_AXIS, PIPELINE_AXIS
 from autoshard.runtime.agreement.control_channel import TIMEOUT_S
 from autoshard.runtime.agreement.control_group import ControlGroup
-from autoshard.runtime.distributed import CheckInPlace, DistributedEngine, FinishInPlace
+from autoshard.runtime.distributed import DistributedEngine
 from autoshard.runtime.engine import Engine, SimulatorEngine
+from autoshard.runtime.graph_loader import Loading
 from autoshard.runtime.launch import make_engine
 from autoshard.runtime.process_groups import ProcessGroups
 from autoshard.runtime.stages.stage_meshes import StageMeshes
@@ -25,9 +24,7 @@ from autoshard.runtime.stages.stage_messages import MessagesBetweenRanks, Messag
 def make_engines(
     mesh: DeviceMesh | Mesh,
     device: torch.device,
-    wrap: Callable[[fx.GraphModule], Callable[..., Any]] | None = None,
-    check_in_place: CheckInPlace | None = None,
-    finish_in_place: FinishInPlace | None = None,
+    loading: Loading = Loading(),  # noqa: B008  (frozen)
     timeout_s: float = TIMEOUT_S,
 ) -> tuple[Engine, StageMessages | None]:
     """Return the engine that runs programs on `mesh`, and the object that carries messages between pipeline stages.
@@ -35,9 +32,8 @@ def make_engines(
     Without an axis "pipeline", these are the engine of `make_engine` and None. With this axis, the engine runs the
     programs of stages, which use the other axes of the mesh. The arguments are those of `make_engine`.
     """
-    options = (wrap, check_in_place, finish_in_place, timeout_s)
     mesh = _with_an_axis_for_stages(mesh)
-    engine = make_engine(mesh, device, *options)
+    engine = make_engine(mesh, device, loading, timeout_s)
     if PIPELINE_AXIS not in engine.mesh.axis_names:
         return engine, None
     if isinstance(engine, SimulatorEngine):
@@ -48,7 +44,8 @@ def make_engines(
     stages = StageMeshes.of(whole)
     control = ControlGroup(whole.mesh.flatten().tolist(), timeout_s)
     groups = ProcessGroups(whole, timeout_s)
-    return DistributedEngine(stages.own, *options, control, groups, stages), MessagesBetweenRanks(whole, groups)
+    engine = DistributedEngine(stages.own, loading, timeout_s, control, groups, stages)
+    return engine, MessagesBetweenRanks(whole, groups)
 
 
 def _with_an_axis_for_stages(mesh: DeviceMesh | Mesh) -> DeviceMesh | Mesh:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import WeightsError
+from autoshard.ir.files import sync
 from autoshard.runtime.engine import NO_PIPELINE_RANKS, Engine
 from autoshard.runtime.four_bit import is_4bit
 from autoshard.runtime.freed_memory import give_freed_memory_back
@@ -231,7 +232,7 @@ def _finish(content: _FolderContent, path: Path, aside: Path) -> None:
     _keep_others(path, aside, content.replaced)
     for folder, _, files in os.walk(aside):
         for name in (*files, "."):
-            _sync(Path(folder, name))
+            sync(Path(folder, name))
     _swap(path, aside)
 
 
@@ -271,7 +272,7 @@ def _swap(path: Path, aside: Path) -> None:
             f"{path} cannot be replaced: {error.strerror}. It is unchanged. If another disk is mounted there, export "
             "to a folder inside it."
         ) from error
-    _sync(path.parent)
+    sync(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -288,12 +289,3 @@ def _put_back(path: Path) -> None:
 
 def _replaced(path: Path) -> Path:
     return path.with_name(f".{path.name}.replaced")
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file's bytes, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

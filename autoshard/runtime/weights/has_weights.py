@@ -52,7 +52,6 @@ class HasWeights(ABC):
                 unexpected, or of another shape or dtype, or a damaged file.
         """
         weights = self._model_weights()
-        weights.check_are_placed("load_weights")
         load_weights(weights.model, weights.engine, path, strict=strict, cast=cast)
 
     def export(self, path: str | Path, *, merge: bool = False, max_file_bytes: int = MAX_FILE_BYTES) -> None:
@@ -73,7 +72,6 @@ class HasWeights(ABC):
             WeightsError: on every rank: the message says which file or tensor cannot be written, and why.
         """
         weights = self._model_weights()
-        weights.check_are_placed("export")
         weights.refuse_use()
         sizes = {"merge": merge, "max_file_bytes": max_file_bytes}
         export_weights(weights.model, weights.engine, path, **sizes, pipeline_rank_of=weights.pipeline_rank_of)

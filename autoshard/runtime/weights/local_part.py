@@ -42,31 +42,8 @@ class LocalPart:
             nothing = torch.empty((0,) * len(shape), dtype=tensor.dtype, device=tensor.device)
             return LocalPart(nothing, (0,) * len(shape), shape)
         sizes = [tensor.device_mesh.size(dim) for dim in range(tensor.device_mesh.ndim)]
-        return LocalPart(tensor.to_local().detach(), offset_of(shape, tensor.placements, sizes, coordinate), shape)
-
-    @property
-    def index(self) -> tuple[slice, ...]:
-        """The position of the part in the whole tensor, as slices: `whole[part.index]` equals `part.tensor`."""
-        sizes = zip(self.offset, self.tensor.shape, strict=True)
-        return tuple(slice(start, start + size) for start, size in sizes)
-
-
-def offset_of(
-    shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
-) -> tuple[int, ...]:
-    """Return the index, in the whole tensor, of the first element of one rank's shard of a DTensor.
-
-    Args:
-        shape: shape of the whole tensor.
-        placements: torch's placements, one for each dim of the mesh.
-        sizes: the sizes of the mesh's dims.
-        coordinate: the rank's index along each dim of the mesh.
-
-    Example:
-        >>> offset_of((9,), (Shard(0), Shard(0)), (2, 2), (1, 0))
-        (5,)
-    """
-    return tuple(part.start for part in index_of(shape, placements, sizes, coordinate))
+        index = index_of(shape, tensor.placements, sizes, coordinate)
+        return LocalPart(tensor.to_local().detach(), tuple(part.start for part in index), shape)
 
 
 def index_of(
@@ -74,7 +51,11 @@ def index_of(
 ) -> tuple[slice, ...]:
     """Return the position of one rank's shard of a DTensor, as slices of the whole tensor.
 
-    The arguments are those of `offset_of`.
+    Args:
+        shape: shape of the whole tensor.
+        placements: torch's placements, one for each dim of the mesh.
+        sizes: the sizes of the mesh's dims.
+        coordinate: the rank's index along each dim of the mesh.
 
     Example:
         >>> index_of((9,), (Shard(0), Shard(0)), (2, 2), (1, 0))

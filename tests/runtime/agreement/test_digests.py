@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from autoshard.runtime.agreement.digests import (
-    bytes_of,
     digest_of,
     digest_of_samples,
     digest_of_words,
@@ -14,7 +13,7 @@ from autoshard.runtime.agreement.digests import (
     words_of,
 )
 
-TYPES = (torch.bool, torch.uint8, torch.bfloat16, torch.float16, torch.int32, torch.float64, torch.complex64)
+TYPES = (torch.bool, torch.uint8, torch.float8_e5m2, torch.bfloat16, torch.int32, torch.float64, torch.complex64)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -60,24 +59,10 @@ def test_samples_reach_every_word() -> None:
     assert int(digest_of_words(sample_of(words[:100], 320, 5))) == int(digest_of_words(words[:100]))
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e5m2]
-)
-@pytest.mark.parametrize("shape", [(), (1,), (5, 3), (0, 2)])
-def test_bytes_of_host_memory_are_those_of_the_elements_in_order(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Any layout is read in logical order: transposed tensors, conjugates, and tensors that require a gradient."""
-    torch.manual_seed(0)
-    tensor = (4 * torch.randn(shape)).to(dtype)
-    expected = tensor.flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-    for same in (tensor, tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor, *seen_otherwise(tensor)):
-        assert bytes_of(same).tobytes() == expected
-
-
-def seen_otherwise(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Equal tensors whose memory has other bits, or that autograd follows."""
-    if tensor.is_complex():
-        return [tensor.conj().resolve_conj().conj()]
-    return [tensor.clone().requires_grad_()] if tensor.dtype is torch.float32 else []
+def test_a_conjugate_has_the_digest_of_its_elements() -> None:
+    """Its memory has other bits."""
+    tensor = torch.randn(5, 3, dtype=torch.complex64)
+    assert digest_of(tensor.conj()) == digest_of(tensor.conj().resolve_conj()) != digest_of(tensor)
 
 
 @pytest.mark.parametrize("size", [8, (1 << 15) + 1])
