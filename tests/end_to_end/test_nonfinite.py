@@ -241,4 +241,4 @@ def check_stages_on_gloo() -> None:
 
 CHECKS = {"one rank": check_one_rank_on_gloo, "stages": check_stages_on_gloo}
 
-test_on_gloo = on_processes(CHECKS, deadline_s=300)
+test_on_gloo = on_processes(CHECKS, deadline_s=300, slow=["stages"])

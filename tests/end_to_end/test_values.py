@@ -134,7 +134,7 @@ def test_in_one_process(name: str) -> None:
     CHECKS[name]()
 
 
-test_on_two_processes = on_processes(CHECKS, ranks=2)
+test_on_two_processes = on_processes(CHECKS, ranks=2, sample=2)
 
 
 def test_a_branch_on_what_dropout_gives() -> None:
