@@ -33,9 +33,11 @@ _DROPOUT = {
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
     "vit": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
     "t5": ("dropout_rate",),
+    "bart": ("dropout",),
 }
 _HEADS = {
-    "bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM", "vit": "AutoModelForImageClassification",
+    "bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM", "bart": "AutoModelForSeq2SeqLM",
+    "vit": "AutoModelForImageClassification",
     "resnet": "AutoModelForImageClassification", "whisper": "AutoModelForSpeechSeq2Seq",
 }  # fmt: skip
 _NO_CACHE = ("gpt2", "llama", "mixtral", "t5")
@@ -181,6 +183,20 @@ class Blocks(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x.square().mean() if target is None else F.mse_loss(x, target)
+
+
+class Attention(nn.Module):
+    """Causal attention between two projections, of heads of `size` features, and the mean square of the result."""
+
+    def __init__(self, heads: int, size: int) -> None:
+        super().__init__()
+        self.heads, width = heads, heads * size
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (self.heads, 3, -1)).transpose(1, 2).unbind(-2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2)).square().mean()
 
 
 class Tied(nn.Module):

@@ -24,9 +24,7 @@ from typing import Any
 
 from tests.benchmarks.two_hosts import TwoHosts
 
-LOOPBACK, DELAYED = "loopback", "delayed"
-LATENCY_S, BANDWIDTH_BYTES_PER_S = 5e-4, 125e6
-"""Latency and bandwidth of delayed links."""
+LOOPBACK = "loopback"
 MEMORY_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000", "MALLOC_TRIM_THRESHOLD_": "0"}
 """Settings that map every large allocation separately, so that it is counted, and returned when freed."""
 _WARM_UP, _LOSSES = 3, 3
@@ -123,17 +121,12 @@ def paired_quartiles(mine_s: Sequence[float], theirs_s: Sequence[float]) -> list
     return statistics.quantiles([mine / theirs for mine, theirs in zip(mine_s, theirs_s, strict=True)], n=4)
 
 
-def mesh_along(axis: str, *, is_delayed: bool = False) -> Any:
-    """All ranks along one axis, whose links are delayed or not."""
+def mesh_along(axis: str) -> Any:
+    """All ranks along one axis."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from autoshard.testing import Link, delayed_mesh
-
-    ranks = dist.get_world_size()
-    if is_delayed:
-        return delayed_mesh({axis: ranks}, {axis: Link(LATENCY_S, BANDWIDTH_BYTES_PER_S)})
-    return init_device_mesh("cpu", (ranks,), mesh_dim_names=(axis,))
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(axis,))
 
 
 def parser_of(description: str | None, rounds: int) -> argparse.ArgumentParser:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from passes.driver.pricing import priced_model
 from passes.search.recipe_plan import predict_recipe
+from tests.benchmarks.decoder import Decoder
 from tests.benchmarks.published_runs import cluster_of, model_shape, read_rows, recipe_of
-from tests.benchmarks.recipe_search import counted
 
 
 def test_embeddings_count_as_a_block_where_the_source_says_so() -> None:
@@ -31,5 +33,9 @@ def test_what_ran_fits(run: str) -> None:
     """The measured runs, whose memory is mostly logits and expert tokens, fit by our count."""
     row = next(row for row in read_rows() if row["id"] == run)
     cluster = cluster_of(row)
-    prediction = predict_recipe(counted(model_shape(row)), recipe_of(row), cluster)
+    shape = model_shape(row)
+    with torch.device("meta"):
+        model, tokens = Decoder(shape).bfloat16(), torch.zeros(1, shape.sequence, dtype=torch.int64)
+    counted = priced_model(model, (tokens, tokens), None).counted
+    prediction = predict_recipe(counted, recipe_of(row), cluster)
     assert 0.6 < prediction.peak_memory_bytes / cluster.device.memory_bytes < 1.0

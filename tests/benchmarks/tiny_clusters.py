@@ -20,7 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ from cost_models import topology
 from cost_models.calibration import Calibration, pooled
 from cost_models.device import Device
 from cost_models.hardware import NodeType
-from tests.benchmarks.pipeline_time import line_of
 from tests.benchmarks.races import commit, date, versions
 
 VOCABULARY = 1024
@@ -88,7 +87,7 @@ class ThreadClock:
 class Tiny:
     """A model, and the links of its devices inside and between nodes.
 
-    `memory_mib` is each device's memory; None: the memory that `calibrate` finds. `batch` is in sequences.
+    `batch` is in sequences.
     """
 
     build: Callable[[], Built]
@@ -97,7 +96,6 @@ class Tiny:
     intra: Link
     inter: Link
     batch: int = 16
-    memory_mib: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -106,9 +104,8 @@ class Tiny:
 
     def cluster(self, device: Device) -> Cluster:
         """Return the cluster for the planner."""
-        memory = device.memory_bytes if self.memory_mib is None else self.memory_mib * 2**20
         intra, inter = _priced(self.intra), _priced(self.inter)
-        node = NodeType("tiny", replace(device, memory_bytes=memory), self.devices, intra, inter)
+        node = NodeType("tiny", device, self.devices, intra, inter)
         return Cluster(node, self.nodes, self.devices)
 
     def mesh(self, axes: Mesh, clock: ThreadClock) -> DeviceMesh:
@@ -232,7 +229,7 @@ def _line(row: Row) -> str:
     waits = {part: seconds for part, seconds in row.parts.items() if "communication" in part or "bubble" in part}
     parts = ", ".join(f"{part} {seconds * 1e3:.1f}" for part, seconds in waits.items())
     times = f"{row.predicted_s * 1e3:.1f} | {row.measured_s * 1e3:.1f} | {row.ratio:.2f}"
-    return line_of([row.name, row.plan, times, parts])
+    return f"| {row.name} | {row.plan} | {times} | {parts} |"
 
 
 def _head(command: str, rows: Sequence[Row]) -> list[str]:

@@ -17,25 +17,11 @@ from cost_models.hardware import Cluster as PricedCluster
 from cost_models.hardware import node_type
 from passes.driver.plan_again import PlanAgain
 from passes.questions.ask import Questions
+from tests.models import Blocks
 from tests.passes.decoders import PRICED
 from tests.zoo.table import ARCHITECTURES
 
 Built = tuple[nn.Module, Any]
-
-
-class Perceptron(nn.Module):
-    """Residual blocks of two products."""
-
-    def __init__(self, depth: int = 3, width: int = 128) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width)) for _ in range(depth)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.float().square().mean()
 
 
 class Convolutions(nn.Module):
@@ -57,7 +43,7 @@ class Convolutions(nn.Module):
 
 
 def _perceptron(dtype: torch.dtype) -> Built:
-    return Perceptron().to(dtype), (torch.zeros(8, 128, dtype=dtype),)
+    return Blocks(128, 3, 256).to(dtype), (torch.zeros(8, 128, dtype=dtype),)
 
 
 OWN: Mapping[str, Callable[[], Built]] = {

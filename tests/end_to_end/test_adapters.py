@@ -19,9 +19,9 @@ from autoshard.ir.program import OutputKind
 from autoshard.testing import WholeStep, check_plan
 from autoshard.tracing import trace
 from tests.benchmarks.live_memory import peak_bytes_of
-from tests.end_to_end.training import whole
+from tests.end_to_end.training import assert_trains_alike, whole
 from tests.models import Inputs, build, gpt2, llama, words
-from tests.runtime.processes import checked_once, named, report, shared_folder
+from tests.runtime.processes import on_processes, shared_folder
 
 peft = pytest.importorskip("peft")
 
@@ -121,16 +121,7 @@ def test_stages_train_adapters() -> None:
 
 def assert_same(step: Any, inputs: Inputs, plain: nn.Module, steps: int = 3) -> None:
     """Losses and adapters are those of peft on one device, and base weights have not moved."""
-    optimizer = adamw(plain.parameters())
-    for _ in range(steps):
-        loss = plain(**inputs).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.testing.assert_close(step(**inputs), loss.detach(), rtol=1e-5, atol=1e-6)
-    found = dict(step.sharded.named_parameters())
-    for name, item in plain.named_parameters():
-        torch.testing.assert_close(whole(found[name]), item.detach(), rtol=1e-5, atol=2e-6)
+    assert_trains_alike(step, plain, adamw(plain.parameters()), [inputs] * steps)
 
 
 def test_an_optimizer_over_all_parameters_trains_the_adapters_alone() -> None:
@@ -235,19 +226,20 @@ def check_training(**options: Any) -> None:
     assert_same(step, inputs, plain)
 
 
-def check_memory(frozen: P, **options: Any) -> None:
+def assert_memory(model: nn.Module, inputs: Inputs, constraints: dict[str, P]) -> None:
     """The measured peak is the predicted peak within 5 %."""
-    model, _ = adapted("llama", copy.deepcopy(wide_llama()), **options)
-    inputs = words(4, 8, 97)
     optimizer = adamw(model.parameters())
-    step = autoshard.compile(
-        model, PAIR, optimizer=optimizer, example_inputs=inputs, constraints={FROZEN: frozen, "input:*": P("data")}
-    )
+    constraints = {**constraints, "input:*": P("data")}
+    step: Any = autoshard.compile(model, PAIR, optimizer=optimizer, example_inputs=inputs, constraints=constraints)
     step(**inputs)
     state = [item for kept in optimizer.state.values() for name, item in kept.items() if name != "step"]
     held = [*step.sharded.parameters(), *step.sharded.buffers(), *state, *inputs.values()]
     found, predicted = peak_bytes_of(partial(step, **inputs), held), step.plan.predicted.peak_memory_bytes
     assert abs(found / predicted - 1) < 0.05, (found, predicted)
+
+
+def check_memory(frozen: P, **options: Any) -> None:
+    assert_memory(adapted("llama", copy.deepcopy(wide_llama()), **options)[0], words(4, 8, 97), {FROZEN: frozen})
 
 
 def check_files() -> None:
@@ -301,10 +293,4 @@ CHECKS = {
     "resume": check_resume,
 }
 
-outcomes = checked_once(CHECKS, ranks=2)
-
-
-@pytest.mark.parametrize("name", named(CHECKS, slow=["DoRA", "memory, copied", "memory, in pieces", "files"]))
-def test_on_two_gloo_ranks(outcomes: dict[str, str], name: str) -> None:
-    """Training, memory, files and checkpoints with a process per rank."""
-    report(outcomes, name)
+test_on_two_gloo_ranks = on_processes(CHECKS, ranks=2, slow=["DoRA", "memory, copied", "memory, in pieces", "files"])

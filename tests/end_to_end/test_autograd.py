@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import autoshard
 from autoshard import Mesh, P
 from tests.end_to_end.training import assert_close, whole
-from tests.runtime.processes import checked_once, named, report
+from tests.runtime.processes import on_processes
 
 PAIR = Mesh({"data": 2})
 SPLIT = {"up.weight": P("data"), "down.weight": P(None, "data")}
@@ -383,9 +383,6 @@ def test_a_call_on_other_values_of_parameters() -> None:
     assert_close(sharded(data()), model(data()), "parameters of its own")
 
 
-outcomes = checked_once(CHECKS, ranks=2, deadline_s=200)
-
-
 _SLOW = [
     "backward_of_some",
     "gradients_from_before",
@@ -394,12 +391,7 @@ _SLOW = [
     "changed_inputs",
 ]
 
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("name", named(CHECKS, slow=_SLOW))
-def test_on_two_processes(outcomes: dict[str, str], name: str) -> None:
-    """The check passes on every rank."""
-    report(outcomes, name)
+test_on_two_processes = on_processes(CHECKS, ranks=2, deadline_s=200, slow=_SLOW, sample=4)
 
 
 def test_more_than_gradients_of_gradients_is_refused_in_other_precisions() -> None:

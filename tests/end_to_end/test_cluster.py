@@ -18,7 +18,7 @@ from autoshard.ir.program import Program
 from passes.driver import planner
 from passes.driver.candidates import meshes_for
 from tests.end_to_end.test_pipelines import NORM, STEPS, adamw, on_one_device, skips
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import on_processes
 
 
 def test_each_mesh_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_a_cluster_trains_as_one_device(recipe: Recipe | None) -> None:
     )
     assert bool(step.plan.stages) == (recipe is not None)
     assert step.micro_batches == step.plan.micro_batches
-    torch.testing.assert_close([float(step(**inputs)) for _ in range(STEPS)], on_one_device("skips")[0])
+    torch.testing.assert_close([step(**inputs) for _ in range(STEPS)], on_one_device("skips").losses)
 
 
 @pytest.mark.slow
@@ -167,9 +167,7 @@ def check_stages_of_a_cluster() -> None:
         model, CLUSTER, optimizer=adamw(model), example_inputs=inputs, max_grad_norm=NORM, recipe=Recipe(pipeline=2)
     )
     assert len(step.plan.stages) == 2
-    torch.testing.assert_close([float(step(**inputs)) for _ in range(STEPS)], on_one_device("skips")[0])
+    torch.testing.assert_close([step(**inputs) for _ in range(STEPS)], on_one_device("skips").losses)
 
 
-def test_stages_of_a_cluster_run_in_processes() -> None:
-    """Two processes in two stages compute the losses of one device."""
-    report(run_checks({"stages": check_stages_of_a_cluster}, ranks=2), "stages")
+test_stages_of_a_cluster_run_in_processes = on_processes({"stages": check_stages_of_a_cluster}, ranks=2)

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -27,7 +26,8 @@ from passes.lowering.lower_program import lower_program
 from passes.strategies.enumerate_strategies import Site
 from passes.verification.verify_program import verify_program
 from tests.end_to_end.training import assert_equal, train
-from tests.runtime.processes import checked_once, report
+from tests.models import Attention
+from tests.runtime.processes import on_processes
 from tests.zoo.table import ARCHITECTURES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's models
@@ -105,20 +105,6 @@ def test_windows_and_packed_sequences_equal_one_device(name: str, splits: Splits
     check_plan(model, PAIR, inputs, plan=plan, steps=2, precise=torch.float64).raise_if_different()
 
 
-class Attention(nn.Module):
-    """Causal attention between two projections, of heads of 64 features."""
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.heads, width = heads, 64 * heads
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2)).square().mean()
-
-
 @pytest.mark.parametrize(
     ("heads", "tokens", "split"),
     [(1, 512, P()), (1, 65536, P(None, None, "context")), (4, 65536, P(None, "context"))],
@@ -129,7 +115,7 @@ def test_the_way_is_chosen_by_its_price(heads: int, tokens: int, split: P) -> No
     A single head cannot be split. No computation hides the gathering of keys, and the last rank attends to all keys.
     """
     with torch.device("meta"):
-        model, x = Attention(heads), torch.empty(1, tokens, 64 * heads)
+        model, x = Attention(heads, 64), torch.empty(1, tokens, 64 * heads)
     mesh, cluster = Mesh({"context": 4}), Cluster("h100_sxm", nodes=1, devices_per_node=4)
     plan = autoshard.plan(model, cluster.mesh(mesh), example_inputs=(x,), constraints={"input:0": P(None, "context")})
     layers = [node for name, node in plan.nodes.items() if name.startswith("attention")]
@@ -150,7 +136,7 @@ DAMAGES: Mapping[str, Callable[[list[Any]], None]] = {
 @cache
 def ring_program() -> PhasedProgram:
     """Attention of a ring, lowered."""
-    model, x = Attention(2), torch.randn(2, 9, 128)
+    model, x = Attention(2, 64), torch.randn(2, 9, 128)
     program = trace(model, (x,))
     plan = plan_with(RING, model, {"x": x}, SQUARE)
     return lower_program(program, plan, Cluster("cpu_laptop", nodes=1, devices_per_node=4))
@@ -188,11 +174,4 @@ def check_ring() -> None:
 
 CHECKS = {"ring": check_ring}
 
-
-outcomes = checked_once(CHECKS, ranks=2)
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_two_processes(name: str, outcomes: Mapping[str, str]) -> None:
-    """Keys and values go round between Gloo processes."""
-    report(outcomes, name)
+test_on_two_processes = on_processes(CHECKS, ranks=2)

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard import Mesh, P
-from tests.end_to_end.training import assert_close, whole
-from tests.runtime.processes import checked_once, report, shared_folder
+from tests.end_to_end.training import assert_close, plain_step, whole
+from tests.runtime.processes import on_processes, shared_folder
 
 PAIR = Mesh({"data": 2})
 SPLIT = {"up.weight": P("data"), "down.weight": P(None, "data")}
@@ -58,14 +58,7 @@ def compiled(model: nn.Module, **options: Any) -> autoshard.ShardedModule:
 
 def train(model: nn.Module, steps: int = 2) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
-    losses = []
-    for _ in range(steps):
-        loss = model(data())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return [plain_step(model, optimizer, data()).item() for _ in range(steps)]
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -270,14 +263,7 @@ def test_on_the_simulator(name: str) -> None:
     CHECKS[name]()
 
 
-outcomes = checked_once(CHECKS, ranks=2, deadline_s=200)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_two_processes(outcomes: dict[str, str], name: str) -> None:
-    """The check passes on every rank."""
-    report(outcomes, name)
+test_on_two_processes = on_processes(CHECKS, ranks=2, deadline_s=200, slow=CHECKS)
 
 
 def test_a_copy_of_a_model_is_not_planned_anew(caplog: pytest.LogCaptureFixture) -> None:

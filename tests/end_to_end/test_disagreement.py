@@ -21,7 +21,7 @@ from autoshard import DoesNotFitError, LostRankError, Mesh, NotAvailableError, P
 from autoshard.runtime.agreement import step_agreement
 from autoshard.runtime.agreement.control_channel import ControlChannel
 from autoshard.runtime.agreement.vector_exchange import VectorExchange
-from tests.runtime.processes import checked_once, named, report
+from tests.runtime.processes import on_processes
 
 PAIR = Mesh({"data": 2})
 TIMEOUT_S = 3.0
@@ -314,13 +314,6 @@ def check_a_long_compile_is_life() -> None:
 CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
 
 
-outcomes = checked_once(CHECKS, ranks=2, deadline_s=120)
-
-
 _SLOW = ["one_element_of_a_large_input", "swapped_rows", "two_known_shapes"]
 
-
-@pytest.mark.parametrize("name", named(CHECKS, slow=_SLOW))
-def test_on_two_processes(outcomes: dict[str, str], name: str) -> None:
-    """The check passes on every rank."""
-    report(outcomes, name)
+test_on_two_processes = on_processes(CHECKS, ranks=2, deadline_s=120, slow=_SLOW)

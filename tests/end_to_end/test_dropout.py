@@ -54,15 +54,3 @@ def test_keep_rate_and_scale(spec: PartitionSpec) -> None:
     assert abs(kept.float().mean().item() - 0.75) < 0.02
     torch.testing.assert_close(y[kept], torch.full_like(y[kept], 1 / 0.75))
     torch.testing.assert_close(x.grad, y.detach())
-
-
-def test_calls_draw_new_masks_and_evaluation_none() -> None:
-    """Two calls differ, a restarted sequence repeats, evaluation is the identity."""
-    torch.manual_seed(3)
-    sharded = autoshard.compile(nn.Dropout(0.5), SQUARE)
-    x = torch.ones(32, 32)
-    first, second = sharded(x), sharded(x)
-    assert not torch.equal(first, second)
-    sharded.seeds.restart()
-    assert torch.equal(sharded(x), first)
-    assert torch.equal(sharded.eval()(x), x)

@@ -23,8 +23,8 @@ from autoshard.testing import check_plan
 from autoshard.testing.decided_plans import greedy_plan
 from autoshard.tracing import trace
 from passes.strategies.enumerate_strategies import Site
-from tests.end_to_end.training import assert_equal, train
-from tests.runtime.processes import checked_once, named, report
+from tests.end_to_end.training import assert_equal, assert_trains_alike, train
+from tests.runtime.processes import on_processes
 from tests.zoo.table import ARCHITECTURES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's models
@@ -142,14 +142,7 @@ def test_rows_are_kept_of_each_micro_batch(mesh: Mesh) -> None:
         model, mesh, example_inputs=(x,), optimizer=optimizer, recipe=recipe, global_batch=len(x), precision=None
     )
     step: Any = autoshard.compile(model, mesh, optimizer=optimizer, plan=plan, example_inputs=(x,))
-    for _ in range(3):
-        expected.zero_grad()
-        loss = alone(x)
-        loss.backward()
-        expected.step()
-        torch.testing.assert_close(step(x), loss.detach())
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.detach(), alone.get_parameter(name).detach(), rtol=1e-4, atol=1e-5)
+    assert_trains_alike(step, alone, expected, [(x,)] * 3, parameters=(1e-4, 1e-5))
     targets = [node.target for phased in step.sharded.program.parts for node in phased.backward.graph.nodes]
     assert (plan.micro_batches, kernels.exchanged_experts_kept_backward in targets) == (3, True)
 
@@ -196,11 +189,4 @@ def check_exchange(memory_bytes: int | None) -> None:
 
 CHECKS = {"exchange": partial(check_exchange, None), "exchange, rows kept": partial(check_exchange, ROOMY)}
 
-
-outcomes = checked_once(CHECKS, ranks=2)
-
-
-@pytest.mark.parametrize("name", named(CHECKS, slow=["exchange, rows kept"]))
-def test_on_two_processes(outcomes: dict[str, str], name: str) -> None:
-    """Rows travel by all-to-all between Gloo processes."""
-    report(outcomes, name)
+test_on_two_processes = on_processes(CHECKS, ranks=2, slow=["exchange, rows kept"])

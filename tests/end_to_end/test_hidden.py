@@ -1,34 +1,69 @@
 """Gloo processes hide the communication that can be hidden, by a clock that counts products.
 
 The clock makes the waits of a slow network exact. A wait depends only on the order in which a process issues, computes
-and waits, and never on the load of the machine.
+and waits, and never on the load of the machine. Each plan splits another part of a Llama over the axis.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
-import pytest
+import torch
 from torch import nn
 
+import autoshard
+from autoshard import Cluster, Mesh, P, PartitionSpec
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.runtime.train_step import TrainStep
 from autoshard.testing import Link, Transfer, delayed_mesh, record_transfers
+from cost_models.hardware import node_type
 from passes.lowering.lower_program import lower_prepared
 from passes.lowering.lowering_options import LoweringOptions
-from tests.benchmarks.hidden_cases import AXIS, PLANS, batch, compiled, llama
+from tests.benchmarks.step_tensor_parallel import tensor_specs
 from tests.end_to_end.work_clock import Rig, WorkClock, products_s, share_hidden, walk
-from tests.runtime.processes import report, run_checks
+from tests.models import build, words
+from tests.runtime.processes import on_processes
 
-LAYERS, HIDDEN = 4, 256
-SIZES = {name: (4, 64) if name == "tensor parallel" else (8, 128) for name in PLANS}
-"""Rows and length; of few tokens activations are sent, not weights."""
+AXIS, WORDS, HIDDEN = "model", 256, 256
 RATIO, LEAST = 0.4, 0.85
 """Communication's time as a part of the products' time, and the least share of the hideable part to be hidden."""
 
+LINKED = Cluster(node_type("cpu_laptop").with_network("ethernet_1g"), nodes=2, devices_per_node=1)
+"""Two ranks whose processors wait for the link, unlike ranks of one machine, which are busy with messages."""
 
-def model() -> nn.Module:
-    return llama(LAYERS, HIDDEN)
+
+def _all(model: nn.Module, spec: PartitionSpec) -> dict[str, PartitionSpec]:
+    return {name: spec for name, _ in model.named_parameters()}
+
+
+PLANS: Mapping[str, Callable[[nn.Module], Mapping[str, PartitionSpec]]] = {
+    "data parallel": lambda model: {**_all(model, P()), "exp*:*": P(), "input:*": P(AXIS)},
+    "ZeRO-1": lambda model: {**_all(model, P()), "exp*:*": P(AXIS), "input:*": P(AXIS)},
+    "ZeRO-3": lambda model: {**_all(model, P(AXIS)), "exp*:*": P(AXIS), "input:*": P(AXIS)},
+    "tensor parallel": tensor_specs,
+}
+"""Constraints by the plan's name: parameters, the state of AdamW, inputs."""
+SIZES = {name: (4, 64) if name == "tensor parallel" else (8, 128) for name in PLANS}
+"""Rows and length; of few tokens activations are sent, not weights."""
+
+
+def compiled(name: str, mesh: Any) -> TrainStep:
+    """The step of AdamW of a Llama under a plan."""
+    model = build("llama", layers=4, width=HIDDEN, inner=2 * HIDDEN, heads=4, words=WORDS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    step = autoshard.compile(
+        *(model, mesh),
+        optimizer=optimizer,
+        constraints=PLANS[name](model),
+        precision=None,
+        options=autoshard.Options(check="off"),
+        cluster=LINKED,
+    )
+    assert isinstance(step, TrainStep)
+    step(**words(*SIZES[name], WORDS))
+    return step
 
 
 def programs_of(step: TrainStep) -> tuple[PhasedProgram, PhasedProgram]:
@@ -51,18 +86,15 @@ def measured(name: str, rig: Rig) -> list[Transfer]:
     """Return the transfers of one step on this rank, by the clock of its products."""
     clock = WorkClock(rig.flops_per_s)
     mesh = delayed_mesh({AXIS: 2}, {AXIS: Link(0.0, rig.bandwidth_bytes_per_s)}, clock=clock)
-    step = compiled(name, model(), mesh)
-    step(**batch(*SIZES[name]))
+    step = compiled(name, mesh)
     with clock, record_transfers(mesh) as transfers:
-        step(**batch(*SIZES[name], seed=1))
+        step(**words(*SIZES[name], WORDS, seed=2))
     return transfers
 
 
 def check(name: str) -> None:
     """Check that processes wait as the program predicts, and hide most of the hideable communication."""
-    simulated = compiled(name, model())
-    simulated(**batch(*SIZES[name]))
-    made, plain = programs_of(simulated)
+    made, plain = programs_of(compiled(name, Mesh({AXIS: 2})))
     rig = rig_of(plain)
     said, found = walk(made, rig), measured(name, rig)
     assert [item.sent_bytes for item in said] == [item.sent_bytes for item in found]
@@ -77,8 +109,6 @@ def check(name: str) -> None:
     assert shares[1] >= LEAST > shares[0] + 0.5, shares
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PLANS)
-def test_what_can_be_hidden_is(name: str) -> None:
-    """Processes wait for each collective as the program's order predicts, and hide 85 % of the hideable time."""
-    report(run_checks({name: partial(check, name)}, ranks=2), name)
+CHECKS = {name: partial(check, name) for name in PLANS}
+
+test_what_can_be_hidden_is = on_processes(CHECKS, ranks=2, slow=CHECKS)

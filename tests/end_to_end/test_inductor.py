@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
 import autoshard
 from autoshard import Mesh, P
 from tests.passes.launches import fused_calls
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import on_processes
 
 
 def check_inductor() -> None:
@@ -32,7 +31,4 @@ def check_inductor() -> None:
         torch.testing.assert_close(sharded.get_parameter(name).grad.full_tensor(), parameter.grad)
 
 
-@pytest.mark.slow
-def test_inductor_gives_the_same_gradients() -> None:
-    """The backend "inductor" on two processes agrees with one device."""
-    report(run_checks({"inductor": check_inductor}, ranks=2), "inductor")
+test_inductor_gives_the_same_gradients = on_processes({"inductor": check_inductor}, ranks=2, slow=["inductor"])

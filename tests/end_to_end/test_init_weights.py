@@ -24,7 +24,7 @@ from autoshard.tracing import record_initialisation
 from tests.end_to_end.layouts import layouts
 from tests.end_to_end.test_meta import TOKENS, Tied, compiled, on_meta, refusing_to_gather
 from tests.models import llama
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import on_processes
 from tests.tracing.test_initialisers import CONFIGS
 
 CPU = torch.device("cpu")
@@ -132,32 +132,14 @@ def check_llama() -> None:
         )
 
 
-CHECKS = {"places": check_places, "step": check_step}
 MODELS = {name: partial(check_places, partial(model_on_meta, name)) for name in CONFIGS}
+PLACED = {"places": check_places, **MODELS}
 
+test_on_two_ranks = on_processes({**PLACED, "step": check_step}, ranks=2)
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_have_their_part_of_the_weights_of_one_device(ranks: int) -> None:
-    checks = CHECKS if ranks == 2 else {"places": check_places}
-    outcomes = run_checks(checks, ranks=ranks)
-    for name in checks:
-        report(outcomes, name)
+test_on_three_ranks = on_processes(PLACED, ranks=3, slow=MODELS)
 
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-def test_models_of_transformers_under_five_layouts(ranks: int) -> None:
-    """GPT-2, Llama, BERT, ViT, ResNet and Mixtral have bit by bit the weights of one device."""
-    outcomes = run_checks(MODELS, ranks=ranks)
-    for name in MODELS:
-        report(outcomes, name)
-
-
-@pytest.mark.slow
-def test_four_ranks_have_their_part_of_the_weights_of_one_device() -> None:
-    checks = {"places": check_places, "llama": check_llama}
-    outcomes = run_checks(checks, ranks=4)
-    for name in checks:
-        report(outcomes, name)
+test_on_four_ranks = on_processes({**PLACED, "llama": check_llama}, ranks=4, slow=[*PLACED, "llama"])
 
 
 def test_what_no_initialiser_writes_is_named() -> None:

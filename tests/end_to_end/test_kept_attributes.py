@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from autoshard import Mesh
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
 from tests.end_to_end.training import whole
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import on_processes
 
 MESH = Mesh({"data": 2})
 X = torch.linspace(-1, 1, 48).view(8, 6)
@@ -85,14 +86,7 @@ def test_scalars_are_left_with_their_gradients(has_loss: bool) -> None:
     check_kept(has_loss=has_loss)
 
 
-def check_on_processes() -> None:
-    """Run the check on processes, which pass no arguments."""
-    check_kept(has_loss=True)
-
-
-def test_scalars_are_left_on_processes() -> None:
-    """A call sets scalar attributes on each rank."""
-    report(run_checks({"kept": check_on_processes}, ranks=2), "kept")
+test_scalars_are_left_on_processes = on_processes({"kept": partial(check_kept, has_loss=True)}, ranks=2)
 
 
 def test_a_step_leaves_them_too() -> None:

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 import autoshard
 from autoshard import Mesh, P
+from tests.models import Attention
 
 TOKENS, FEATURES = 16384, 16
 HEADS = {"heads": 2, "batch": 2, "sequence": 1}
@@ -22,21 +21,6 @@ SPLITS = {
     "batch": {"input:0": P("model")},
     "sequence": {"input:0": P(None, "model")},
 }
-
-
-class Attention(nn.Module):
-    """Causal attention between two projections."""
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv, self.out = nn.Linear(FEATURES, 3 * FEATURES), nn.Linear(FEATURES, FEATURES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = self.qkv(x).unflatten(-1, (self.heads, 3, -1)).transpose(1, 2)
-        q, k, v = heads.unbind(-2)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2)).square().mean()
 
 
 def resident_growth(step: Callable[[], object]) -> int:
@@ -60,7 +44,7 @@ def test_memory_is_linear_in_the_sequence(split: str) -> None:
     """Forward and backward of both simulated ranks take a twentieth of the scores of one head of one sample."""
     torch.manual_seed(0)
     mesh, batch = Mesh({"model": 2}), 2 if split == "batch" else 1
-    sharded = autoshard.compile(Attention(HEADS[split]), mesh, constraints=SPLITS[split])
+    sharded = autoshard.compile(Attention(HEADS[split], FEATURES // HEADS[split]), mesh, constraints=SPLITS[split])
     short, long = (torch.randn(batch, length, FEATURES) for length in (64, TOKENS))
     sharded(short).backward()  # what is loaded once
     plan = sharded.compile_for(long)

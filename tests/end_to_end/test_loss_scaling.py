@@ -33,7 +33,7 @@ from tests.end_to_end.drawn_pairs import any_plan_of_a_step_in_f16
 from tests.end_to_end.layouts import PAIR, SQUARE, STAGES, STEP_LAYOUTS, ZERO_3
 from tests.end_to_end.training import whole
 from tests.models import gpt2
-from tests.runtime.processes import checked_once, report
+from tests.runtime.processes import on_processes
 from tests.samples import examples
 
 F16 = torch.float16
@@ -437,10 +437,5 @@ def check_stages_on_gloo() -> None:
 
 
 CHECKS = {"ZeRO-3": check_zero_3_on_gloo, "stages": check_stages_on_gloo}
-outcomes = checked_once(CHECKS, ranks=2, deadline_s=300)
 
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_gloo(outcomes: dict[str, str], name: str) -> None:
-    """Two processes skip the steps that one device skips."""
-    report(outcomes, name)
+test_on_gloo = on_processes(CHECKS, ranks=2, deadline_s=300)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import autoshard
 from autoshard import Mesh, NotAvailableError, P, TraceError
 from autoshard.runtime import distributed
-from tests.runtime.processes import checked_once, report
+from tests.runtime.processes import on_processes
 
 PAIR = Mesh({"data": 2})
 
@@ -130,13 +130,7 @@ def check_gather() -> None:
 
 CHECKS = {"gather": check_gather, "training": check_training, "refusal": check_refusal, "shards": check_shards}
 
-
-outcomes = checked_once(CHECKS, ranks=2)
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_with_a_process_per_rank(outcomes: dict[str, str], name: str) -> None:
-    report(outcomes, name)
+test_with_a_process_per_rank = on_processes(CHECKS, ranks=2)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autoshard
+from tests.end_to_end.training import assert_trains_alike
 from tests.models import build, words
+from tests.runtime.processes import on_processes
 
 CLASSES, WIDTH, ROWS, PARTS = 5, 8, 8, 4
 MESH = autoshard.Mesh({"data": 2})
@@ -102,6 +105,9 @@ OWN_SAMPLES: dict[str, Loss] = {
         * (x > 0)[torch.arange(len(x))[:, None, None], torch.arange(CLASSES)]
     ).sum(),
     "written over": put,
+    "a margin": lambda m, z, x, y: F.cross_entropy(
+        z.index_put((torch.arange(len(y)), y), -x.new_full((1,), 0.5), accumulate=True), y
+    ),
     "group norm": lambda m, z, x, y: F.group_norm(m.layer(x) * x[:, :1] + z, 1).tanh().mean(),
     "group norm of images": lambda m, z, x, y: (
         F.group_norm(z[:, :4].view(-1, 4, 1, 1).expand(-1, 4, 2, 2) + x.view(-1, 4, 2, 1), 2).tanh().sum()
@@ -118,21 +124,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def compare(model: nn.Module, batches: list[tuple[Tensor, ...]], make: Callable[[Any], torch.optim.Optimizer]) -> None:
+def compare(model: nn.Module, batches: list[Any], make: Callable[[Any], torch.optim.Optimizer]) -> None:
     """Steps of micro-batches beside one device with the whole batch: losses, then parameters."""
     alone = copy.deepcopy(model)
-    optimizer = make(alone.parameters())
     step = autoshard.compile(model, MESH, optimizer=make(model.parameters()), micro_batches=PARTS)
-    for batch in batches:
-        optimizer.zero_grad()
-        expected = alone(*batch)
-        expected = expected if isinstance(expected, Tensor) else expected.loss
-        expected.backward()
-        optimizer.step()
-        torch.testing.assert_close(step(*batch), expected.detach(), rtol=1e-5, atol=1e-6)
-    held = dict(step.sharded.named_parameters())
-    for name, value in alone.named_parameters():
-        torch.testing.assert_close(held[name].detach(), value.detach(), rtol=1e-4, atol=1e-5)
+    assert_trains_alike(step, alone, make(alone.parameters()), batches, parameters=(1e-4, 1e-5))
 
 
 @pytest.mark.sample(8)
@@ -170,10 +166,16 @@ BRANCHES: dict[str, Loss] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", BRANCHES)
 def test_a_part_branches_as_the_batch_does(name: str) -> None:
     """Parts that branch differently run the program of the part that branches as one device does."""
     compare(Model(BRANCHES[name]), [inputs(), inputs()], OPTIMIZERS["sgd"])
+
+
+test_parts_branch_alike_on_two_processes = on_processes(
+    {"any": partial(test_a_part_branches_as_the_batch_does, "any")}, ranks=2
+)
 
 
 UNLIKE: dict[str, Loss] = {
@@ -225,9 +227,10 @@ REFUSED: dict[str, tuple[Loss, str]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_made_of_parts_is_refused_by_name(name: str) -> None:
-    """The node, its line, and the way out; before anything is trained."""
+    """The node, its line, and the way out; before anything is trained. `test_weigh_loss` has all of these losses."""
     loss, says = REFUSED[name]
     model = Model(loss)
     before = copy.deepcopy(model.state_dict())
@@ -261,11 +264,4 @@ def test_a_causal_model_of_transformers_trains_like_one_device() -> None:
     """A causal model of transformers trains on one-sequence micro-batches with ignored labels."""
     model, batch = build("llama", layers=1, width=16, inner=32, heads=2, words=32), words(PARTS, 8, 32)
     batch["labels"][0, :5] = -100
-    alone = copy.deepcopy(model)
-    step = autoshard.compile(model, MESH, optimizer=torch.optim.SGD(model.parameters(), 0.1), micro_batches=PARTS)
-    found, expected = step(**batch), alone(**batch).loss
-    expected.backward()
-    torch.testing.assert_close(found, expected.detach())
-    held = dict(step.sharded.named_parameters())
-    for name, value in alone.named_parameters():
-        torch.testing.assert_close(held[name].detach(), (value - 0.1 * value.grad).detach(), rtol=1e-4, atol=1e-5)  # type: ignore[operator]
+    compare(model, [batch], OPTIMIZERS["sgd"])

@@ -27,7 +27,7 @@ from autoshard.tracing import trace
 from tests.end_to_end.layouts import PAIR, SQUARE, STAGES, STEP_LAYOUTS, ZERO_3
 from tests.end_to_end.training import whole
 from tests.models import mixtral
-from tests.runtime.processes import checked_once, report
+from tests.runtime.processes import on_processes
 from tests.samples import examples
 
 OPTIMIZERS = {
@@ -240,10 +240,5 @@ def check_stages_on_gloo() -> None:
 
 
 CHECKS = {"one rank": check_one_rank_on_gloo, "stages": check_stages_on_gloo}
-outcomes = checked_once(CHECKS, deadline_s=300)
 
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_gloo(outcomes: dict[str, str], name: str) -> None:
-    """Four processes stop a step together."""
-    report(outcomes, name)
+test_on_gloo = on_processes(CHECKS, deadline_s=300, slow=["stages"])

@@ -13,6 +13,7 @@ import autoshard
 from autoshard import Cluster, DoesNotFitError, Mesh, Plan
 from autoshard.kernels.offload import to_host
 from passes.memory.lowered_memory import peak_bytes
+from tests.end_to_end.training import plain_step
 from tests.passes.blocks import Blocks
 
 PAIR = Mesh({"data": 2})
@@ -40,14 +41,8 @@ def tightest_plan() -> Plan:
 def train(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     """Losses of three steps, and the parameters then."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
-    for _ in range(3):
-        loss = model(x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.detach())
-    return [*found, *(parameter.detach().clone() for parameter in model.parameters())]
+    losses = [plain_step(model, optimizer, x) for _ in range(3)]
+    return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
 
 
 def test_training_equals_one_device() -> None:

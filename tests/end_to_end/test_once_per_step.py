@@ -21,9 +21,9 @@ from autoshard.ir.program import InputKind
 from autoshard.runtime.train_step import TrainStep
 from passes.memory.lowered_memory import peak_bytes
 from tests.benchmarks.live_memory import peak_bytes_of
-from tests.end_to_end.training import whole
+from tests.end_to_end.training import assert_trains_alike, whole
 from tests.models import build, words
-from tests.runtime.processes import checked_once, named, report
+from tests.runtime.processes import on_processes
 
 LINE = Mesh({"data": 2})
 SHARDED = {"*weight": P("data"), "*:*weight": P("data"), "input:*": P("data")}
@@ -64,15 +64,7 @@ def check_trains_alike(memory_budget: int = ROOMY) -> None:
     alone = llama()
     optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01, eps=1e-4)
     step = compiled(memory_budget)
-    for number in range(2):
-        optimizer.zero_grad()
-        expected = alone(**batch(number)).loss
-        expected.backward()
-        optimizer.step()
-        torch.testing.assert_close(step(**batch(number)), expected.detach(), rtol=1e-5, atol=1e-6)
-    held = dict(step.sharded.named_parameters())
-    for name, value in alone.named_parameters():
-        torch.testing.assert_close(whole(held[name].detach()), value.detach(), rtol=1e-3, atol=1e-4)
+    assert_trains_alike(step, alone, optimizer, map(batch, range(2)), parameters=(1e-3, 1e-4))
     assert (phased_of(step).hoisted is None) == (memory_budget == SCARCE)
     autoshard.verify(step)
 
@@ -182,12 +174,4 @@ CHECKS = {
     "memory": check_memory,
 }
 
-
-outcomes = checked_once(CHECKS, ranks=2)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", named(CHECKS, slow=["trains alike in little memory", "memory"]))
-def test_on_two_processes(outcomes: dict[str, str], name: str) -> None:
-    """The check passes on both ranks."""
-    report(outcomes, name)
+test_on_two_processes = on_processes(CHECKS, ranks=2, slow=["trains alike in little memory", "memory"], sample=2)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoshard
 from tests.models import build, vit, words
 from tests.runtime.dispatch import RecordDispatch
-from tests.runtime.processes import checked_once, report
+from tests.runtime.processes import on_processes
 
 SIZES: dict[str, Any] = {"layers": 2, "width": 32, "heads": 4, "inner": 64, "words": 64, "length": 32}
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
@@ -66,12 +65,4 @@ def check(name: str) -> None:
 
 CHECKS = {name: partial(check, name) for name in MODELS}
 
-
-outcomes = checked_once(CHECKS, ranks=1)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", CHECKS)
-def test_no_more_than_eager(outcomes: dict[str, str], name: str) -> None:
-    """A compiled step calls no more operators of any kind than eager."""
-    report(outcomes, name)
+test_no_more_than_eager = on_processes(CHECKS, ranks=1, sample=2)

@@ -20,9 +20,9 @@ from autoshard.runtime.traced_optimizer import describe_update, names_of
 from autoshard.runtime.train_step import TrainStep
 from autoshard.testing.plans import plans
 from autoshard.tracing import trace
-from tests.end_to_end.training import whole
+from tests.end_to_end.training import plain_step, whole
 from tests.own_optimizers import Lion, Shampoo
-from tests.runtime.processes import checked_once, named, report
+from tests.runtime.processes import on_processes
 from tests.samples import examples
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -138,14 +138,8 @@ def check_steps(
     step = autoshard.compile(model, mesh, optimizer=optimizer, max_grad_norm=limit, **options)
     assert isinstance(step, TrainStep)
     for number in range(STEPS):
-        x = batch(number)
-        expected = plain(x)
-        expected.backward()
-        if limit is not None:
-            nn.utils.clip_grad_norm_(plain.parameters(), limit)
-        reference.step()
-        reference.zero_grad()
-        torch.testing.assert_close(torch.as_tensor(step(x)), expected.detach(), rtol=TOLERANCE, atol=TOLERANCE)
+        expected = plain_step(plain, reference, batch(number), limit=limit)
+        torch.testing.assert_close(torch.as_tensor(step(batch(number))), expected, rtol=TOLERANCE, atol=TOLERANCE)
     check_same(step, plain, reference)
     return step
 
@@ -265,11 +259,8 @@ def _check_stages(name: str) -> TrainStep:
     reference = OPTIMIZERS[name](plain)
     step = autoshard.compile(model, mesh, optimizer=OPTIMIZERS[name](model), **options)
     for number in range(STEPS):
-        expected = plain(batch(number))
-        expected.backward()
-        reference.step()
-        reference.zero_grad()
-        torch.testing.assert_close(torch.as_tensor(step(batch(number))), expected.detach(), rtol=1e-10, atol=1e-10)
+        expected = plain_step(plain, reference, batch(number))
+        torch.testing.assert_close(torch.as_tensor(step(batch(number))), expected, rtol=TOLERANCE, atol=TOLERANCE)
     return step
 
 
@@ -295,13 +286,8 @@ ON_PROCESSES: dict[str, Callable[[], None]] = {
         )
     },
 }
-on_processes = checked_once(ON_PROCESSES, ranks=2)
 
-
-@pytest.mark.parametrize("name", named(ON_PROCESSES, slow=["Muon, pipeline", "Lion, ZeRO-3", "Shampoo, data"]))
-def test_on_two_ranks(name: str, on_processes: dict[str, str]) -> None:
-    """Muon shares state among ranks, elementwise optimizers step shards, and all others step whole parameters."""
-    report(on_processes, name)
+test_on_two_ranks = on_processes(ON_PROCESSES, ranks=2, slow=["Muon, pipeline", "Lion, ZeRO-3", "Shampoo, data"])
 
 
 @pytest.mark.parametrize("name", ["Muon", "Shampoo"])

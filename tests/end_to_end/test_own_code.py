@@ -15,7 +15,7 @@ import autoshard
 from autoshard import Mesh, P
 from tests.end_to_end.training import assert_close, whole
 from tests.models import build
-from tests.runtime.processes import checked_once, report
+from tests.runtime.processes import on_processes
 
 PAIR = Mesh({"data": 2})
 
@@ -153,11 +153,4 @@ def test_on_the_simulator(name: str) -> None:
     CHECKS[name]()
 
 
-outcomes = checked_once(CHECKS, ranks=2, deadline_s=200)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_two_processes(outcomes: dict[str, str], name: str) -> None:
-    """The check passes on every rank."""
-    report(outcomes, name)
+test_on_two_processes = on_processes(CHECKS, ranks=2, deadline_s=200, sample=2)

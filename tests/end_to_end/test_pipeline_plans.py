@@ -27,30 +27,16 @@ from cost_models.topology import Link
 from passes.driver.planner import Planner
 from tests.benchmarks.pipeline_memory import TOLERANCE, measure
 from tests.end_to_end.test_pipelines import MICRO_BATCHES, NORM, adamw, check_equal, compiled, skips
-from tests.runtime.processes import checked_once, named, report
+from tests.models import Blocks
+from tests.runtime.processes import on_processes
 
 MESH = {"pipeline": 2, "data": 2}
 
 
-class Wide(nn.Module):
-    """Blocks whose activations are far larger than their weights."""
-
-    def __init__(self, layers: int = 4, width: int = 16) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-            for _ in range(layers)
-        )
-
-    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return nn.functional.mse_loss(x, target)
-
-
 def wide() -> tuple[nn.Module, dict[str, Any]]:
+    """A model whose activations are far larger than its weights, and a batch."""
     torch.manual_seed(0)
-    return Wide(), {"x": torch.randn(64, 32, 16), "target": torch.randn(64, 32, 16)}
+    return Blocks(16, 4), {"x": torch.randn(64, 32, 16), "target": torch.randn(64, 32, 16)}
 
 
 def planned(mesh: dict[str, int] = MESH, recipe: Recipe | None = None) -> Plan:
@@ -84,6 +70,9 @@ def test_an_order_without_a_backward_is_refused() -> None:
     wrong = replace(plan, order=replace(plan.order, ranks=(plan.order.ranks[0], tuple(before))))
     with pytest.raises(VerificationError, match="is sent 0 times and received once"):
         check_equal("skips", Mesh(MESH), plan=wrong, micro_batches=None)
+    model, inputs = skips()
+    with pytest.raises(VerificationError):
+        autoshard.prove(model, wrong, example_inputs=inputs, optimizer=adamw(model), max_grad_norm=NORM)
 
 
 def test_stages_are_proven_again() -> None:
@@ -234,14 +223,7 @@ CHECKS = {
     "zero bubble": partial(_takes_what_is_predicted, recipe=Recipe(schedule="InterleavedZeroBubble")),
 }
 
-
-outcomes = checked_once(CHECKS, ranks=2)
-
-
-@pytest.mark.parametrize("name", named(CHECKS, slow=["interleaved", "zero bubble"]))
-def test_measured_memory(name: str, outcomes: dict[str, str]) -> None:
-    """Memory in use, and in flight, on each rank is that of its plan, within 5 %."""
-    report(outcomes, name)
+test_measured_memory = on_processes(CHECKS, ranks=2, slow=["interleaved", "zero bubble"])
 
 
 @pytest.mark.parametrize("mesh", [{"pipeline": 2}, {"data": 2}], ids=["stages", "no stages"])
@@ -259,16 +241,6 @@ def test_a_plan_of_micro_batches_is_proven(mesh: dict[str, int], tmp_path: Path)
     assert reports[0].values == reports[1].values > 0
     assert len(plan.stages) == (2 if "pipeline" in mesh else 0)
     assert reports[0].mesh == plan.mesh
-    other = Wide()
+    other = Blocks(16, 4)
     with pytest.raises(PlanMismatchError):
         autoshard.prove(other, plan, example_inputs=wide()[1], optimizer=adamw(other), max_grad_norm=NORM)
-
-
-def test_a_damaged_order_is_not_proven() -> None:
-    """A plan whose order lacks a task is refused with the name of the task."""
-    plan = planned({"pipeline": 2})
-    assert plan.order is not None
-    short = replace(plan, order=replace(plan.order, ranks=(plan.order.ranks[0][:-1], *plan.order.ranks[1:])))
-    model, inputs = skips()
-    with pytest.raises(VerificationError):
-        autoshard.prove(model, short, example_inputs=inputs, optimizer=adamw(model), max_grad_norm=NORM)

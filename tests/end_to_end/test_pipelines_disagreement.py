@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,7 +18,7 @@ from autoshard import LostRankError, Mesh, P, RankMismatchError
 from autoshard.runtime.program_run import ProgramRun, StageRun
 from autoshard.runtime.stages.stage_meshes import is_elsewhere
 from tests.end_to_end.test_disagreement import assert_all_raise, on_second_rank
-from tests.runtime.processes import checked_once, report
+from tests.runtime.processes import on_processes
 
 TIMEOUT_S = 3.0
 
@@ -242,19 +241,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 ON_TWO = {name: check for name, check in CHECKS.items() if name not in OF_FOUR}
 ON_FOUR = {name: CHECKS[name] for name in (*ALSO_OF_FOUR, *OF_FOUR)}
 
-on_two = checked_once(ON_TWO, ranks=2, deadline_s=200)
-on_four = checked_once(ON_FOUR, ranks=4, deadline_s=200)
 
+test_stages_of_one_rank = on_processes(ON_TWO, ranks=2, deadline_s=200, sample=5)
 
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("name", ON_TWO)
-def test_stages_of_one_rank(on_two: dict[str, str], name: str) -> None:
-    """The check passes on both ranks."""
-    report(on_two, name)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", ON_FOUR)
-def test_stages_of_two_ranks(on_four: dict[str, str], name: str) -> None:
-    """The check passes on all ranks."""
-    report(on_four, name)
+test_stages_of_two_ranks = on_processes(ON_FOUR, ranks=4, deadline_s=200, sample=2)

@@ -15,9 +15,8 @@ from torch.nn import functional as F
 import autoshard
 from autoshard import Mesh, NotAvailableError, P, Recipe
 from tests.end_to_end.test_pipelines import adamw, compiled
-from tests.end_to_end.training import whole
-from tests.models import t5
-from tests.runtime.processes import checked_once, named, report
+from tests.end_to_end.training import plain_step, whole
+from tests.runtime.processes import on_processes
 from tests.runtime.test_known_programs import check_freed
 
 
@@ -61,11 +60,7 @@ def trained(steps: int) -> tuple[nn.Module, dict[str, Tensor]]:
     model, inputs = heads()
     optimizer = adamw(model)
     for _ in range(steps):
-        loss = model.eval()(**inputs)["loss"]
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-        optimizer.step()
-        optimizer.zero_grad()
+        plain_step(model.eval(), optimizer, limit=0.3, **inputs)
     return model.eval(), inputs
 
 
@@ -92,22 +87,25 @@ def evaluates_between_steps(axes: dict[str, int], **options: Any) -> None:
     assert_evaluates(step, reference, {name: value[:3] for name, value in inputs.items()}, torch.no_grad)
 
 
+EVALUATIONS = {
+    "ZeRO-3": partial(
+        evaluates_between_steps, {"pipeline": 2, "data": 2}, constraints={"*weight": P("data"), "*:*weight": P("data")}
+    ),
+    "V": partial(evaluates_between_steps, {"pipeline": 2}, recipe=Recipe(schedule="ZBVZeroBubble")),
+    "whole outputs": partial(
+        evaluates_between_steps,
+        {"data": 2, "pipeline": 2},
+        recipe=Recipe(virtual_stages=2),
+        options=autoshard.Options(gather_outputs=True),
+    ),
+}
+
+
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("axes", "options"),
-    [
-        ({"pipeline": 2, "data": 2}, {"constraints": {"*weight": P("data"), "*:*weight": P("data")}}),
-        ({"pipeline": 2}, {"recipe": Recipe(schedule="ZBVZeroBubble")}),
-        (
-            {"data": 2, "pipeline": 2},
-            {"recipe": Recipe(virtual_stages=2), "options": autoshard.Options(gather_outputs=True)},
-        ),
-    ],
-    ids=["ZeRO-3", "V", "virtual stages"],
-)
-def test_simulated_stages_evaluate(axes: dict[str, int], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_simulated_stages_evaluate(name: str) -> None:
     """Every output of simulated stages equals one device, wherever the pipeline computes the output."""
-    evaluates_between_steps(axes, **options)
+    EVALUATIONS[name]()
 
 
 def test_an_encoder_decoder_evaluates() -> None:
@@ -145,10 +143,12 @@ def test_random_numbers_of_a_call_without_gradients() -> None:
 
 
 def test_a_buffer_that_a_call_changes_is_refused() -> None:
-    """Without gradients, too, statistics of a batch norm in training change."""
+    """Statistics of a batch norm in training change, in a step and without gradients."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     step = autoshard.compile(model, Mesh({"pipeline": 2}), optimizer=adamw(model), loss_fn=F.mse_loss)
     x, target = torch.randn(8, 4), torch.randn(8, 1)
+    with pytest.raises(NotAvailableError, match="changes buffer"):
+        step(x, target)
     with torch.no_grad(), pytest.raises(NotAvailableError, match="changes buffer"):
         step.sharded(x, target)
     expected = F.mse_loss(copy.deepcopy(model).eval()(x), target)
@@ -163,48 +163,13 @@ def _gradients_are_refused() -> None:
     assert_evaluates(step, trained(0)[0], inputs, torch.no_grad)
 
 
-def _evaluates_t5() -> None:
-    model, inputs = t5()
-    step = autoshard.compile(model, Mesh({"pipeline": 2, "model": 2}), optimizer=adamw(model), time_budget_s=5.0)
-    with torch.no_grad():
-        found, expected = step.sharded(**inputs), t5()[0](**inputs)
-    for name, value in expected.items():
-        torch.testing.assert_close(whole(found[name]), value, rtol=1e-5, atol=1e-5, msg=f"{name} differs")
-
-
 CHECKS_OF_TWO = {
-    "V": partial(evaluates_between_steps, {"pipeline": 2}, recipe=Recipe(schedule="ZBVZeroBubble")),
+    "V": EVALUATIONS["V"],
     "gradients": _gradients_are_refused,
     "forgotten": partial(check_freed, {"pipeline": 2}),
 }
-CHECKS_OF_FOUR = {
-    "ZeRO-3": partial(
-        evaluates_between_steps, {"pipeline": 2, "data": 2}, constraints={"*weight": P("data"), "*:*weight": P("data")}
-    ),
-    "whole outputs": partial(
-        evaluates_between_steps,
-        {"data": 2, "pipeline": 2},
-        recipe=Recipe(virtual_stages=2),
-        options=autoshard.Options(gather_outputs=True),
-    ),
-    "t5": _evaluates_t5,
-}
+CHECKS_OF_FOUR = {name: EVALUATIONS[name] for name in ("ZeRO-3", "whole outputs")}
 
+test_two_processes = on_processes(CHECKS_OF_TWO, ranks=2, slow=["forgotten"])
 
-outcomes_of_two = checked_once(CHECKS_OF_TWO, ranks=2)
-
-
-outcomes_of_four = checked_once(CHECKS_OF_FOUR, ranks=4)
-
-
-@pytest.mark.parametrize("name", named(CHECKS_OF_TWO, slow=["forgotten"]))
-def test_two_processes(name: str, outcomes_of_two: dict[str, str]) -> None:
-    """Two Gloo processes with one or two stages each return every output on every rank."""
-    report(outcomes_of_two, name)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", CHECKS_OF_FOUR)
-def test_four_processes(name: str, outcomes_of_four: dict[str, str]) -> None:
-    """Four Gloo processes, two to a stage: every rank has its part of every output."""
-    report(outcomes_of_four, name)
+test_four_processes = on_processes(CHECKS_OF_FOUR, ranks=4, sample=1)

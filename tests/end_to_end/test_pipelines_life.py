@@ -35,6 +35,7 @@ from autoshard.runtime.stages.stage_meshes import is_elsewhere
 from autoshard.runtime.weights.local_part import LocalPart
 from tests.end_to_end.test_pipelines import skips
 from tests.end_to_end.test_weights import assert_equal, contents, counting, shared_folder
+from tests.end_to_end.training import plain_step
 from tests.models import gpt2
 from tests.runtime.processes import report, run_checks
 
@@ -193,9 +194,10 @@ def check_state_dicts(folder: Path) -> None:
     assert losses(step, inputs) == expected
     model, _ = skips()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    plain = [train_plainly(model, optimizer, inputs) for _ in range(SAVED)]
+    for _ in range(SAVED):
+        plain_step(model, optimizer, limit=0.3, **inputs)
     step.load_state_dict(copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
-    plain = [train_plainly(model, optimizer, inputs) for _ in range(MORE)]
+    plain = [plain_step(model, optimizer, limit=0.3, **inputs).item() for _ in range(MORE)]
     assert losses(step, inputs) == pytest.approx(plain, rel=1e-5)
 
 
@@ -219,15 +221,6 @@ def check_torchs_functions(step: Any) -> None:
     )
     assert all((item == 2).all() for item in held(module))
     back(options=StateDictOptions(strict=False))
-
-
-def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, Any]) -> float:
-    loss = model(**inputs)
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 def check_saving(folder: Path, name: str, mesh: Mesh, **options: Any) -> None:
@@ -352,7 +345,7 @@ def check_the_library_reads(saved: Path) -> None:
     model, inputs = skips()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     for _ in range(SAVED):
-        train_plainly(model, optimizer, inputs)
+        plain_step(model, optimizer, limit=0.3, **inputs)
     state = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
     with pytest.warns(UserWarning, match="single process"):
         dcp.load(state, checkpoint_id=saved)

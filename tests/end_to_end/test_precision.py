@@ -24,7 +24,7 @@ from autoshard.tracing.precision import run_in_precision
 from tests.end_to_end.layouts import PAIR, SQUARE, ZERO_1, ZERO_3
 from tests.end_to_end.training import whole
 from tests.models import MODELS
-from tests.runtime.processes import checked_once, named, report
+from tests.runtime.processes import on_processes
 
 BF16 = torch.bfloat16
 LINE = Mesh({"data": 4})
@@ -283,11 +283,4 @@ CHECKS = {
     "ZeRO-3": partial(check_on_gloo, ZERO_3, 1),
 }
 
-
-outcomes = checked_once(CHECKS)
-
-
-@pytest.mark.parametrize("name", named(CHECKS, slow=["ZeRO-3"]))
-def test_on_four_processes(outcomes: dict[str, str], name: str) -> None:
-    """The check passes on every rank."""
-    report(outcomes, name)
+test_on_four_processes = on_processes(CHECKS, slow=["ZeRO-3"])

@@ -17,10 +17,9 @@ from torch import nn
 import autoshard
 from autoshard import Cluster, Mesh, P, Plan
 from autoshard.testing import WholeStep, check_plan
-from tests.benchmarks.live_memory import peak_bytes_of
-from tests.end_to_end.test_adapters import adamw, assert_same, planned, whole
+from tests.end_to_end.test_adapters import adamw, assert_memory, assert_same, planned, whole
 from tests.models import Inputs, build, words
-from tests.runtime.processes import checked_once, named, new_folder, report, shared_folder
+from tests.runtime.processes import new_folder, on_processes, shared_folder
 
 peft, bnb = pytest.importorskip("peft"), pytest.importorskip("bitsandbytes")
 
@@ -200,16 +199,7 @@ def check_training(**options: Any) -> None:
 
 
 def check_memory(packed: P) -> None:
-    """The measured peak is the predicted peak within 5 %."""
-    model, inputs = adapted()
-    optimizer = adamw(model.parameters())
-    constraints = {PACKED: packed, "input:*": P("data")}
-    step = autoshard.compile(model, PAIR, optimizer=optimizer, example_inputs=inputs, constraints=constraints)
-    step(**inputs)
-    state = [item for kept in optimizer.state.values() for name, item in kept.items() if name != "step"]
-    held = [*step.sharded.parameters(), *step.sharded.buffers(), *state, *inputs.values()]
-    found, predicted = peak_bytes_of(partial(step, **inputs), held), step.plan.predicted.peak_memory_bytes
-    assert abs(found / predicted - 1) < 0.05, (found, predicted)
+    assert_memory(*adapted(), {PACKED: packed})
 
 
 def check_files(**options: Any) -> None:
@@ -248,10 +238,4 @@ CHECKS = {
     "own code": check_own_code,
 }
 
-outcomes = checked_once(CHECKS, ranks=2)
-
-
-@pytest.mark.parametrize("name", named(CHECKS, slow=set(CHECKS) - {"QLoRA"}))
-def test_on_two_gloo_ranks(outcomes: dict[str, str], name: str) -> None:
-    """Training, memory, files and the model's own code with a process per rank."""
-    report(outcomes, name)
+test_on_two_gloo_ranks = on_processes(CHECKS, ranks=2, slow=set(CHECKS) - {"QLoRA"})

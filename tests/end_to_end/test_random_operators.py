@@ -19,9 +19,9 @@ from autoshard.tracing import trace
 from passes.lowering.lower_program import prepare
 from passes.recomputation.recompute import InsertRecompute
 from tests.end_to_end.random_models import FAMILIES, Drawing
-from tests.end_to_end.training import whole
+from tests.end_to_end.training import plain_step, whole
 from tests.passes.greedy_plans import most_split_plan
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import on_processes
 
 ONE, PAIR, SQUARE, THREE = Mesh({"a": 1}), Mesh({"data": 2}), Mesh({"data": 2, "model": 2}), Mesh({"a": 3})
 
@@ -86,14 +86,7 @@ def _latents(rows: int = 8) -> Tensor:
 
 def _three_steps(model: nn.Module, latents: Tensor) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(3):
-        loss = model(latents)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return [plain_step(model, optimizer, latents).item() for _ in range(3)]
 
 
 @pytest.mark.parametrize("mesh", [PAIR, SQUARE, THREE], ids=str)
@@ -278,6 +271,4 @@ def check_on_gloo() -> None:
     torch.testing.assert_close(whole(gradient), expected_gradient)
 
 
-def test_processes_draw_what_one_rank_draws() -> None:
-    """Two Gloo processes with half of the rows each draw the numbers of one rank."""
-    report(run_checks({"draws": check_on_gloo}, ranks=2), "draws")
+test_processes_draw_what_one_rank_draws = on_processes({"draws": check_on_gloo}, ranks=2)

@@ -32,8 +32,8 @@ from passes.questions.ask import Questions
 from passes.recomputation.plan_before import solution_of
 from passes.strategies.price_nodes import NodePrices
 from tests.end_to_end.decoders import LLAMA, decoder
-from tests.end_to_end.training import assert_close, whole
-from tests.runtime.processes import checked_once, report
+from tests.end_to_end.training import assert_close, plain_step, whole
+from tests.runtime.processes import on_processes
 from tests.zoo.table import ARCHITECTURES
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
@@ -134,13 +134,8 @@ def check_price(plan: Plan, cluster: Cluster) -> None:
 def trained_alone(layers: int = 1, steps: int = 3) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Losses and parameters of some steps on one device."""
     model, inputs = decoder(replace(SHAPE, layers=layers))
-    optimizer, losses = ADAMW(model.parameters()), []
-    for _ in range(steps):
-        loss = model(**inputs)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+    optimizer = ADAMW(model.parameters())
+    losses = [plain_step(model, optimizer, **inputs) for _ in range(steps)]
     return losses, {name: item.detach() for name, item in model.named_parameters()}
 
 
@@ -307,12 +302,4 @@ def check_on_gloo(recipe: Recipe) -> None:
 
 CHECKS = {recipe.words: partial(check_on_gloo, recipe) for recipe in GLOO}
 
-
-outcomes = checked_once(CHECKS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_four_processes(outcomes: dict[str, str], name: str) -> None:
-    """A plan runs on Gloo, and equals one device."""
-    report(outcomes, name)
+test_on_four_processes = on_processes(CHECKS, slow=CHECKS)

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 import autoshard
 from autoshard import Mesh, NotAvailableError, P
-from tests.end_to_end.training import whole
+from tests.end_to_end.training import plain_step, whole
 from tests.models import Perceptron
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import on_processes
 
 MESH = Mesh({"data": 4})
 network = partial(Perceptron, 64, 256, activation=F.gelu)
@@ -62,29 +62,17 @@ def test_gradients_are_those_of_one_device_to_their_rounding(layout: str) -> Non
     compare(gradients(narrow(MESH, layout)), gradients(network()))
 
 
-def train(step: Callable[..., Tensor]) -> list[float]:
-    x, y = batch()
-    return [step(x, y).item() for _ in range(5)]
-
-
 def test_training_follows_one_device() -> None:
     """Five steps of a whole traced step with micro-batches, whose gradients are reduced once."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    x, y = batch()
-    wanted = []
-    for _ in range(5):
-        loss = model(x, y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        wanted.append(loss.item())
+    wanted = [plain_step(model, optimizer, *batch()).item() for _ in range(5)]
     other = network()
     options: dict[str, Any] = {"micro_batches": 2, "options": autoshard.Options(reduce_dtype="bf16")}
     step = autoshard.compile(
         other, MESH, optimizer=torch.optim.SGD(other.parameters(), lr=0.5), constraints=LAYOUTS["data"], **options
     )
-    assert train(step) == pytest.approx(wanted, rel=1e-3)
+    assert [step(*batch()).item() for _ in range(5)] == pytest.approx(wanted, rel=1e-3)
 
 
 def check_bits_are_the_simulators() -> None:
@@ -96,10 +84,7 @@ def check_bits_are_the_simulators() -> None:
             torch.testing.assert_close(item, simulated[name], rtol=0, atol=0)
 
 
-@pytest.mark.slow
-def test_processes_compute_what_the_simulator_does() -> None:
-    """Four processes compute the simulator's bits."""
-    report(run_checks({"bits": check_bits_are_the_simulators}), "bits")
+test_processes_compute_what_the_simulator_does = on_processes({"bits": check_bits_are_the_simulators}, slow=["bits"])
 
 
 @pytest.mark.parametrize("given", ["f16", "bfloat16", torch.bfloat16, 16])

@@ -16,8 +16,6 @@ from autoshard import AutoshardError, Cluster, NotAvailableError, Plan, PlanMism
 from cost_models.hardware import node_type
 from tests.end_to_end.decoders import decoder
 from tests.end_to_end.test_recipe_plans import ADAMW, BATCH, EXAMPLES, SHAPE, check_runs
-from tests.end_to_end.training import assert_close, whole
-from tests.zoo.table import ARCHITECTURES
 
 LAYERS = 4
 
@@ -66,26 +64,6 @@ def test_what_is_found_runs(target: Cluster, constraints: dict[str, Any]) -> Non
     replicas = BATCH // plan.micro_batches
     assert all(text.startswith(f"i64[{replicas},") for text in sequences)
     check_runs(plan, plan.mesh, layers=LAYERS)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of other people's models
-def test_experts_that_are_found_run() -> None:
-    """A Mixtral whose experts are split by the search equals one device."""
-    model, inputs = ARCHITECTURES["mixtral"].build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plan = autoshard.plan(
-        model, Cluster("h100_sxm", 1, 4), example_inputs=inputs, optimizer=optimizer, global_batch=4, precision=None,
-        constraints={"expert": 2},
-    )  # fmt: skip
-    assert plan.runs
-    assert "expert" in plan.mesh.axis_names
-    batch = {name: torch.cat([value] * 4)[:4] for name, value in inputs.items()}
-    alone, _ = ARCHITECTURES["mixtral"].build()
-    alone.load_state_dict(model.state_dict())
-    loss = alone(**batch).loss
-    step = autoshard.compile(model, plan.mesh, optimizer=optimizer, plan=plan)
-    assert_close(whole(step(**batch)), loss.detach(), "loss")
 
 
 @pytest.mark.parametrize(

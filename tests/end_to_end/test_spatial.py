@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -20,9 +21,10 @@ from autoshard.testing.decided_plans import greedy_plan
 from autoshard.tracing import trace
 from passes.strategies.enumerate_strategies import Site
 from tests.end_to_end.training import assert_close, whole
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import on_processes
 
 MESHES = [Mesh({"a": 2}), Mesh({"a": 2, "b": 2})]
+Score = Callable[[Site, Strategy], int]
 
 
 class Network(nn.Module):
@@ -121,17 +123,8 @@ def test_pieces_of_rows_equal_one_device(mesh: Mesh, width: int) -> None:
     check_plan(model, mesh, inputs, plan=plan, precise=torch.float64).raise_if_different()
 
 
-def check_images_on_processes() -> None:
-    """Halos go through real process groups."""
-    _check_on_processes(*_network(training=False), _spatial_axes)
-
-
-def check_rows_on_processes() -> None:
-    """Operators on whole rows equal one device by gathers and reductions."""
-    _check_on_processes(*_rows(), _last_axes)
-
-
-def _check_on_processes(model: nn.Module, inputs: tuple[torch.Tensor], score: Callable[[Site, Strategy], int]) -> None:
+def _check_on_processes(build: Callable[[], tuple[nn.Module, tuple[torch.Tensor]]], score: Score) -> None:
+    model, inputs = build()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     plan = greedy_plan(trace(model, inputs), Mesh({"a": 2, "b": 2}), score)
     plain = copy.deepcopy(model)
@@ -145,15 +138,13 @@ def _check_on_processes(model: nn.Module, inputs: tuple[torch.Tensor], score: Ca
         assert (whole(mine.grad) - theirs.grad).abs().max() <= 1e-5 * theirs.grad.abs().max() + 1e-6, name
 
 
-CHECKS = {"images": check_images_on_processes, "rows": check_rows_on_processes}
+CHECKS = {
+    "images": partial(_check_on_processes, partial(_network, training=False), _spatial_axes),
+    "rows": partial(_check_on_processes, _rows, _last_axes),
+}
 
 
-@pytest.mark.slow
-def test_on_processes() -> None:
-    """Four Gloo processes compute the numbers of one device."""
-    outcomes = run_checks(CHECKS)
-    for name in CHECKS:
-        report(outcomes, name)
+test_on_processes = on_processes(CHECKS, slow=CHECKS)
 
 
 @pytest.mark.sample(2)

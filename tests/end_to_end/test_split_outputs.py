@@ -22,7 +22,7 @@ from autoshard.runtime.train_step import TrainStep
 from tests.benchmarks.live_memory import peak_bytes_of
 from tests.end_to_end.training import assert_close, whole
 from tests.models import gpt2
-from tests.runtime.processes import asked, report, run_checks
+from tests.runtime.processes import on_processes
 
 
 @dataclass
@@ -396,13 +396,6 @@ CHECKS = {
 }
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
-    return run_checks(asked(request, CHECKS), ranks=request.param)
+test_on_two_processes = on_processes(CHECKS, ranks=2, sample=4)
 
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("name", CHECKS)
-def test_split_outputs(outcomes: dict[str, str], name: str) -> None:
-    """The checks pass on Gloo."""
-    report(outcomes, name)
+test_on_four_processes = on_processes(CHECKS, ranks=4, slow=CHECKS)

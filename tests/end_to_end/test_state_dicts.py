@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard import Mesh, P
+from tests.end_to_end.training import plain_step
 from tests.models import Tied
-from tests.runtime.processes import checked_once, report
+from tests.runtime.processes import on_processes
 
 PAIR = Mesh({"data": 2})
 ROWS = {"embed.weight": P("data"), "linear.*": P("data"), "input:0": P("data")}
@@ -59,7 +60,7 @@ def check_state_is_restored(kind: Callable[..., Any], options: StateDictOptions 
     losses(step)
     state = copy.deepcopy(get_state_dict(model, optimizer, options=options))
     is_full = options is not None and options.full_state_dict
-    assert isinstance(state[0]["embed.weight"], DTensor) is not is_full
+    assert isinstance(state[0]["embed.weight"], DTensor) is (dist.is_initialized() and not is_full)
     assert state[0].keys() == model.state_dict().keys()
     expected = losses(step)
     set_state_dict(model, optimizer, model_state_dict=state[0], optim_state_dict=state[1], options=options)
@@ -119,14 +120,7 @@ def check_what_one_device_had_is_loaded(kind: Callable[..., Any]) -> None:
 
 
 def plain_losses(model: nn.Module, optimizer: Any, count: int = 3) -> list[Tensor]:
-    found = []
-    for _ in range(count):
-        loss = model(TOKENS)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.detach())
-    return found
+    return [plain_step(model, optimizer, TOKENS) for _ in range(count)]
 
 
 def check_parts_and_wholes() -> None:
@@ -183,23 +177,10 @@ for _kind in (TRACED, OWN):
     CHECKS[f"{_kind.__name__}: to one device"] = partial(check_one_device_goes_on, _kind)
     CHECKS[f"{_kind.__name__}: from one device"] = partial(check_what_one_device_had_is_loaded, _kind)
 
-
-outcomes = checked_once(CHECKS, ranks=2)
-
-
-@pytest.mark.sample(8)
-@pytest.mark.parametrize("name", CHECKS)
-def test_with_a_process_per_rank(outcomes: dict[str, str], name: str) -> None:
-    """Two ranks save and load states with a batch norm's buffers and random numbers."""
-    report(outcomes, name)
+test_with_a_process_per_rank = on_processes(CHECKS, ranks=2, sample=8)
 
 
 @pytest.mark.parametrize("options", [None, StateDictOptions(full_state_dict=True)], ids=["parts", "wholes"])
 def test_on_the_simulator(options: StateDictOptions | None) -> None:
     """Parameters are whole tensors, which torch's functions take and give back as on one device."""
-    step = compiled(TRACED)
-    losses(step)
-    state = copy.deepcopy(get_state_dict(step.sharded, step.optimizer, options=options))
-    expected = losses(step)
-    set_state_dict(step.sharded, step.optimizer, model_state_dict=state[0], optim_state_dict=state[1], options=options)
-    assert losses(step) == expected
+    check_state_is_restored(TRACED, options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +15,9 @@ from torch import nn
 import autoshard
 from autoshard import Mesh, P
 from autoshard.runtime.train_step import TrainStep
-from tests.end_to_end.training import whole
+from tests.end_to_end.training import plain_step, whole
 from tests.models import Perceptron
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import on_processes
 
 MESH = Mesh({"data": 2})
 X = torch.linspace(-1, 1, 48).view(8, 6)
@@ -58,14 +58,6 @@ def _clip(_: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
 
 CHANGES: dict[str, Change] = {"gradient hook": _ignore, "accumulation hook": _double, "optimizer hook": _clip}
 MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {"adamw": adamw, "momentum": momentum}
-
-
-def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-    loss = model(x)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
 
 
 def check_step(mesh: Mesh, change: Change, make: Callable[..., torch.optim.Optimizer], **options: Any) -> None:
@@ -177,15 +169,4 @@ CHECKS = {
     for name in ("gradient hook", "optimizer hook")
     for make in MAKERS
 }
-
-
-@cache
-def _outcomes() -> dict[str, str]:
-    return run_checks(CHECKS, ranks=2)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_processes(name: str) -> None:
-    """The same where optimizer state lies as the plan says (ZeRO-1), and gradients as parameters do."""
-    report(_outcomes(), name)
+test_on_processes = on_processes(CHECKS, ranks=2, sample=2)

@@ -16,7 +16,7 @@ from autoshard import Cluster, Plan
 from cost_models.hardware import Link, node_type
 from tests.end_to_end.decoders import LLAMA, decoder
 from tests.end_to_end.test_recipe_plans import ADAMW
-from tests.end_to_end.training import assert_close, whole
+from tests.end_to_end.training import assert_close, plain_step, whole
 from tests.zoo.table import ARCHITECTURES
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of other people's models
@@ -42,7 +42,6 @@ class Tiny:
         build: model and inputs.
         nodes, devices: number of nodes, and of devices in a node.
         slower: factor by which links inside and between nodes are slower than an H100's.
-        memory_bytes: memory of a device; None: an H100's memory.
         batch: sequences of a step.
     """
 
@@ -50,7 +49,6 @@ class Tiny:
     nodes: int
     devices: int
     slower: tuple[float, float] = (1.0, 1.0)
-    memory_bytes: int | None = None
     batch: int = 8
 
     def cluster(self) -> Cluster:
@@ -58,8 +56,7 @@ class Tiny:
         node = node_type("h100_sxm")
         peaks = {name: peak / 1e4 for name, peak in node.device.peak_flops.items()}
         bandwidth = node.device.memory_bandwidth_bytes_per_s / 1e4
-        memory = self.memory_bytes or node.device.memory_bytes
-        device = replace(node.device, peak_flops=peaks, memory_bandwidth_bytes_per_s=bandwidth, memory_bytes=memory)
+        device = replace(node.device, peak_flops=peaks, memory_bandwidth_bytes_per_s=bandwidth)
         assert node.inter is not None, "boxes are joined"
         intra, inter = _slower(node.intra, self.slower[0]), _slower(node.inter, self.slower[1])
         return Cluster(replace(node.with_device(device), intra=intra, inter=inter), self.nodes, self.devices)
@@ -103,12 +100,8 @@ def test_what_is_found_trains_as_one_device(name: str) -> None:
     optimizer = ADAMW(alone.parameters())
     step = autoshard.compile(model, plan.mesh, optimizer=ADAMW(model.parameters()), plan=plan)
     for number in range(3):
-        found = alone(**inputs)
-        loss = found if isinstance(found, torch.Tensor) else found.loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert_close(whole(step(**inputs)), loss.detach(), f"loss of step {number}")
+        loss = plain_step(alone, optimizer, **inputs)
+        assert_close(whole(step(**inputs)), loss, f"loss of step {number}")
 
 
 def test_each_way_to_split_is_chosen_somewhere() -> None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import autoshard
 from autoshard import Mesh
-from tests.end_to_end.training import assert_close, whole
-from tests.runtime.processes import checked_once, report
+from tests.end_to_end.training import assert_close, plain_step, whole
+from tests.runtime.processes import on_processes
 
 PAIR = Mesh({"data": 2})
 
@@ -76,12 +76,7 @@ def batches(count: int, *shape: int) -> list[Tensor]:
 def train(model: nn.Module, data: Sequence[Tensor]) -> list[Tensor]:
     """The loss of each step, then the parameters."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for x in data:
-        losses.append(model(x))
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = [plain_step(model, optimizer, x) for x in data]
     return [whole(tensor) for tensor in (*losses, *model.parameters())]
 
 
@@ -139,13 +134,7 @@ def test_in_one_process(name: str) -> None:
     CHECKS[name]()
 
 
-outcomes = checked_once(CHECKS, ranks=2)
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_two_processes(outcomes: dict[str, str], name: str) -> None:
-    """Parameters are DTensors there: as one device."""
-    report(outcomes, name)
+test_on_two_processes = on_processes(CHECKS, ranks=2, sample=2)
 
 
 def test_a_branch_on_what_dropout_gives() -> None:

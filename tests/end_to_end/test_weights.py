@@ -29,10 +29,10 @@ from autoshard.runtime.distributed import DistributedEngine
 from autoshard.runtime.weights.export_weights import export_weights
 from autoshard.runtime.weights.load_weights import load_weights, together
 from autoshard.runtime.weights.safetensors_writer import SafetensorsWriter
-from tests.end_to_end.training import whole
+from tests.end_to_end.training import plain_step, whole
 from tests.models import gpt2, llama
 from tests.runtime.architectures import BUILDERS, build, logits
-from tests.runtime.processes import checked_once, named, report, shared_folder
+from tests.runtime.processes import on_processes, shared_folder
 
 FOUR, PAIR, SQUARE = {"data": 4}, {"data": 2}, {"data": 2, "model": 2}
 
@@ -250,12 +250,7 @@ def check_a_step_trains_on() -> None:
             saved.save_pretrained(folder / "first")
         dist.barrier()
         optimizer = torch.optim.SGD(saved.parameters(), lr=0.1)
-        losses = []
-        for _ in range(2):
-            losses.append(saved(**inputs).loss)
-            losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        losses = [plain_step(saved, optimizer, **inputs) for _ in range(2)]
         for example in (None, inputs):
             torch.manual_seed(5)
             model = llama()[0]
@@ -268,7 +263,7 @@ def check_a_step_trains_on() -> None:
                 constraints={"*.weight": P("data")},
             )
             step.load_weights(folder / "first")
-            torch.testing.assert_close([step(**inputs) for _ in range(2)], [loss.detach() for loss in losses])
+            torch.testing.assert_close([step(**inputs) for _ in range(2)], losses)
             step.export(folder / "second")
             loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "second")
             for name, value in loaded.state_dict().items():
@@ -331,21 +326,9 @@ ON_TWO = {
 }
 
 
-outcomes_of_two = checked_once(ON_TWO, ranks=2)
-outcomes_of_four = checked_once(ON_FOUR, ranks=4)
+test_with_two_processes = on_processes(ON_TWO, ranks=2, slow=["from meta"])
 
-
-@pytest.mark.parametrize("name", named(ON_TWO, slow=["from meta"]))
-def test_with_two_processes(outcomes_of_two: dict[str, str], name: str) -> None:
-    """The check passes on both ranks."""
-    report(outcomes_of_two, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ON_FOUR)
-def test_with_four_processes(outcomes_of_four: dict[str, str], name: str) -> None:
-    """The check passes on every rank."""
-    report(outcomes_of_four, name)
+test_with_four_processes = on_processes(ON_FOUR, ranks=4, slow=ON_FOUR)
 
 
 @pytest.mark.parametrize("with_optimizer", [False, True], ids=["module", "step"])

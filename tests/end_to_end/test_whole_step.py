@@ -27,8 +27,8 @@ from autoshard.tracing import trace
 from passes.lowering.bucket_updates import BucketUpdates
 from tests.benchmarks.live_memory import peak_bytes_of
 from tests.end_to_end.layouts import ZERO_3
-from tests.end_to_end.training import whole
-from tests.runtime.processes import checked_once, named, report, run_checks
+from tests.end_to_end.training import plain_step, whole
+from tests.runtime.processes import on_processes
 from tests.samples import examples
 
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -108,16 +108,10 @@ def check_step(
     dtype = next(plain.parameters()).dtype
     for number in range(STEPS):
         x, y = batch(number, dtype, outputs)
-        loss = step(x, y)
-        expected = F.mse_loss(plain(x), y)
-        expected.backward()
-        if limit is not None:
-            nn.utils.clip_grad_norm_(plain.parameters(), limit)
-        reference.step()
-        reference.zero_grad()
+        expected = plain_step(plain, reference, x, y, limit=limit, loss_fn=F.mse_loss)
+        torch.testing.assert_close(step(x, y), expected, rtol=tolerance, atol=tolerance)
         for schedule in schedules:
             schedule.step()
-        torch.testing.assert_close(loss, expected.detach(), rtol=tolerance, atol=tolerance)
     assert_same(step, plain, reference, tolerance)
     autoshard.verify(step)
     return step
@@ -189,10 +183,7 @@ def test_state_goes_on_elsewhere() -> None:
     plain = small()
     reference = OPTIMIZERS["adamw"](plain.parameters())
     for number in range(2):
-        x, y = batch(number)
-        F.mse_loss(plain(x), y).backward()
-        reference.step()
-        reference.zero_grad()
+        plain_step(plain, reference, *batch(number), loss_fn=F.mse_loss)
     steps = []
     for constraints in (ZERO_1, ZERO_3):
         model = small()
@@ -206,10 +197,7 @@ def test_state_goes_on_elsewhere() -> None:
     steps[1].load_state_dict(copy.deepcopy(steps[0].state_dict()))
     steps[1](*batch(3))
     for number in (2, 3):
-        x, y = batch(number)
-        F.mse_loss(plain(x), y).backward()
-        reference.step()
-        reference.zero_grad()
+        plain_step(plain, reference, *batch(number), loss_fn=F.mse_loss)
     assert_same(steps[1], plain, reference, 2e-5)
 
 
@@ -226,11 +214,8 @@ def test_changed_options_need_no_other_program() -> None:
                 weight_decay=0.1 * number,
                 eps=1e-3 / (number + 1),
             )
-        x, y = batch(number)
-        step(x, y)
-        F.mse_loss(plain(x), y).backward()
-        reference.step()
-        reference.zero_grad()
+        step(*batch(number))
+        plain_step(plain, reference, *batch(number), loss_fn=F.mse_loss)
     assert len(step.sharded.programs) == 1
     assert_same(step, plain, reference, 2e-5)
 
@@ -253,9 +238,7 @@ def test_a_parameter_that_joins_later_counts_its_own_steps() -> None:
     for number, both in enumerate([False, False, True, True, False, True]):
         x, _ = batch(number)
         step(x, both)
-        plain(x, both).backward()
-        reference.step()
-        reference.zero_grad()
+        plain_step(plain, reference, x, both)
     assert_same(step, plain, reference, 2e-5)
 
 
@@ -267,10 +250,8 @@ def test_an_optimizer_that_is_not_traced_takes_its_own_step(caplog: pytest.LogCa
         step = autoshard.compile(model, LINE, optimizer=optimizer, loss_fn=F.mse_loss)
     assert "RMSprop is none of SGD, Adam, AdamW, Muon, whose updates are traced." in caplog.text
     assert not step.is_traced
-    x, y = batch(0)
-    step(x, y)
-    F.mse_loss(plain(x), y).backward()
-    reference.step()
+    step(*batch(0))
+    plain_step(plain, reference, *batch(0), loss_fn=F.mse_loss)
     assert_same(step, plain, reference, 2e-5)
     with pytest.raises(NotAvailableError, match="optimizer=RMSprop is not part of the program"):
         autoshard.compile(model, LINE, optimizer=optimizer, strict=True)
@@ -283,26 +264,6 @@ def test_nothing_to_train_is_said() -> None:
     step = autoshard.compile(model, LINE, optimizer=optimizer, loss_fn=lambda outputs, y: (outputs.detach() - y).sum())
     with pytest.raises(autoshard.TraceError, match="nothing that the model or loss_fn= returns depends on a parameter"):
         step(*batch(0))
-
-
-def test_a_plan_of_a_step_is_saved_and_used(tmp_path: Any) -> None:
-    """A plan made by `plan` serves `compile` with the same optimizer."""
-    model = small()
-    made = autoshard.plan(
-        model, LINE, example_inputs=batch(0), loss_fn=F.mse_loss, optimizer="adamw", constraints=ZERO_1
-    )
-    made.save(tmp_path / "plan.json")
-    assert made.updates
-    step = autoshard.compile(
-        model,
-        LINE,
-        optimizer=torch.optim.AdamW(model.parameters()),
-        loss_fn=F.mse_loss,
-        plan=tmp_path / "plan.json",
-        example_inputs=batch(0),
-    )
-    assert step.plan.program_digest == made.program_digest
-    assert step.plan.nodes == made.nodes
 
 
 # On processes.
@@ -351,14 +312,11 @@ def check_state_made_when_built_on_gloo() -> None:
     step = autoshard.compile(model, LINE, optimizer=optimizer, loss_fn=F.mse_loss, constraints=constraints)
     for number in range(3):
         step(*batch(number))
-        F.mse_loss(plain(batch(number)[0]), batch(number)[1]).backward()
-        reference.step()
-        reference.zero_grad()
+        plain_step(plain, reference, *batch(number), loss_fn=F.mse_loss)
     assert_same(step, plain, reference, 2e-5)
     stepped = small()
     optimizer = make(stepped.parameters())
-    F.mse_loss(stepped(batch(0)[0]), batch(0)[1]).backward()
-    optimizer.step()
+    plain_step(stepped, optimizer, *batch(0), loss_fn=F.mse_loss)
     with pytest.raises(autoshard.TraceError, match="optimizer=Adagrad has already taken steps"):
         autoshard.compile(stepped, LINE, optimizer=optimizer, loss_fn=F.mse_loss)
 
@@ -414,19 +372,9 @@ CHECKS = {
 }
 
 
-outcomes = checked_once(CHECKS, deadline_s=500)
-
-
 _QUICK = ("momentum, ZeRO-3", "adamw, ZeRO-1, 2 parts", "uneven", "state", "memory")
 
-
-@pytest.mark.parametrize("name", named(CHECKS, slow=CHECKS.keys() - _QUICK))
-def test_on_four_processes(outcomes: dict[str, str], name: str) -> None:
-    """The check passes on every rank."""
-    report(outcomes, name)
+test_on_four_processes = on_processes(CHECKS, deadline_s=500, slow=CHECKS.keys() - _QUICK)
 
 
-@pytest.mark.slow
-def test_inductor_on_four_processes() -> None:
-    """The backend "inductor" agrees with one device over several steps."""
-    report(run_checks({"inductor": check_inductor_on_gloo}), "inductor")
+test_inductor_on_four_processes = on_processes({"inductor": check_inductor_on_gloo}, slow=["inductor"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,51 @@ def train(
         optimizer.zero_grad()
         losses.append(loss.detach())
     return Training(losses, gradients, {name: whole(item) for name, item in model.named_parameters()})
+
+
+def plain_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *args: Any,
+    limit: float | None = None,
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Take a step as scripts for one device do, and return its loss.
+
+    The model returns its loss alone or under "loss"; with `loss_fn` the last argument is the target. Gradients are
+    clipped to `limit`.
+    """
+    found = model(*args, **kwargs) if loss_fn is None else loss_fn(model(*args[:-1], **kwargs), args[-1])
+    loss = found if isinstance(found, torch.Tensor) else found["loss"]
+    loss.backward()
+    if limit is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), limit)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def assert_trains_alike(
+    step: Any,
+    plain: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[tuple[Any, ...] | Mapping[str, Any]],
+    *,
+    loss: tuple[float, float] = (1e-5, 1e-6),
+    parameters: tuple[float, float] = (1e-5, 2e-6),
+) -> None:
+    """Check the losses of a compiled step and its parameters at the end beside one device.
+
+    Tolerances are pairs, relative and absolute.
+    """
+    for batch in batches:
+        args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
+        expected = plain_step(plain, optimizer, *args, **kwargs)
+        torch.testing.assert_close(whole(step(*args, **kwargs)), expected, rtol=loss[0], atol=loss[1])
+    held, (rtol, atol) = dict(step.sharded.named_parameters()), parameters
+    for name, value in plain.named_parameters():
+        torch.testing.assert_close(whole(held[name]), value.detach(), rtol=rtol, atol=atol, msg=f"{name} differs")
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -102,6 +102,24 @@ def checked_once(checks: Mapping[str, Check], **options: Any) -> Any:
     return pytest.fixture(scope="module")(outcomes)
 
 
+def on_processes(
+    checks: Mapping[str, Check], *, slow: Collection[str] = (), sample: int | None = None, **options: Any
+) -> Any:
+    """A test of each check; the first test that runs starts all checks that this session asks for; see `run_checks`."""
+    outcomes: dict[str, str] = {}
+
+    @pytest.mark.parametrize("name", named(checks, slow=slow))
+    def test(request: pytest.FixtureRequest, name: str) -> None:
+        """The check passes on every rank."""
+        if not outcomes:
+            items = [item for item in request.session.items if getattr(item, "function", None) is request.function]
+            names = {item.callspec.params["name"] for item in items}  # type: ignore[attr-defined]
+            outcomes.update(run_checks({key: checks[key] for key in checks if key in names}, **options))
+        report(outcomes, name)
+
+    return test if sample is None else pytest.mark.sample(sample)(test)
+
+
 def asked(request: pytest.FixtureRequest, checks: Mapping[str, Check]) -> dict[str, Check]:
     """The checks that tests of this session ask a module's fixture for, by a parameter `name`."""
     tests = [item for item in request.session.items if request.fixturename in getattr(item, "fixturenames", ())]

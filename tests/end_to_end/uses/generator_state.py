@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers
+from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers, on_both
 
 Script = Callable[[Callable[[], Tensor]], Numbers]
 
@@ -131,14 +131,11 @@ def copies_draw_alike(compile: Compile) -> Numbers:
 
 
 USES = (
-    Use("the same seed set again", drawing(same_seed)),
-    Use("the same seed set again, on two ranks", drawing(same_seed), processes=True),
+    *on_both("the same seed set again", drawing(same_seed)),
     Use("the same seed, then data", drawing(seed_then_data)),
     Use("the same seed, then data and calls in turn", drawing(seed_and_data_in_turn)),
-    Use("a fork of the generator", drawing(fork)),
-    Use("a fork of the generator, on two ranks", drawing(fork), processes=True),
-    Use("a fork with a seed of its own", drawing(fork_with_a_seed)),
-    Use("a fork with a seed of its own, on two ranks", drawing(fork_with_a_seed), processes=True),
+    *on_both("a fork of the generator", drawing(fork)),
+    *on_both("a fork with a seed of its own", drawing(fork_with_a_seed)),
     Use("a state of the generator set again", drawing(state_set_again)),
     Use("common random numbers", common_numbers),
     Use("a copy from the same seed", copies_draw_alike),

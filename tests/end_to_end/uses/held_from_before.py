@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autoshard
-from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers
+from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers, train
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -37,13 +37,7 @@ def optimizer_from_before(
         optimizer = make(model.parameters())
         kept = model(inputs) if keeps_a_graph else None
         compiled = compile(model, **({"example_inputs": (inputs,)} if compiles_first else {}), **options)
-        found = []
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = _loss(compiled, inputs)
-            loss.backward()
-            optimizer.step()
-            found.append(loss)
+        found = train(optimizer, lambda: _loss(compiled, inputs))
         return numbers(*found, *compiled.parameters(), *([] if kept is None else [kept]))
 
     return script
@@ -104,14 +98,7 @@ def recurrent(compile: Compile) -> Numbers:
     model, inputs = nn.GRU(4, 6, batch_first=True), torch.randn(4, 3, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     compiled = compile(model)
-    found = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = compiled(inputs)[0].square().mean()
-        loss.backward()
-        optimizer.step()
-        found.append(loss)
-    return numbers(*found)
+    return numbers(*train(optimizer, lambda: compiled(inputs)[0].square().mean()))
 
 
 def marked_parameters(compile: Compile) -> Numbers:
@@ -144,21 +131,13 @@ def loop_goes_on(make: Make, *, loads: bool = False, **options: Any) -> Callable
     def script(compile: Compile) -> Numbers:
         model, inputs = _model()
         optimizer = make(model.parameters())
-
-        def step(called: nn.Module) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = _loss(called, inputs)
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        found = [step(model) for _ in range(2)]
+        found = train(optimizer, lambda: _loss(model, inputs), 2)
         state = optimizer.state_dict()
         compiled = compile(model, **options)
         if loads:
             optimizer = make(compiled.parameters())
             optimizer.load_state_dict(state)
-        found += [step(compiled) for _ in range(2)]
+        found += train(optimizer, lambda: _loss(compiled, inputs), 2)
         return numbers(*found, *compiled.parameters())
 
     return script

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoshard
-from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers, one_device
+from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers, on_both, one_device
 
 _Optimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -47,10 +47,8 @@ def loaded(optimizer: _Optimizer, *, rows: int = 8, **options: Any) -> Callable[
 _SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 _ADADELTA = partial(torch.optim.Adadelta, lr=0.1)  # whose step is not traced
 USES = (
-    Use("rows of a step", loaded(_SGD)),
-    Use("rows of a step, on two ranks", loaded(_SGD), processes=True),
-    Use("rows of a step of micro-batches", loaded(_SGD, micro_batches=2)),
-    Use("rows of a step of micro-batches, on two ranks", loaded(_SGD, micro_batches=2), processes=True),
+    *on_both("rows of a step", loaded(_SGD)),
+    *on_both("rows of a step of micro-batches", loaded(_SGD, micro_batches=2)),
     Use("rows of four micro-batches, on two ranks", loaded(_SGD, rows=16, micro_batches=4), processes=True),
     Use("rows that two ranks cannot share", loaded(_SGD, rows=6, micro_batches=2), processes=True),
     Use("rows of micro-batches by autograd, on two ranks", loaded(_ADADELTA, micro_batches=2), processes=True),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoshard import P
-from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers
+from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers, on_both
 
 BY_ROWS = {"input:*": P("data"), "output:0": P("data")}
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -63,6 +63,25 @@ def evaluated(compile: Compile) -> Numbers:
         return numbers(F.cross_entropy(logits, y).exp(), right, logits[y >= 0].std(), logits.max())
 
 
+def gradient_scaler(compile: Compile) -> Numbers:
+    """Scale a loss by a constant, as GradScaler does, and divide the gradients by the constant."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
+    inputs = torch.randn(8, 8)
+    compiled = compile(model, example_inputs=(inputs,))
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = compiled(inputs).square().mean()
+        (loss * 1024).backward()
+        for parameter in compiled.parameters():
+            parameter.grad /= 1024
+        optimizer.step()
+        losses.append(loss)
+    return numbers(*losses)
+
+
 LOSSES: dict[str, Loss] = {
     "ignored targets": F.cross_entropy,
     "classes that weigh differently": nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.5, 1.5, 3.0])),
@@ -78,6 +97,7 @@ USES = (
         Use(f"{name}, outside", lambda compile, loss=loss: train(compile, loss), processes=True)
         for name, loss in LOSSES.items()
     ),
+    *on_both("a scaled loss", gradient_scaler),
     Use("a temperature outside", temperature, processes=True),
     Use("a compiled teacher", distilled, processes=True),
     Use("perplexity and accuracy", evaluated, processes=True),

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers, one_device
+from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers, on_both, one_device, train
 
 
 class Outer(nn.Module):
@@ -33,14 +33,7 @@ def _model() -> tuple[nn.Sequential, torch.Tensor]:
 
 def _trained(called: Any, model: nn.Module, inputs: torch.Tensor) -> Numbers:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = called(inputs).square().mean()
-        loss.backward()
-        optimizer.step()
-        found.append(loss)
-    return numbers(*found)
+    return numbers(*train(optimizer, lambda: called(inputs).square().mean()))
 
 
 def torch_compile(compile: Compile) -> Numbers:
@@ -198,17 +191,9 @@ def backward_of_a_step(compile: Compile) -> Numbers:
 
 
 USES = (
-    Use("an input on meta", input_on_meta, refused=r"input:0 .* is on device='meta'"),
-    Use("an input on meta, on two ranks", input_on_meta, refused=r"input:0 .* is on device='meta'", processes=True),
-    Use("a target on meta", target_on_meta, refused=r"input:1 .* is on device='meta'"),
-    Use("a target on meta, on two ranks", target_on_meta, refused=r"input:1 .* is on device='meta'", processes=True),
-    Use("backward of a step's loss", backward_of_a_step, refused="the step has already run the backward"),
-    Use(
-        "backward of a step's loss, on two ranks",
-        backward_of_a_step,
-        refused="the step has already run the backward",
-        processes=True,
-    ),
+    *on_both("an input on meta", input_on_meta, refused=r"input:0 .* is on device='meta'"),
+    *on_both("a target on meta", target_on_meta, refused=r"input:1 .* is on device='meta'"),
+    *on_both("backward of a step's loss", backward_of_a_step, refused="the step has already run the backward"),
     Use(
         "torch.jit.script of the compiled",
         captured(lambda compiled, inputs: torch.jit.script(compiled)(inputs)),
@@ -235,19 +220,14 @@ USES = (
         captured_before(lambda layer, inputs: torch.jit.trace(layer, (inputs,))),
         refused=r"model\.0 is a TopLevelTracedModule, .* from before torch.jit.script",
     ),
-    Use("torch.compile of the compiled", torch_compile),
-    Use("torch.compile of the compiled, on two ranks", torch_compile, processes=True),
-    Use("compiled.compile()", torch_compile_in_place),
-    Use("compiled.compile(), on two ranks", torch_compile_in_place, processes=True),
-    Use("torch.compile around the compiled", torch_compile_around),
-    Use("torch.compile around the compiled, on two ranks", torch_compile_around, processes=True),
-    Use("torch.compile of a step", torch_compile_of_a_step),
-    Use("torch.compile of a step, on two ranks", torch_compile_of_a_step, processes=True),
+    *on_both("torch.compile of the compiled", torch_compile),
+    *on_both("compiled.compile()", torch_compile_in_place),
+    *on_both("torch.compile around the compiled", torch_compile_around),
+    *on_both("torch.compile of a step", torch_compile_of_a_step),
     Use("a compiled part", compiled_part, refused="model.inner is a ShardedModule, compiled already"),
     Use("a part compiled later", compiled_later, refused="calls a ShardedModule, the compiled Sequential"),
     Use("a compiled module in the loss", compiled_in_loss, refused="calls a ShardedModule, the compiled Linear"),
-    Use("a compiled part of an eager module", part_of_eager),
-    Use("a compiled part of an eager module, on two ranks", part_of_eager, processes=True),
+    *on_both("a compiled part of an eager module", part_of_eager),
     Use(
         "DistributedDataParallel given to compile",
         distributed_before(DistributedDataParallel),

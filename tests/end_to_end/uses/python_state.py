@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers
+from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers, on_both
 
 
 class _Slots:
@@ -64,16 +64,11 @@ def _add(held: torch.Tensor) -> None:
 USES = (
     Use("a deque that rolls", changed(lambda: deque([1.0, 2.0]), lambda d: d[0], lambda d: d.rotate(1))),
     Use("a running mean in a deque", changed(lambda: deque([1.0], maxlen=3), sum, lambda d: d.append(d[-1] / 2))),
-    Use("a NumPy array in place", changed(lambda: np.ones(4), lambda a: float(a[0]), _write)),
+    *on_both("a NumPy array in place", changed(lambda: np.ones(4), lambda a: float(a[0]), _write)),
     Use("a NumPy array made a tensor", changed(lambda: np.ones(4, "f4"), torch.from_numpy, _write)),
     Use("an array in place", changed(lambda: array.array("d", [1.0]), lambda a: a[0], _write)),
     Use("a bytearray in place", changed(lambda: bytearray([1]), lambda b: b[0], _write)),
     Use("a slot", changed(_Slots, lambda s: s.factor, lambda s: setattr(s, "factor", s.factor + 1))),
     Use("a tensor in a list, by data", changed(lambda: [torch.ones(4)], lambda t: t[0], lambda t: _add(t[0]))),
     Use("a tensor's NumPy array", changed(lambda: torch.ones(4), lambda t: t, lambda t: t.numpy().__iadd__(1))),
-    Use(
-        "a NumPy array in place, on two ranks",
-        changed(lambda: np.ones(4), lambda a: float(a[0]), _write),
-        processes=True,
-    ),
 )

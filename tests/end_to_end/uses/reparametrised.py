@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm
 
-from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers
+from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers, on_both, train
 
 Change = Callable[[nn.Module], Any]
 
@@ -30,13 +30,7 @@ def changed(change: Change, *, when: str = "after a call") -> Callable[[Compile]
         if when != "before":
             change(model[0])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        found = []
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = compiled(inputs).square().mean()
-            loss.backward()
-            optimizer.step()
-            found.append(loss)
+        found = train(optimizer, lambda: compiled(inputs).square().mean())
         return numbers(*found, *model.parameters(), *model.buffers())
 
     return script
@@ -84,6 +78,5 @@ USES = (
         refused=r"\.data of 0\.weight was set",
         processes=True,
     ),
-    Use("a weight norm taken away", removed_later),
-    Use("a weight norm taken away, on two ranks", removed_later, processes=True),
+    *on_both("a weight norm taken away", removed_later),
 )

@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, jacrev, stack_module_state, vmap
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers
+from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers, on_both, train
 
 
 class Attends(nn.Module):
@@ -66,12 +66,7 @@ def steps(compile: Compile, make: Callable[[], nn.Module], *inputs: Tensor, time
     torch.manual_seed(0)
     compiled = compile(make())
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
-    losses = []
-    for _ in range(times):
-        optimizer.zero_grad()
-        losses.append(compiled(*inputs))
-        losses[-1].backward()
-        optimizer.step()
+    losses = train(optimizer, lambda: compiled(*inputs), times)
     return numbers(*losses, *compiled.parameters())
 
 
@@ -166,8 +161,7 @@ class Ensemble(nn.Module):
 
 
 USES = (
-    Use("a penalty on the gradient of cross-entropy", penalty_of_parameters),
-    Use("a penalty on the gradient of cross-entropy, on two ranks", penalty_of_parameters, processes=True),
+    *on_both("a penalty on the gradient of cross-entropy", penalty_of_parameters),
     Use("a gradient penalty through attention and RMS norm", penalty_inside(Attends)),
     Use("a gradient penalty outside, through attention", penalty_outside),
     Use("a gradient penalty through an LSTM", penalty_inside(lambda: Recurrent(nn.LSTM, num_layers=2))),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers
+from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers, on_both
 
 
 class _Net(nn.Module):
@@ -142,7 +142,6 @@ USES = (
         set_on_step("max_gradient_norm", 2),
         refused="only max_grad_norm of",
     ),
-    Use("attributes set", attributes_set),
-    Use("attributes set, on two ranks", attributes_set, processes=True),
+    *on_both("attributes set", attributes_set),
     Use("a module set", module_set),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers
+from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers, on_both
 
 
 class _TwoLosses(nn.Module):
@@ -120,12 +120,10 @@ def penalty_of_one_loss(compile: Compile) -> Numbers:
 
 
 USES = (
-    Use("alternating losses under AdamW", alternating_losses),
-    Use("alternating losses under AdamW, on two ranks", alternating_losses, processes=True),
+    *on_both("alternating losses under AdamW", alternating_losses),
     Use("an auxiliary head that is not trained", one_head_alone),
     Use("a loss of a hidden result now and then", hidden_result),
-    Use("gradients of each of three outputs", gradients_of_each),
-    Use("gradients of each of three outputs, on two ranks", gradients_of_each, processes=True),
+    *on_both("gradients of each of three outputs", gradients_of_each),
     Use("an infinite derivative of the other loss", infinite_derivative_beside),
     Use("zeros are no None", zeros_are_not_none),
     Use("two backwards in turn", two_backwards_in_turn),

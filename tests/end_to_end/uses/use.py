@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import autoshard
+from tests.end_to_end.training import plain_step
 
 Numbers = Sequence[float]
 
@@ -41,6 +42,22 @@ class Use:
     tolerance: float = 1e-5
 
 
+def on_both(name: str, script: Callable[[Compile], Numbers], **options: Any) -> tuple[Use, Use]:
+    """Return a use on the simulator, and on two ranks."""
+    return Use(name, script, **options), Use(f"{name}, on two ranks", script, processes=True, **options)
+
+
+def train(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor], steps: int = 3) -> list[torch.Tensor]:
+    """Return the losses of a loop in plain PyTorch; `loss` calls the model."""
+    found = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        found.append(loss())
+        found[-1].backward()
+        optimizer.step()
+    return found
+
+
 def one_device(model: nn.Module, **options: Any) -> Any:
     """The stand-in of `compile` on one device: the model, or a plain training step."""
     optimizer = options.get("optimizer")
@@ -69,14 +86,4 @@ class _Step:
         self.model, self.optimizer, self.loss_fn, self.max_grad_norm = model, optimizer, loss_fn, max_grad_norm
 
     def __call__(self, *inputs: Any, **named: Any) -> torch.Tensor:
-        self.optimizer.zero_grad()
-        if self.loss_fn is None:
-            loss = self.model(*inputs, **named)
-        else:
-            loss = self.loss_fn(self.model(*inputs[:-1], **named), inputs[-1])
-        loss.backward()
-        if self.max_grad_norm is not None:
-            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
-        self.optimizer.step()
-        return loss.detach()
+        return plain_step(self.model, self.optimizer, *inputs, loss_fn=self.loss_fn, limit=self.max_grad_norm, **named)

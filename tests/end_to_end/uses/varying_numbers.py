@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers
+from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers, on_both
 
 
 class _Net(nn.Module):
@@ -52,8 +52,7 @@ def _every_tenth(net: Any, _: torch.Tensor) -> float:
 
 
 USES = (
-    Use("every tenth step", counted(_every_tenth)),
-    Use("every tenth step, on two ranks", counted(_every_tenth), processes=True),
+    *on_both("every tenth step", counted(_every_tenth)),
     Use("a window of steps", counted(lambda net, _: 3 if 9 <= net.step < 12 else 1)),
     Use("one step", counted(lambda net, _: 2 if net.step == 12 else 1)),
     Use("an interval of a loss", counted(lambda net, _: 2 if 0.6 < net.loss < 0.8 else 1)),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers, one_device
+from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers, on_both, one_device
 
 
 class Table(nn.Module):
@@ -74,13 +74,7 @@ def one_place(compile: Compile) -> Numbers:
 _NEEDS = r"micro_batches=2 calls the model with one of 2 equal parts of the batch.* leave micro_batches out"
 USES = (
     Use("a table of the batch's size", stepped(Buffer)),
-    Use("a table of the batch's size, in micro-batches", stepped(Buffer, micro_batches=2), refused=_NEEDS),
-    Use(
-        "a table of the batch's size, in micro-batches on two ranks",
-        stepped(Buffer, micro_batches=2),
-        refused=_NEEDS,
-        processes=True,
-    ),
+    *on_both("a table of the batch's size, in micro-batches", stepped(Buffer, micro_batches=2), refused=_NEEDS),
     Use(
         "a trained table of the batch's size, in micro-batches",
         stepped(lambda: Table(nn.Parameter), micro_batches=2),
@@ -97,16 +91,10 @@ USES = (
         stepped(Normed, rows=2, micro_batches=2),
         refused=rf"(?s)module 'layers\.1' \(BatchNorm1d\), raised ValueError.*{_NEEDS}",
     ),
-    Use(
+    *on_both(
         "batch norm on one row",
         one_row,
         refused=r"module 'layers\.1' \(BatchNorm1d\), raised ValueError: .* pass a larger batch, or call \.eval\(\)",
-    ),
-    Use(
-        "batch norm on one row, on two ranks",
-        one_row,
-        refused=r"module 'layers\.1' \(BatchNorm1d\), raised ValueError: .* pass a larger batch, or call \.eval\(\)",
-        processes=True,
     ),
     Use("batch norm on one row in evaluation", lambda compile: one_row(compile, training=False)),
     Use("instance norm on one place", one_place, refused=r"module '1' \(InstanceNorm1d\), raised ValueError"),

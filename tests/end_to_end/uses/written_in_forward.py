@@ -1,4 +1,4 @@
-"""Uses that write parameters and buffers through `.data` and in place: momentum encoders, teachers, tables."""
+"""Uses that write parameters and buffers through `.data` and in place: momentum encoders, tables of bounded rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers
+from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers, on_both, one_device, train
 
 Move = Callable[[Tensor, Tensor], None]
 
@@ -69,13 +69,8 @@ def trained(kind: Callable[[Move], nn.Module], move: Move) -> Callable[[Compile]
     def script(compile: Compile) -> Numbers:
         compiled = compile(kind(move))
         optimizer = torch.optim.SGD([item for item in compiled.parameters() if item.requires_grad], lr=0.1)
-        inputs, found = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)), []
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = compiled(inputs)
-            loss.backward()
-            optimizer.step()
-            found.append(loss)
+        inputs = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+        found = train(optimizer, lambda: compiled(inputs))
         return numbers(*found, *compiled.state_dict().values())
 
     return script
@@ -106,11 +101,32 @@ def moved_model(compile: Compile) -> Numbers:
     return numbers(first, compiled(inputs))
 
 
-def bounded_table(compile: Compile) -> Numbers:
-    """Look up a table that scales its rows down to a largest norm."""
+def max_norm(compile: Compile) -> Numbers:
+    """torch's own `max_norm`, which writes over the table in `forward`."""
     torch.manual_seed(0)
-    compiled = compile(nn.Sequential(nn.Embedding(8, 4, max_norm=1.0), nn.Linear(4, 1)))
-    return numbers(compiled(torch.arange(8)))
+    model = nn.Embedding(6, 4, max_norm=1.0)
+    return numbers(compile(model)(torch.arange(6)))
+
+
+def scaled_between_calls(compile: Compile) -> Numbers:
+    """The table is scaled before each call, as the refusal of `max_norm` says; one device has `max_norm`."""
+    torch.manual_seed(0)
+    is_one = compile is one_device
+    model = nn.Embedding(6, 4, max_norm=1.0 if is_one else None)
+    compiled = compile(model)
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.5)
+    found = []
+    for _ in range(3):
+        if not is_one:
+            with torch.no_grad():
+                weight = compiled.weight
+                weight.mul_((1.0 / weight.norm(dim=1, keepdim=True)).clamp(max=1))
+        optimizer.zero_grad()
+        loss = (compiled(torch.arange(6)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss)
+    return numbers(*found)
 
 
 _REFUSED = "changes parameter .* in place in forward.*after the call"
@@ -136,5 +152,6 @@ USES = (
     ),
     Use("a model sent to its device, on two ranks", moved_model, processes=True),
     Use("data of another shape", trained(_Buffered, _transpose_data), refused="a program keeps shapes"),
-    Use("a table of bounded rows", bounded_table, refused="in place in forward"),
+    Use("a table with max_norm", max_norm, refused=r"An embedding with max_norm= goes without it"),
+    *on_both("a table scaled before each call", scaled_between_calls),
 )
