@@ -88,7 +88,7 @@ def time_large(layers: int, console: Console) -> Times:
         program = trace_405b(layers)
     console.print(f"traced: {len(program.graph.nodes):,} nodes, {times.seconds['trace']:.1f} s")
     with times.stage("plan"):
-        space = EnumerateStrategies(LARGE, prune=True)(prepare(program))
+        space = EnumerateStrategies(LARGE)(prepare(program))
         prices = Prices(Cluster("h100_sxm", nodes=1024, devices_per_node=8), LARGE)
         planning = build_problem(space, prices, find_lifetimes(space, 0.0), fold_blocks(space))
         plan = plan_under(LAYOUTS["two axes"], planning)
