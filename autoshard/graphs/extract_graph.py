@@ -1,12 +1,26 @@
-"""Copies some calls of a graph into a graph of their own, such as the calls of the backward."""
+"""Finds the calls that compute a value, and copies some calls of a graph into a graph of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 
 from torch import fx
 
 from autoshard.graphs.copy_nodes import copy_node
+
+
+def needed(results: Iterable[fx.Node], given: Container[fx.Node] = ()) -> set[fx.Node]:
+    """Return `results` and all nodes from which they are computed.
+
+    The operands of nodes in `given` are not followed.
+    """
+    found, waiting = set[fx.Node](), list(results)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += () if node in given else node.all_input_nodes
+    return found
 
 
 def placeholder_like(graph: fx.Graph, node: fx.Node) -> fx.Node:

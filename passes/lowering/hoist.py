@@ -24,7 +24,7 @@ from torch import Tensor, fx
 
 from autoshard.graphs.aliases import aliased_operands
 from autoshard.graphs.copy_nodes import copy_node
-from autoshard.graphs.extract_graph import placeholder_like
+from autoshard.graphs.extract_graph import needed, placeholder_like
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.program import InputKind, OutputKind
@@ -32,7 +32,6 @@ from autoshard.kernels.offload import TRANSFERS
 from passes.memory.lowered_memory import peak_bytes
 from passes.memory.stage_load import ONE_STAGE, StageLoad
 from passes.preparation.number_values import Numbering, draws_numbers
-from passes.preparation.rewriting import needed
 
 Seconds = Callable[[fx.Node], float]
 

@@ -21,10 +21,11 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from autoshard.graphs.extract_graph import needed
 from autoshard.ir.collectives import ALL_GATHER, is_collective, is_wait
 from autoshard.ir.communicators import Purpose, is_for
 from autoshard.ir.lowered import PhasedProgram
-from passes.preparation.rewriting import in_order, needed
+from passes.preparation.rewriting import in_order
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -52,20 +52,6 @@ def with_groups(graph_module: fx.GraphModule, name: Callable[[fx.Node], str]) ->
     for node, given in names.items():
         copies[node].args = (*copies[node].args[:-1], given)
     return lazy_module(graph_module, graph)
-
-
-def needed(results: Iterable[fx.Node], given: Container[fx.Node] = ()) -> set[fx.Node]:
-    """Return `results` and all nodes from which they are computed.
-
-    The operands of nodes in `given` are not followed.
-    """
-    found, waiting = set[fx.Node](), list(results)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += () if node in given else node.all_input_nodes
-    return found
 
 
 def in_order(graph_module: fx.GraphModule, order: Iterable[fx.Node]) -> fx.GraphModule:

@@ -27,12 +27,12 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.graphs.copy_nodes import copy_node
+from autoshard.graphs.extract_graph import needed
 from autoshard.ir.loss_weights import Branches, Count, LossWeights, Term
 from autoshard.ir.program import InputKind, OutputKind, Program, tensor_values
 from autoshard.ir.spec import Reduction
 from autoshard.kernels.checks import checked
 from autoshard.rules.notation import BoundRule
-from passes.preparation.rewriting import needed
 from passes.strategies.enumerate_strategies import operands_of, resolve, rule_of
 from passes.verification.batch_states import BatchIndices, Mixed, OfInputs, Same, SlicedDim, State, Sum
 from passes.verification.combine_branches import combine_branches
