@@ -199,8 +199,8 @@ def _place(function: RuleFunction) -> str:
 def _may_be_partial(dtype: torch.dtype, results: Sequence[torch.Tensor]) -> bool:
     """Whether an operand of this dtype may be a partial sum.
 
-    Booleans may not. Addends of integers of less than 64 bits may have wrapped round before conversion to another
-    dtype, so they may not if a result has another dtype.
+    Booleans may not. Narrow integers may not if a result has another dtype, because addends of less than 64 bits may
+    have wrapped round before the conversion.
     """
     if dtype.itemsize == 8 or dtype.is_floating_point or dtype.is_complex:
         return True
