@@ -10,27 +10,27 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 from typer.exceptions import TyperException
 
 from autoshard import __version__, api
 from autoshard.cli.calibrate import calibration_json, calibration_table, measure_machine
 from autoshard.cli.coverage import coverage_json, coverage_rows, coverage_summary, coverage_table
-from autoshard.cli.doctor import Finding, diagnose
+from autoshard.cli.doctor import diagnose
 from autoshard.cli.models import load_model
 from autoshard.cli.places import parse_cluster, place_of
 from autoshard.cli.recipes import parse_constraints, parse_recipe
 from autoshard.cli.run import commands, start
 from autoshard.errors import AutoshardError, NotAvailableError
+from autoshard.ir.files import check_can_write
 from autoshard.ir.plan import Plan
 from autoshard.ir.runtime import MEGATRON
+from autoshard.ir.text import table
 from cost_models.errors import CostModelError
 
 app = typer.Typer(
@@ -140,7 +140,8 @@ def plan(
     as_json: _Json = False,
 ) -> None:
     """Find the fastest plan that fits in memory, and print it."""
-    _check_folder(out)
+    if out is not None:
+        check_can_write(out)
     result = _plan(
         model, cluster, mesh, batch, seq, precision, optimizer, memory_gib,
         global_batch=global_batch, runtime=runtime, constrain=constrain, backend=backend,
@@ -148,7 +149,7 @@ def plan(
         previous=None if previous is None else Plan.load(_existing(str(previous))),
     )  # fmt: skip
     if out is not None:
-        _write(out, result.save)
+        result.save(out)
     _show(result.to_json() if as_json else str(result))
 
 
@@ -238,7 +239,7 @@ def report(
     as_json: _Json = False,
 ) -> None:
     """Write a plan as one page of HTML: where time and memory go, the timeline, and every spec."""
-    _check_folder(out)
+    check_can_write(out)
     if source.endswith(".json") and not source.startswith("hf:"):
         found = Plan.load(_existing(source))
     elif cluster is None:
@@ -249,7 +250,7 @@ def report(
             global_batch=global_batch, runtime=runtime, constrain=constrain, backend=backend,
             time_budget_s=time_budget_s, trust_remote_code=trust_remote_code,
         )  # fmt: skip
-    _write(out, found.report)
+    found.report(out)
     _show({"page": str(out), "step_time_s": found.predicted.step_time_s} if as_json else f"wrote {out}")
 
 
@@ -263,22 +264,6 @@ def _bytes(memory_gib: float | None) -> int | None:
 
 def _named(optimizer: str | None) -> str | None:
     return None if optimizer == "none" else optimizer
-
-
-def _check_folder(out: Path | None) -> None:
-    """Raise `AutoshardError` before a search starts, if `out` cannot be written: it is a folder, or has no folder."""
-    if out is not None and not out.parent.is_dir():
-        raise AutoshardError(f"--out {out} cannot be written: there is no folder {out.parent}. Make the folder first.")
-    if out is not None and out.is_dir():
-        raise AutoshardError(f"--out {out} cannot be written: it is a folder. Name a file in the folder.")
-
-
-def _write(out: Path, save: Callable[[Path], None]) -> None:
-    """Call `save(out)`. Raises `AutoshardError`, of one sentence, in place of an `OSError`."""
-    try:
-        save(out)
-    except OSError as error:
-        raise AutoshardError(f"--out {out} cannot be written: {error.strerror}.") from error
 
 
 def _existing(path: str) -> Path:
@@ -306,7 +291,8 @@ def price(
     as_json: _Json = False,
 ) -> None:
     """Predict an expert's recipe under another framework's runtime: step time, memory, breakdown."""
-    _check_folder(out)
+    if out is not None:
+        check_can_write(out)
     dtype = _PRODUCTS.get(precision, torch.bfloat16)
     loaded = load_model(model, batch=1, seq=seq, dtype=dtype, trust_remote_code=trust_remote_code)
     result = api.price(
@@ -320,7 +306,7 @@ def price(
         global_batch=global_batch,
     )
     if out is not None:
-        _write(out, result.save)
+        result.save(out)
     _show(result.to_json() if as_json else str(result))
 
 
@@ -365,11 +351,14 @@ def calibrate(
     as_json: _Json = False,
 ) -> None:
     """Measure this machine (under torchrun: the ranks of the run) and write it as a cluster to plan for."""
-    _check_folder(out)
+    check_can_write(out)
     found = measure_machine(ranks, budget_s)
     if found is None:
         return
-    _write(out, found.save)
+    try:
+        found.save(out)
+    except OSError as error:
+        raise AutoshardError(f"--out {out} cannot be written: {error.strerror}.") from error
     _show(calibration_json(found) if as_json else calibration_table(found, out))
 
 
@@ -432,17 +421,11 @@ def _examine_machine(as_json: bool) -> None:
     if as_json:
         _show([{"name": item.name, "found": item.found, "is_good": item.is_good} for item in findings])
     else:
-        _show(_findings_table(findings))
+        rows = [(item.name, item.found, "ok" if item.is_good else "PROBLEM") for item in findings]
+        _show(table(("", "found", ""), rows))
     bad = [item.name for item in findings if not item.is_good]
     if bad:
         raise AutoshardError(f"this machine is not ready: {', '.join(bad)} (see above).")
-
-
-def _findings_table(findings: tuple[Finding, ...]) -> Table:
-    table = Table("", "found", "")
-    for item in findings:
-        table.add_row(item.name, item.found, "ok" if item.is_good else "PROBLEM")
-    return table
 
 
 def _show(content: Any) -> None:

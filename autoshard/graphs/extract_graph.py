@@ -1,4 +1,4 @@
-"""Finds the calls that some results need, and copies calls of a graph into a graph of their own."""
+"""Finds the calls that compute a value, and copies some calls of a graph into a graph of their own."""
 
 from __future__ import annotations
 
@@ -7,13 +7,6 @@ from collections.abc import Collection, Container, Iterable, Sequence
 from torch import fx
 
 from autoshard.graphs.copy_nodes import copy_node
-
-
-def placeholder_like(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Add a placeholder with `node`'s name and metadata; `fx.Graph.placeholder` would lower the name's capitals."""
-    made = graph.create_node("placeholder", node.name, name=node.name)
-    made.meta = dict(node.meta)
-    return made
 
 
 def needed(results: Iterable[fx.Node], given: Container[fx.Node] = ()) -> set[fx.Node]:
@@ -28,6 +21,13 @@ def needed(results: Iterable[fx.Node], given: Container[fx.Node] = ()) -> set[fx
             found.add(node)
             waiting += () if node in given else node.all_input_nodes
     return found
+
+
+def placeholder_like(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Add a placeholder with `node`'s name and metadata; `fx.Graph.placeholder` would lower the name's capitals."""
+    made = graph.create_node("placeholder", node.name, name=node.name)
+    made.meta = dict(node.meta)
+    return made
 
 
 def extract_graph(

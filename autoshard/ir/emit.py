@@ -23,7 +23,7 @@ from torch import fx
 
 from autoshard.ir.local import axis_index
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.reduction import identity_of
+from autoshard.ir.reduction import REDUCIBLE, identity_of
 from autoshard.ir.reshard import ReshardKind, ReshardStep
 from autoshard.ir.spec import PartitionSpec, Reduction
 
@@ -98,25 +98,13 @@ class _Wire:
 
 
 _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
-_REDUCIBLE = frozenset(
-    {
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.int8,
-        torch.uint8,
-        torch.int32,
-        torch.int64,
-    }
-)
 _BOOL_REDUCTION = {Reduction.SUM: Reduction.MAX, Reduction.PRODUCT: Reduction.MIN}
 
 
 def _wire_to_move(dtype: torch.dtype) -> _Wire:
     if dtype.is_complex:
         return _Wire(is_complex=True)
-    return _Wire() if dtype in _REDUCIBLE else _Wire(view=_BITS[dtype.itemsize])
+    return _Wire() if dtype in REDUCIBLE else _Wire(view=_BITS[dtype.itemsize])
 
 
 def _wire_to_reduce(dtype: torch.dtype, reduction: Reduction) -> _Wire:
@@ -126,7 +114,7 @@ def _wire_to_reduce(dtype: torch.dtype, reduction: Reduction) -> _Wire:
         return _Wire(is_complex=True, reduction=reduction)
     if dtype is torch.bool:
         return _Wire(view=torch.uint8, reduction=_BOOL_REDUCTION.get(reduction, reduction))
-    if dtype in _REDUCIBLE:
+    if dtype in REDUCIBLE:
         return _Wire(reduction=reduction)
     return _Wire(cast=torch.float32 if dtype.is_floating_point else torch.int64, reduction=reduction)
 

@@ -7,6 +7,7 @@ covers constant tensors, results other than tensors, and guards.
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,9 +46,7 @@ def _constants(graph_module: fx.GraphModule) -> Iterator[bytes]:
     for node in graph_module.graph.nodes:
         if node.op != "get_attr":
             continue
-        value: Any = graph_module
-        for name in str(node.target).split("."):
-            value = getattr(value, name)
+        value = operator.attrgetter(str(node.target))(graph_module)
         if isinstance(value, torch.Tensor):
             yield f"{node.name}: {tuple(value.shape)} {value.dtype}".encode()
             yield bytes_of(value)

@@ -20,6 +20,12 @@ _OPERATORS = {
 }
 
 
+REDUCIBLE = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
+)
+"""The dtypes of tensors that process groups can send and reduce."""
+
+
 def identity_of(reduction: Reduction, dtype: torch.dtype) -> bool | int | float:
     """Return the element of `dtype` that leaves any other element unchanged in a reduction.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +20,14 @@ def as_text(*parts: str | Table) -> str:
         for part in parts:
             console.print(part, soft_wrap=isinstance(part, str))
     return capture.get().rstrip()
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> Table:
+    """Return a table with a heading for each column, and a title unless it is empty."""
+    made = Table(*columns, title=title or None, title_justify="left")
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 def any_block(name: str) -> str:

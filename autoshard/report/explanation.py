@@ -8,10 +8,14 @@ from rich.table import Table
 
 from autoshard.ir.answers import Comparison, Explanation, Limits, Outcome, Variant, WhyNot
 from autoshard.ir.show import text_of
-from autoshard.ir.text import any_block, as_text, common_name, format_bytes, format_time
+from autoshard.ir.text import any_block, as_text, common_name, format_bytes, format_time, table
 
 _SHOWN_S = 1e-9
 """Smallest difference in seconds between parts of two steps that is shown. Smaller differences come from rounding."""
+
+
+_OUTCOME = ("step", "beside", "peak memory", "where it differs")
+"""Columns of the tables of plans, after a first column that names the plan."""
 
 
 @text_of.register
@@ -24,12 +28,10 @@ def explanation_text(explained: Explanation) -> str:
     )
     together = f" (with {len(explained.alike)} alike)" if explained.alike else ""
     shape = "x".join(map(str, explained.shape)) or "a scalar"
-    table = Table("spec", "step", "beside", "peak memory", "where it differs")
-    for item in (explained.chosen, *explained.others):
-        table.add_row(repr(item.spec), *_cells(item, explained.chosen))
+    rows = [(repr(item.spec), *_cells(item, explained.chosen)) for item in (explained.chosen, *explained.others)]
     head = f"{explained.name}: {shape}{together}; the best plan for each spec, {limit}"
     kernels = [f"backend='triton' runs {item}" for item in explained.kernels]
-    return as_text(head, table, *kernels)
+    return as_text(head, table(("spec", *_OUTCOME), rows), *kernels)
 
 
 @text_of.register
@@ -98,18 +100,13 @@ def _specs(both: Comparison) -> Table | None:
         groups.setdefault((any_block(name), *specs), []).append(name)
     if not groups:
         return None
-    table = Table("value", "count", "this plan", "the other", title="Where they differ", title_justify="left")
-    for (_, *specs), names in groups.items():
-        table.add_row(common_name(names), str(len(names)), *specs)
-    return table
+    rows = [(common_name(names), str(len(names)), *specs) for (_, *specs), names in groups.items()]
+    return table(("value", "count", "this plan", "the other"), rows, "Where they differ")
 
 
 def _variants_table(chosen: Outcome, variants: tuple[Variant, ...]) -> Table:
-    table = Table("", "step", "beside", "peak memory", "where it differs")
-    table.add_row("the plan", *_cells(chosen, chosen))
-    for item in variants:
-        table.add_row(item.name, *_cells(item, chosen))
-    return table
+    rows = [("the plan", *_cells(chosen, chosen)), *((item.name, *_cells(item, chosen)) for item in variants)]
+    return table(("", *_OUTCOME), rows)
 
 
 def _cells(item: Outcome, chosen: Outcome) -> list[str]:

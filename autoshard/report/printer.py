@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.table import Table
 
@@ -13,7 +13,7 @@ from autoshard.ir.plan import BEFORE, Plan
 from autoshard.ir.plan_parts import ParameterPlan
 from autoshard.ir.recompute import Recompute
 from autoshard.ir.show import text_of
-from autoshard.ir.text import any_block, as_text, common_name, format_bytes, format_time
+from autoshard.ir.text import any_block, as_text, common_name, format_bytes, format_time, table
 
 _SHOWN_CALLS, _SHOWN_INPUTS = 4, 6
 
@@ -31,13 +31,19 @@ def render_plan(plan: Plan) -> str:
     The main figures come first, then the work of each mesh axis, then everything else.
     """
     kernels, whole, known = plan.predicted.kernels, plan.replicated_operators, baseline_rows(plan)
-    tables = [_table("Known recipes", ("recipe", "step", "of this plan's"), known)] if known else []
-    tables += [_stage_table(plan)] if plan.stages else []
-    tables += [_parameter_table(plan.parameters), _cost_table(plan)]
-    tables += [_kernel_table(kernels.uses)] if kernels.uses else []
-    tables += [_replicated_table(whole)] if whole else []
-    figures = _table("", ("predicted", "value"), lead_rows(plan))
+    tables = [table(("recipe", "step", "of this plan's"), known, "Known recipes")] if known else []
+    tables += [table(_STAGE, stage_rows(plan), "Stages")] if plan.stages else []
+    tables += [table(_PARAMETER, parameter_rows(plan.parameters), "Parameters"), _cost_table(plan)]
+    tables += [table(_KERNEL, _kernel_rows(kernels.uses), "Kernels")] if kernels.uses else []
+    lines = [(operator, line or "-") for operator, line in whole]
+    tables += [table(("operator without a rule", "line"), lines, "Runs whole on every device")] if whole else []
+    figures = table(("predicted", "value"), lead_rows(plan))
     return as_text(title(plan), figures, *in_words(plan), *notes(plan), *running_lines(plan), *tables)
+
+
+_STAGE = ("stage", "rank", "parameters", "busy", "computed again", "peak of its rank")
+_PARAMETER = ("parameter", "count", "shape", "spec", "bytes per device")
+_KERNEL = ("kernel", "phase", "times", "launches saved", "bytes saved", "the first stands for")
 
 
 def title(plan: Plan) -> str:
@@ -186,14 +192,6 @@ def _schedule(plan: Plan) -> str:
     )
 
 
-def _stage_table(plan: Plan) -> Table:
-    columns = ("stage", "rank", "parameters", "busy", "computed again", "peak of its rank")
-    table = Table(*columns, title="Stages", title_justify="left")
-    for row in stage_rows(plan):
-        table.add_row(*row)
-    return table
-
-
 def _first_and_last(names: Sequence[str]) -> str:
     return " to ".join(dict.fromkeys((names[0], names[-1]))) if names else ""
 
@@ -238,13 +236,6 @@ def _interval(plan: Plan) -> str:
     return f" ({coverage:.0%}: {format_time(interval[0])} to {format_time(interval[1])})"
 
 
-def _parameter_table(parameters: Mapping[str, ParameterPlan]) -> Table:
-    table = Table("parameter", "count", "shape", "spec", "bytes per device", title="Parameters", title_justify="left")
-    for row in parameter_rows(parameters):
-        table.add_row(*row)
-    return table
-
-
 def parameter_rows(parameters: Mapping[str, ParameterPlan]) -> list[tuple[str, str, str, str, str]]:
     """Return rows (names, count, shape, spec, bytes on each device) of parameters.
 
@@ -265,19 +256,12 @@ def parameter_rows(parameters: Mapping[str, ParameterPlan]) -> list[tuple[str, s
     ]
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(*columns, title=title or None, title_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
 def _cost_table(plan: Plan) -> Table:
     predicted = plan.predicted
     parts = {**predicted.breakdown, **predicted.hidden}
     rows = [(name, format_time(seconds)) for name, seconds in parts.items()]
     rows += [(f"memory: {name}", format_bytes(size)) for name, size in predicted.memory_breakdown.items()]
-    return _table("Cost of one step", ("predicted", "value"), [*rows, *figure_rows(plan)])
+    return table(("predicted", "value"), [*rows, *figure_rows(plan)], "Cost of one step")
 
 
 def figure_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -304,9 +288,7 @@ def baseline_rows(plan: Plan) -> list[tuple[str, str, str]]:
     ]
 
 
-def _kernel_table(uses: Iterable[KernelUse]) -> Table:
-    columns = ("kernel", "phase", "times", "launches saved", "bytes saved", "the first stands for")
-    table = Table(*columns, title="Kernels", title_justify="left")
+def _kernel_rows(uses: Iterable[KernelUse]) -> Iterator[tuple[str, ...]]:
     alike: dict[tuple[str, str], list[KernelUse]] = {}
     for use in uses:
         alike.setdefault((use.name, use.phase), []).append(use)
@@ -315,12 +297,4 @@ def _kernel_table(uses: Iterable[KernelUse]) -> Table:
         saved = format_bytes(sum(use.times * use.saved_bytes for use in same))
         calls = [*same[0].stands_for, *(f"copy of {name}" for name, *_ in same[0].copies)]
         shown = ", ".join(calls[:_SHOWN_CALLS]) + (", ..." if len(calls) > _SHOWN_CALLS else "")
-        table.add_row(name, phase, str(sum(use.times for use in same)), str(launches), saved, shown)
-    return table
-
-
-def _replicated_table(operators: Iterable[tuple[str, str]]) -> Table:
-    table = Table("operator without a rule", "line", title="Runs whole on every device", title_justify="left")
-    for operator, line in operators:
-        table.add_row(operator, line or "-")
-    return table
+        yield name, phase, str(sum(use.times for use in same)), str(launches), saved, shown

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 
-from rich.table import Table
-
 from autoshard.ir.run_estimate import RunEstimate
 from autoshard.ir.show import text_of
-from autoshard.ir.text import as_text, format_bytes, format_duration
+from autoshard.ir.text import as_text, format_bytes, format_duration, table
 
 
 @text_of.register
 def run_text(run: RunEstimate) -> str:
     """Return the text of `plan.run`: a heading, and a table of times, checkpoints and failures."""
-    table = Table("expected", "value")
-    for row in run_rows(run):
-        table.add_row(*row)
-    return as_text(f"A run on {run.devices} devices, priced for {run.hardware}.", table)
+    heading = f"A run on {run.devices} devices, priced for {run.hardware}."
+    return as_text(heading, table(("expected", "value"), run_rows(run)))
 
 
 def run_rows(run: RunEstimate) -> list[tuple[str, str]]:

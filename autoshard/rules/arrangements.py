@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from autoshard.rules.carries import increasing, increasing_addend, meaningful, moving, products
 from autoshard.rules.dims import (
     BLOCKED,
     all_blocked,
@@ -25,7 +24,7 @@ from autoshard.rules.dims import (
     tensors,
     with_blocked,
 )
-from autoshard.rules.notation import Carry, Dims, Rule
+from autoshard.rules.notation import Dims, Rule
 from autoshard.rules.registry import sharding_rule
 
 aten = torch.ops.aten
@@ -62,7 +61,7 @@ def narrow_copy(x: torch.Tensor, dim: int, start: int, length: int) -> Rule:
 
 @sharding_rule(aten.block_diag.default)
 def block_diag(xs: Sequence[torch.Tensor]) -> Rule:
-    return joins([all_blocked(x.dim()) for x in xs], all_blocked(2), xs)
+    return joins([all_blocked(x.dim()) for x in xs], all_blocked(2))
 
 
 @sharding_rule(aten._chunk_cat.default)
@@ -70,15 +69,15 @@ def chunk_cat(xs: Sequence[torch.Tensor], dim: int, num_chunks: int) -> Rule:
     """Return a rule that cannot split dims from `dim` on, because the operator flattens, pads and cuts them."""
     before = named(normal_dim(dim, xs[0].dim()))
     operands = [(*before, *all_blocked(x.dim() - len(before))) for x in xs]
-    return joins(operands, (*before, BLOCKED, BLOCKED), xs)
+    return joins(operands, (*before, BLOCKED, BLOCKED))
 
 
 @sharding_rule(aten.masked_scatter.default)
 def masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> Rule:
     """Return a rule that splits no dim, because masked places take elements of the source in the global order."""
     operands = tuple(all_blocked(operand.dim()) for operand in (x, mask, source))
-    shape = broadcast_shape([x.shape, mask.shape])
-    return _written((operands, (all_blocked(len(shape)),)), x, source, 2)
+    result = all_blocked(len(broadcast_shape([x.shape, mask.shape])))
+    return Rule((operands, (result,)), linear=[(0, 2)])
 
 
 @sharding_rule(aten.masked_select.default)
@@ -95,29 +94,12 @@ def masked_scatter_backward(grad: torch.Tensor, mask: torch.Tensor, sizes: Seque
 
 @sharding_rule(aten.put.default)
 def put(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False) -> Rule:
-    """Return the rule of `put`. With `accumulate`, the result is linear in `x` and `source` together.
-
-    Then partial maxima and minima of `x` pass, but those of `source` do not: a maximum of sums is not a sum of maxima.
-    """
     target = all_blocked(x.dim())
-    whole = (target, all_blocked(index.dim()), all_blocked(source.dim())), (target,)
-    if not accumulate:
-        return _written(whole, x, source, 2)
-    carries = meaningful([x], increasing_addend(x, operand=0))
-    if not is_additive(x) or index.shape != source.shape:
-        return Rule(whole, linear=[(0, 2)] if is_additive(x) else (), carries=carries)
+    if not accumulate or not is_additive(x) or index.shape != source.shape:
+        return Rule(((target, all_blocked(index.dim()), all_blocked(source.dim())), (target,)), linear=[(0, 2)])
     places = named(index.dim(), "i")
     reduce = dict.fromkeys(names(places), "sum")
-    return Rule(((target, places, places), (target,)), reduce=reduce, added=(0,), linear=[(0, 2)], carries=carries)
-
-
-def _written(sides: tuple[Sequence[Dims], Sequence[Dims]], x: torch.Tensor, source: torch.Tensor, index: int) -> Rule:
-    """Return the rule of an operator that writes elements of `source` into operand 0, `x`.
-
-    `index` is the number of the operand `source`. `sides` has the dims of operands and the dims of results.
-    """
-    carries: list[Carry] = meaningful({0: x, index: source}, [*increasing((0,), (index,)), *moving((0, index))])
-    return Rule(sides, linear=[(0, index)] if is_additive(x, source) else (), carries=carries)
+    return Rule(((target, places, places), (target,)), reduce=reduce, added=(0,), linear=[(0, 2)])
 
 
 @sharding_rule(aten._unsafe_masked_index.default)
@@ -128,8 +110,7 @@ def masked_index(
     if places is None:
         return None
     operands, result = places
-    carries = meaningful([x], [*increasing((0,)), *(products((0,)) if fill in (0, 1) else [])])
-    return Rule((operands, (result,)), linear=[(0,)] if fill == 0 and is_additive(x) else (), carries=carries)
+    return Rule((operands, (result,)), linear=[(0,)] if fill == 0 else ())
 
 
 @sharding_rule(aten._unsafe_masked_index_put_accumulate.default)
@@ -140,14 +121,8 @@ def masked_index_put(
     if places is None or not is_additive(x):
         return None
     operands, result = places
-    last = len(operands)
-    return Rule(
-        ((*operands, broadcast_dims(values.shape, result)), (operands[0],)),
-        reduce=dict.fromkeys(names(result), "sum"),
-        added=(0,),
-        linear=[(0, last)],
-        carries=meaningful([x], increasing_addend(x, operand=0)),
-    )
+    sides = ((*operands, broadcast_dims(values.shape, result)), (operands[0],))
+    return Rule(sides, reduce=dict.fromkeys(names(result), "sum"), added=(0,), linear=[(0, len(operands))])
 
 
 def _places(
@@ -175,4 +150,4 @@ def max_unpool(x: torch.Tensor, indices: torch.Tensor, output_size: Sequence[int
 
 @sharding_rule(aten.trace.default)
 def trace(x: torch.Tensor) -> Rule:
-    return Rule("_ _ -> scalar", linear=[(0,)] if is_additive(x) else ())
+    return Rule("_ _ -> scalar", linear=[(0,)])

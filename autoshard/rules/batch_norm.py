@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
-from autoshard.rules.carries import increasing, meaningful, only_in, sums
 from autoshard.rules.dims import all_blocked, named, names
 from autoshard.rules.local import LocalContext
-from autoshard.rules.notation import Carry, Dims, Rewrite, Rule
+from autoshard.rules.notation import Dims, Rewrite, Rule
 from autoshard.rules.registry import sharding_rule, tensor_operands
-from autoshard.rules.split_dims import reduce_over, wide
+from autoshard.rules.split_dims import moments, reduce_over, wide
 
 aten = torch.ops.aten
 
@@ -87,21 +86,7 @@ def _forward(x: torch.Tensor, others: Sequence[torch.Tensor | None], training: b
     held = None if len(others) == 2 or others[2] is None else others[2].dtype
     dtypes = _Types(x.dtype, _saved(x, others), held)
     local = partial(_local_forward, dtypes=dtypes, updates=updates, elements=_elements(x))
-    carries = only_in(0, len(results), _carried(x, others))
-    return Rule((operands, results), whole=whole, local=local if training else None, carries=carries)
-
-
-def _carried(x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> list[Carry]:
-    """Return carries through weight and bias into the output, which is affine in both.
-
-    Partial sums pass if weight and bias are partial together, or the weight alone if there is no bias. Partial maxima
-    and minima pass through the bias.
-    """
-    weight, bias = others[:2]
-    if bias is None:
-        return sums((1,)) if weight is not None else []
-    index = 1 + (weight is not None)
-    return [*(sums((1, 2)) if weight is not None else []), *meaningful({index: bias}, increasing((index,)))]
+    return Rule((operands, results), whole=whole, local=local if training else None)
 
 
 def _saved(x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> torch.dtype:
@@ -142,35 +127,23 @@ def _local_forward(
         return value if value is None or wider is dtypes.x else call(aten._to_copy.default, value, dtype=dtype)
 
     *running, _, momentum, eps = rest
-    mean, variance = _moments(context, cast(x, wider), elements)
+    over, count = [0, *range(2, len(context.input_shape(0)))], math.prod(map(context.global_size, elements))
+    mean, _, squares = moments(context, cast(x, wider), over, elements, count)
+    mean, variance = (
+        call(aten.reshape.default, value, [-1]) for value in (mean, call(aten.div.Scalar, squares, count))
+    )
     affine = (cast(weight, wider), cast(bias, wider))
     normalised = call(aten.native_batch_norm.default, x, *affine, mean, variance, False, 0.0, eps)
     invstd = call(aten.rsqrt.default, call(aten.add.Scalar, variance, eps))
     results = (normalised[0], cast(mean, dtypes.saved), cast(invstd, dtypes.saved))
     if not updates:
         return results
-    count = math.prod(map(context.global_size, elements))
     unbiased = call(aten.mul.Scalar, variance, count / max(count - 1, 1))
     moved = (
         call(aten.lerp.Scalar, cast(old, wider), new, momentum)
         for old, new in zip(running, (mean, unbiased), strict=True)
     )
     return (*results, *(cast(new, dtypes.held) for new in moved))
-
-
-def _moments(context: LocalContext, x: Any, elements: Sequence[str]) -> tuple[Any, Any]:
-    """Emit mean [c] and variance [c] of each channel over the global batch, in two passes over `x`."""
-    call = context.call
-    shape = context.input_shape(0)
-    over = [0, *range(2, len(shape))]
-    mean = _global_mean(context, x, over, elements)
-    centred = call(aten.sub.Tensor, x, call(aten.reshape.default, mean, _per_channel(shape)))
-    return mean, _global_mean(context, call(aten.mul.Tensor, centred, centred), over, elements)
-
-
-def _global_mean(context: LocalContext, x: Any, over: Sequence[int], elements: Sequence[str]) -> Any:
-    mean = reduce_over(context, context.call(aten.mean.dim, x, over), "sum", elements)
-    return context.call(aten.div.Scalar, mean, math.prod(map(context.shards, elements)))
 
 
 def _per_channel(shape: Sequence[int]) -> list[int]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from autoshard.rules.carries import increasing_addend, linear_result, sums_by_result
 from autoshard.rules.dims import all_blocked
 from autoshard.rules.halo import (
     Halo,
@@ -97,7 +96,6 @@ def convolution(
         reduce={"i": "sum"},
         added=() if bias is None else (2,),
         linear=[(0,), (1,)] if bias is None else [(0, 2), (1, 2)],
-        carries=[] if bias is None else increasing_addend(x, weight, bias, operand=2),
         blocked=tuple(stride_factors(windows)),
         exchanged=exchanged(halos),
         local=partial(_local_transposed, windows=fitting) if transposed else partial(_local_convolution, halos=halos),
@@ -154,19 +152,16 @@ def convolution_backward(
     x_dims, weight_dims, result = _operand_dims(windows, transposed=transposed)
     gradients = (x_dims, weight_dims, (_OUT_CHANNELS,))
     of_bias = sum(output_mask[:2])
-    asked = list(output_mask)
-    linear = [linear_result((0, 2), (0,), (2,)), linear_result((0, 1), (0,), (1,)), linear_result((0,), (0,))]
     halos = [window.halo for window in windows if window.fits]
     return Rule(
         (
             (result, x_dims, weight_dims),
-            tuple(compress(gradients, asked)),
+            tuple(compress(gradients, output_mask)),
         ),
         sizes={"g": groups, **stride_factors(windows)},
         reduce=dict.fromkeys(("n", "o", "i", *window_factors(windows)), "sum"),
         whole={"i": (of_bias,)} if output_mask[2] else None,
         linear=[(0,)],
-        carries=sums_by_result(list(compress(linear, asked))),
         blocked=tuple(stride_factors(windows)),
         exchanged=exchanged(halos),
         local=partial(_local_transposed_backward if transposed else _local_convolution_backward, halos=halos),

@@ -21,19 +21,18 @@ aten = torch.ops.aten
 _ZERO = ((),)
 
 
+@sharding_rule(aten.full.default, aten.ones.default, aten.empty.memory_format)
+def full(size: Sequence[int], value: float = 1, **kwargs: Any) -> Rule:
+    return Rule(((), (named(len(size)),)), linear=_ZERO if value == 0 else (), local=_local_filled, padding={})
+
+
 @sharding_rule(aten.zeros.default)
 def zeros(size: Sequence[int], **kwargs: Any) -> Rule:
-    return _filled(size, is_zero=True)
+    return full(size, 0)
 
 
-@sharding_rule(aten.ones.default, aten.empty.memory_format)
-def ones(size: Sequence[int], **kwargs: Any) -> Rule:
-    return _filled(size)
-
-
-@sharding_rule(aten.full.default)
-def full(size: Sequence[int], value: float, **kwargs: Any) -> Rule:
-    return _filled(size, is_zero=value == 0)
+def _local_filled(context: LocalContext, size: Sequence[int], *rest: Any, **kwargs: Any) -> Any:
+    return context.default(context.output_shape(), *rest, **kwargs)
 
 
 @sharding_rule(aten.scalar_tensor.default)
@@ -41,27 +40,14 @@ def scalar_tensor(value: float, **kwargs: Any) -> Rule:
     return Rule("-> scalar", linear=_ZERO if value == 0 else ())
 
 
-def _filled(size: Sequence[int], *, is_zero: bool = False) -> Rule:
-    return Rule(((), (named(len(size)),)), linear=_ZERO if is_zero else (), local=_local_filled, padding={})
-
-
-def _local_filled(context: LocalContext, size: Sequence[int], *rest: Any, **kwargs: Any) -> Any:
-    return context.default(context.output_shape(), *rest, **kwargs)
+@sharding_rule(aten.new_full.default, aten.new_ones.default, aten.new_empty.default)
+def new_full(x: torch.Tensor, size: Sequence[int], value: float = 1, **kwargs: Any) -> Rule:
+    return _new(x, size, is_zero=value == 0)
 
 
 @sharding_rule(aten.new_zeros.default)
 def new_zeros(x: torch.Tensor, size: Sequence[int], **kwargs: Any) -> Rule:
     return _new(x, size, is_zero=True)
-
-
-@sharding_rule(aten.new_ones.default, aten.new_empty.default)
-def new_ones(x: torch.Tensor, size: Sequence[int], **kwargs: Any) -> Rule:
-    return _new(x, size)
-
-
-@sharding_rule(aten.new_full.default)
-def new_full(x: torch.Tensor, size: Sequence[int], value: float, **kwargs: Any) -> Rule:
-    return _new(x, size, is_zero=value == 0)
 
 
 def _local_new(context: LocalContext, x: Any, size: Sequence[int], *rest: Any, **kwargs: Any) -> Any:
@@ -88,38 +74,20 @@ def _local_new_empty(context: LocalContext, x: Any, *_: Any, **kwargs: Any) -> A
     return context.call(aten.new_empty.default, x, context.output_shape(), **kwargs)
 
 
-@sharding_rule(aten.zeros_like.default)
-def zeros_like(x: torch.Tensor, **kwargs: Any) -> Rule:
-    return Rule(elementwise([x.shape]), linear=((), (0,)))
-
-
-@sharding_rule(aten.ones_like.default, aten.empty_like.default)
-def ones_like(x: torch.Tensor, **kwargs: Any) -> Rule:
-    return Rule(elementwise([x.shape]))
-
-
-@sharding_rule(aten.full_like.default)
-def full_like(x: torch.Tensor, value: float, **kwargs: Any) -> Rule:
+@sharding_rule(aten.full_like.default, aten.ones_like.default, aten.empty_like.default)
+def full_like(x: torch.Tensor, value: float = 1, **kwargs: Any) -> Rule:
     return Rule(elementwise([x.shape]), linear=((), (0,)) if value == 0 else ())
 
 
-@sharding_rule(aten.arange.default)
-def arange(end: float, **kwargs: Any) -> Rule | None:
-    return _arange(0, end, 1)
+@sharding_rule(aten.zeros_like.default)
+def zeros_like(x: torch.Tensor, **kwargs: Any) -> Rule:
+    return full_like(x, 0)
 
 
-@sharding_rule(aten.arange.start)
-def arange_from(start: float, end: float, **kwargs: Any) -> Rule | None:
-    return _arange(start, end, 1)
-
-
-@sharding_rule(aten.arange.start_step)
-def arange_by(start: float, end: float, step: float = 1, **kwargs: Any) -> Rule | None:
-    return _arange(start, end, step)
-
-
-def _arange(start: float, end: float, step: float) -> Rule | None:
+@sharding_rule(aten.arange.default, aten.arange.start, aten.arange.start_step)
+def arange(start: float, end: float | None = None, step: float = 1, **kwargs: Any) -> Rule | None:
     """Return the rule of `arange`, or None for floats, because their rounding depends on the distance from `start`."""
+    start, end = (0, start) if end is None else (start, end)
     if not all(isinstance(value, int) for value in (start, end, step)):
         return None
 

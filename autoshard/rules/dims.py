@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import cmath
 from collections.abc import Collection, Iterable, Sequence
-from itertools import combinations
 from typing import Any
 
 import torch
 
-from autoshard.rules.carries import increasing, meaningful, moving
 from autoshard.rules.notation import Dims, Rule
 
 ONE: tuple[str, ...] = ()
@@ -92,9 +90,20 @@ def names(dims: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(factor for dim in dims for factor in dim)
 
 
-def is_additive(*tensors: torch.Tensor) -> bool:
-    """Whether all of these tensors may be partial sums: none has the dtype bool."""
-    return all(tensor.dtype != torch.bool for tensor in tensors)
+def is_additive(x: torch.Tensor) -> bool:
+    """Whether a tensor may be a partial sum: booleans may not."""
+    return x.dtype != torch.bool
+
+
+def keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether addends that are converted from dtype `source` to `target` add up to the converted sum.
+
+    The sums differ if conversion rounds to integers or booleans, or if narrow integer addends may have wrapped round.
+    """
+    if source == target:
+        return True
+    is_number = target.is_floating_point or target.is_complex
+    return is_number and (source.is_floating_point or source.is_complex or source is torch.int64)
 
 
 def are_finite(*numbers: Any) -> bool:
@@ -115,14 +124,9 @@ def moves(source: Dims, result: Dims, **options: object) -> Rule:
     return Rule(((source,), (result,)), transparent=True, **options)  # type: ignore[arg-type]
 
 
-def joins(operands: Sequence[Dims], result: Dims, xs: Sequence[torch.Tensor]) -> Rule:
-    """Return the rule of an operator with the operands `xs`. Each result element is an element of an operand, or zero.
+def joins(operands: Sequence[Dims], result: Dims) -> Rule:
+    """Return the rule of an operator whose result elements are each an element of an operand, or zero.
 
-    If all operands are partial together, any kind of partial value passes. If only some are partial, maxima and minima
-    pass, with more than six operands only through a single operand.
+    Partial sums pass if all operands are partial together.
     """
-    together = tuple(range(len(xs)))
-    largest = len(xs) - 1 if len(xs) <= 6 else 1
-    some = [group for count in range(1, largest + 1) for group in combinations(together, count)]
-    carries = meaningful(xs, [*moving(together), *increasing(*some)])
-    return Rule((tuple(operands), (result,)), linear=[together] if is_additive(*xs) else (), carries=carries)
+    return Rule((tuple(operands), (result,)), linear=[tuple(range(len(operands)))])

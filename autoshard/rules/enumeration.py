@@ -1,12 +1,12 @@
 """Lists the strategies of a call that its rule allows on a mesh.
 
 Each axis of the mesh makes one of three choices for the call. It does nothing, so that all its ranks compute the same.
-Or it splits a factor. Or it carries partial values. The specs of operands and results follow from all choices.
+Or it splits a factor. Or it carries partial sums. The specs of operands and results follow from all choices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import PartitionSpec, Reduction
-from autoshard.rules.notation import BoundRule, Carry, Dims
+from autoshard.rules.notation import BoundRule, Dims
 
 T = TypeVar("T")
 
@@ -30,6 +30,13 @@ class Split:
     def factors(self) -> tuple[str, ...]:
         """All factors that the choice splits, `factor` first."""
         return (self.factor, *self.others)
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """The choice of one axis to carry partial sums: exactly `operands` are partial, and so are the results."""
+
+    operands: frozenset[int]
 
 
 Choice = Split | Carry | None
@@ -94,12 +101,9 @@ def axis_choices(rule: BoundRule) -> list[Choice]:
 
 
 def _carries(rule: BoundRule) -> Iterator[Carry]:
-    for operands in rule.linear:
-        yield Carry(operands, Reduction.SUM)
+    yield from map(Carry, rule.linear)
     if rule.transparent:
-        for reduction in Reduction:
-            yield Carry(frozenset({0}), reduction)
-    yield from rule.carries
+        yield Carry(frozenset({0}))
 
 
 def assemble_strategy(rule: BoundRule, mesh: Mesh, choices: Sequence[Choice]) -> Strategy | None:
@@ -113,10 +117,10 @@ def assemble_strategy(rule: BoundRule, mesh: Mesh, choices: Sequence[Choice]) ->
             splits[factor] = (*splits.get(factor, ()), axis)
     if not _keeps_apart(splits, choices):
         return None
-    carried = {axis: c for axis, c in zip(mesh.axis_names, choices, strict=True) if isinstance(c, Carry)}
-    if not all(_may_split(rule, mesh, factor, axes, carried) for factor, axes in splits.items()):
+    carried = {axis: c.operands for axis, c in zip(mesh.axis_names, choices, strict=True) if isinstance(c, Carry)}
+    if not all(_may_split(rule, mesh, factor, axes, bool(carried)) for factor, axes in splits.items()):
         return None
-    if not _carries_agree(rule, splits, carried):
+    if not all(_sums_agree(rule, output, splits, bool(carried)) for output in range(len(rule.outputs))):
         return None
     inputs = [
         _operand_spec(rule, mesh, dims, splits, _pending(rule, index, splits, carried))
@@ -128,12 +132,12 @@ def assemble_strategy(rule: BoundRule, mesh: Mesh, choices: Sequence[Choice]) ->
     return Strategy(tuple(s for s in inputs if s), tuple(s for s in outputs if s), tuple(choices))
 
 
-def _may_split(rule: BoundRule, mesh: Mesh, factor: str, axes: Sequence[str], carried: Mapping[str, Carry]) -> bool:
-    """Whether `axes` together may split `factor`, given the carry of each axis that carries partial values.
+def _may_split(rule: BoundRule, mesh: Mesh, factor: str, axes: Sequence[str], carries_sums: bool) -> bool:
+    """Whether `axes` together may split `factor`. `carries_sums` says whether other axes carry partial sums.
 
     Pieces must be large enough for the rewrite's communication. An uneven split needs padding that the rule allows. If
-    padding is filled with another value than 0, no partial sum or product may be carried, because each addend would
-    have the fill value.
+    padding is filled with another value than 0, no partial sum may be carried, because each addend would have the fill
+    value.
     """
     if rule.sizes[factor] // mesh.shards(axes) < rule.exchanged.get(factor, 0):
         return False
@@ -142,32 +146,27 @@ def _may_split(rule: BoundRule, mesh: Mesh, factor: str, axes: Sequence[str], ca
     fills = rule.padding.get(factor)
     if fills is None or rule.sizes[factor] <= mesh.shards(axes):
         return False
-    same_when_reduced = (Reduction.MAX, Reduction.MIN)
-    return not any(fills) or all(carry.reduction in same_when_reduced for carry in carried.values())
+    return not (carries_sums and any(fills))
 
 
-def _carries_agree(rule: BoundRule, splits: Mapping[str, tuple[str, ...]], carried: Mapping[str, Carry]) -> bool:
-    """Whether each operand and result has at most one kind of pending reduction, because reductions do not commute.
+def _sums_agree(rule: BoundRule, output: int, splits: Iterable[str], carries_sums: bool) -> bool:
+    """Whether result `output` has at most one kind of pending reduction, because reductions do not commute.
 
-    `splits` has the axes of each split factor, and `carried` has the carry of each axis with a carry.
+    `splits` has the split factors, and `carries_sums` says whether some axis carries partial sums.
     """
-    for output in range(len(rule.outputs)):
-        reductions = {carry.result(output) for carry in carried.values()} - {None}
-        reductions |= {rule.reduce[factor] for factor in splits if rule.is_reduced(factor, output)}
-        if len(reductions) > 1:
-            return False
-    return all(len(set(_pending(rule, index, splits, carried).values())) <= 1 for index in range(len(rule.inputs)))
+    reductions = {rule.reduce[factor] for factor in splits if rule.is_reduced(factor, output)}
+    return len(reductions | ({Reduction.SUM} if carries_sums else set())) <= 1
 
 
 def _pending(
-    rule: BoundRule, index: int, splits: Mapping[str, tuple[str, ...]], carried: Mapping[str, Carry]
+    rule: BoundRule, index: int, splits: Mapping[str, tuple[str, ...]], carried: Mapping[str, frozenset[int]]
 ) -> dict[str, str]:
     """Return the pending reduction of operand number `index` over each mesh axis, by axis.
 
-    If an axis carries the operand as a partial value (`carried`), its reduction is the carry's. If the operand is in
-    `BoundRule.added`, each axis that splits a reduced factor has the factor's reduction.
+    It is a sum if the axis carries the operand (`carried`). If the operand is in `BoundRule.added`, each axis that
+    splits a reduced factor has the factor's reduction.
     """
-    pending = {axis: carry.reduction.value for axis, carry in carried.items() if index in carry.operands}
+    pending = {axis: Reduction.SUM.value for axis, operands in carried.items() if index in operands}
     if index in rule.added:
         reduced = (f for f in splits if any(rule.is_reduced(f, output) for output in range(len(rule.outputs))))
         pending.update({axis: rule.reduce[factor].value for factor in reduced for axis in splits[factor]})
@@ -175,14 +174,9 @@ def _pending(
 
 
 def _result_spec(
-    rule: BoundRule,
-    mesh: Mesh,
-    index: int,
-    splits: Mapping[str, tuple[str, ...]],
-    carried: Mapping[str, Carry],
+    rule: BoundRule, mesh: Mesh, index: int, splits: Mapping[str, tuple[str, ...]], carried: Iterable[str]
 ) -> PartitionSpec | None:
-    pending = {axis: carry.result(index) for axis, carry in carried.items()}
-    partial = {axis: reduction.value for axis, reduction in pending.items() if reduction is not None}
+    partial = dict.fromkeys(carried, Reduction.SUM.value)
     for factor, axes in splits.items():
         if rule.is_reduced(factor, index):
             partial.update(dict.fromkeys(_alone(factor, axes, splits), rule.reduce[factor].value))

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from autoshard.rules.carries import linear_result, moving, sums_by_result
 from autoshard.rules.dims import BLOCKED, all_blocked, moves, named, names
 from autoshard.rules.local import LocalContext
-from autoshard.rules.notation import Carry, Dims, Fill, Rule
+from autoshard.rules.notation import Dims, Fill, Rule
 from autoshard.rules.registry import sharding_rule, tensor_operands
 
 aten = torch.ops.aten
@@ -27,20 +26,14 @@ def _planes(x: torch.Tensor, space: int) -> Dims:
     return (*named(x.dim() - space), *all_blocked(space))
 
 
-def _window(
-    space: int, results: int = 1, *, is_linear: bool = False, carries: Sequence[Carry] = ()
-) -> Callable[..., Rule]:
-    """Return the rule function of an operator whose tensor operands and results all end in `space` unsplittable dims.
-
-    With `is_linear`, the operator is linear in its first operand, if no operand has integers. Integer results are
-    rounded.
-    """
+def _resample(space: int) -> Callable[..., Rule]:
+    """Return the rule function of an operator whose tensor operands and result all end in `space` unsplittable dims."""
 
     def rule(*args: Any, **kwargs: Any) -> Rule:
-        operands = tuple(_planes(operand, space) for operand in tensor_operands(args, kwargs))
-        is_exact = all(x.is_floating_point() for x in tensor_operands(args, kwargs))  # integers are rounded
-        linear = _LINEAR if is_linear and is_exact else ()
-        return Rule((operands, operands[:1] * results), linear=linear, carries=carries)
+        operands = tensor_operands(args, kwargs)
+        dims = tuple(_planes(operand, space) for operand in operands)
+        is_exact = all(x.is_floating_point() for x in operands)  # integers are rounded
+        return Rule((dims, dims[:1]), linear=_LINEAR if is_exact else ())
 
     return rule
 
@@ -68,8 +61,7 @@ def _local_resample_backward(context: LocalContext, grad: Any, output_size: Any,
 
 for _space, _names in _RESAMPLERS.items():
     for _name in _names.split():
-        _rule = _window(_space, is_linear=True, carries=moving((0,)) if "nearest" in _name else ())
-        sharding_rule(getattr(aten, _name).default, getattr(aten, _name).vec)(_rule)
+        sharding_rule(getattr(aten, _name).default, getattr(aten, _name).vec)(_resample(_space))
         sharding_rule(getattr(aten, f"{_name}_backward").default)(_resample_backward(_space))
 
 
@@ -149,10 +141,8 @@ def _grid_sampler_backward(space: int) -> Callable[..., Rule]:
         output_mask: Sequence[bool] = args[-1]
         results = (*((x_dims,) if output_mask[0] else ()), grid_dims)
         reduce = dict.fromkeys(("c", *(f"p{dim}" for dim in range(space))), "sum")
-        of_x = [linear_result((0, 2), (0,))] if output_mask[0] else []
-        carries = sums_by_result([*of_x, linear_result((0, 1, 2), (0,), (1,))])
         sides, padding = ((result, x_dims, grid_dims), results), _within_planes(space)
-        return Rule(sides, reduce=reduce, linear=_LINEAR, carries=carries, padding=padding)
+        return Rule(sides, reduce=reduce, linear=_LINEAR, padding=padding)
 
     return rule
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from autoshard.rules.carries import increasing, increasing_addend, maxima, meaningful, minima, moving, products
 from autoshard.rules.dims import (
     BLOCKED,
     all_blocked,
@@ -25,7 +24,7 @@ from autoshard.rules.dims import (
     with_blocked,
 )
 from autoshard.rules.local import LocalContext
-from autoshard.rules.notation import Carry, Dims, Rule
+from autoshard.rules.notation import Dims, Rule
 from autoshard.rules.registry import sharding_rule, tensor_operands
 
 aten = torch.ops.aten
@@ -50,8 +49,7 @@ def local_indices(context: LocalContext, indices: Any, factor: str) -> tuple[Any
 def embedding(weight: torch.Tensor, indices: torch.Tensor, *_: Any) -> Rule:
     rows = named(indices.dim(), "i")
     sides = (((("v",), ("d",)), rows), ((*rows, ("d",)),))
-    carries = moving((0,))
-    return Rule(sides, reduce={"v": "sum"}, linear=[(0,)], carries=carries, local=_local_embedding, padding={"v": None})
+    return Rule(sides, reduce={"v": "sum"}, linear=[(0,)], local=_local_embedding, padding={"v": None})
 
 
 def _local_embedding(context: LocalContext, weight: Any, indices: Any, *rest: Any) -> Any:
@@ -119,8 +117,7 @@ def index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> Rule | None:
     return Rule(
         ((dims, index_dims), (result,)),
         reduce=reduce,
-        linear=[(0,)] if is_additive(x) else (),
-        carries=meaningful([x], moving((0,))),
+        linear=[(0,)],
         blocked=_unless_additive(x, factor),
         local=local,
         padding={factor: None},
@@ -130,15 +127,13 @@ def index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> Rule | None:
 @sharding_rule(aten.index_add.default)
 def index_add(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, **kwargs: Any) -> Rule | None:
     if x.dim() == 0 or source.dim() == 0:
-        sides = _whole([x, index, source])
-        return Rule(sides, linear=[(0, 2)], carries=meaningful([x], increasing_addend(x, operand=0)))
+        return _written(x, index, source)
     dims, position = named(x.dim()), normal_dim(dim, x.dim())
     target = with_blocked(dims, [position])
     source_dims = (*dims[:position], ("i",), *dims[position + 1 :])
     index_dims = (("i",),) if index.dim() else ()
-    carries = meaningful([x], increasing_addend(x, operand=0))
     sides = ((target, index_dims, source_dims), (target,))
-    return Rule(sides, reduce={"i": "sum"}, added=(0,), linear=[(0, 2)], carries=carries)
+    return Rule(sides, reduce={"i": "sum"}, added=(0,), linear=[(0, 2)])
 
 
 @sharding_rule(aten.index_copy.default)
@@ -146,9 +141,7 @@ def index_copy(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Ten
     if x.dim() == 0 or source.dim() == 0:
         return _written(x, index, source)
     dims = with_blocked(named(x.dim()), [normal_dim(dim, x.dim())])
-    linear = [(0, 2)] if is_additive(x) else ()
-    sides = ((dims, all_blocked(index.dim()), dims), (dims,))
-    return Rule(sides, linear=linear, carries=_beside(x, source, 2))
+    return Rule(((dims, all_blocked(index.dim()), dims), (dims,)), linear=[(0, 2)])
 
 
 @sharding_rule(aten.index_fill.int_Tensor)
@@ -156,8 +149,7 @@ def index_fill_tensor(x: torch.Tensor, dim: int, index: torch.Tensor, value: tor
     if x.dim() == 0:
         return _written(x, index, value)
     dims = with_blocked(named(x.dim()), [normal_dim(dim, x.dim())])
-    linear = [(0, 2)] if is_additive(x) else ()
-    return Rule(((dims, all_blocked(index.dim()), ()), (dims,)), linear=linear, carries=_beside(x, value, 2))
+    return Rule(((dims, all_blocked(index.dim()), ()), (dims,)), linear=[(0, 2)])
 
 
 @sharding_rule(aten.index_fill.int_Scalar)
@@ -165,8 +157,8 @@ def index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> 
     if x.dim() == 0:
         return None
     dims = with_blocked(named(x.dim()), [normal_dim(dim, x.dim())])
-    linear = [(0,)] if value == 0 and is_additive(x) else ()
-    return Rule(((dims, all_blocked(index.dim())), (dims,)), linear=linear, carries=_beside_number(x, value))
+    linear = [(0,)] if value == 0 else ()
+    return Rule(((dims, all_blocked(index.dim())), (dims,)), linear=linear)
 
 
 def _whole(operands: Sequence[torch.Tensor]) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
@@ -177,7 +169,7 @@ def _whole(operands: Sequence[torch.Tensor]) -> tuple[tuple[Dims, ...], tuple[Di
 
 def _written(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> Rule:
     """Return the rule of a call that replaces elements of `x` by elements of `source`. No dim may be split."""
-    return Rule(_whole([x, index, source]), linear=[(0, 2)] if is_additive(x) else (), carries=_beside(x, source, 2))
+    return Rule(_whole([x, index, source]), linear=[(0, 2)])
 
 
 # An index of the result's shape, along one dim.
@@ -200,8 +192,7 @@ def gather(x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool 
     return Rule(
         sides,
         reduce={"v": "sum"},
-        linear=[(0,)] if is_additive(x) else (),
-        carries=meaningful([x], moving((0,))),
+        linear=[(0,)],
         blocked=_unless_additive(x, "v"),
         local=local,
         padding={"v": None},
@@ -228,15 +219,14 @@ def _unless_additive(x: torch.Tensor, *factors: str) -> tuple[str, ...]:
 @sharding_rule(aten.scatter.src)
 def scatter(x: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor) -> Rule | None:
     rule_dims = _scattered(x, dim, index, src)
-    linear = [(0, 2)] if is_additive(x) else ()
-    return rule_dims and Rule(rule_dims, linear=linear, blocked=("i",), carries=_beside(x, src, 2))
+    return rule_dims and Rule(rule_dims, linear=[(0, 2)], blocked=("i",))
 
 
 @sharding_rule(aten.scatter.value)
 def scatter_value(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> Rule | None:
     rule_dims = _scattered(x, dim, index)
-    linear = [(0,)] if value == 0 and is_additive(x) else ()
-    return rule_dims and Rule(rule_dims, linear=linear, blocked=("i",), carries=_beside_number(x, value))
+    linear = [(0,)] if value == 0 else ()
+    return rule_dims and Rule(rule_dims, linear=linear, blocked=("i",))
 
 
 @sharding_rule(aten.scatter_add.default)
@@ -244,8 +234,7 @@ def scatter_add(x: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tenso
     rule_dims = _scattered(x, dim, index, src)
     if rule_dims is None or not is_additive(x):
         return None
-    carries = meaningful([x], increasing_addend(x, operand=0))
-    return Rule(rule_dims, reduce={"i": "sum"}, added=(0,), linear=[(0, 2)], carries=carries)
+    return Rule(rule_dims, reduce={"i": "sum"}, added=(0,), linear=[(0, 2)])
 
 
 @sharding_rule(aten.scatter_reduce.two)
@@ -273,26 +262,12 @@ def _reducing(
     "amax" or "amin". `i` may be split if the reduction includes the old elements of `x` (`include_self`). A mean needs
     all elements, so `i` is not split.
     """
-    linear, carries = _REDUCED[reduce]
-    if reduce in ("sum", "mean") and not x.is_floating_point():  # means round, and sums wrap round
-        linear, carries = [] if reduce == "mean" else linear, []
+    is_sum = reduce == "sum" or (reduce == "mean" and x.is_floating_point())  # means of integers round
+    linear = [(0, 2)] if is_sum else []
     reduction = {"sum": "sum", "prod": "product", "amax": "max", "amin": "min"}.get(reduce)
     if reduction is None or not include_self:
-        return Rule(sides, blocked=("i",), linear=linear, carries=carries)
-    return Rule(sides, reduce={"i": reduction}, added=(0,), linear=linear, carries=carries)
-
-
-_REDUCED: dict[str, tuple[list[tuple[int, ...]], list[Carry]]] = {
-    "sum": ([(0, 2)], increasing((0,))),
-    "mean": ([(0, 2)], increasing((0,))),
-    "prod": ([], products((0, 2))),
-    "amax": ([], [*increasing((0,)), *maxima((2,), (0, 2))]),
-    "amin": ([], [*increasing((0,)), *minima((2,), (0, 2))]),
-}
-"""From the name of a reduction to its `Rule.linear` and `Rule.carries`, for operands 0 (target) and 2 (source).
-
-Several elements of the source may meet at one place. So a partial source must have the reduction's own kind.
-"""
+        return Rule(sides, blocked=("i",), linear=linear)
+    return Rule(sides, reduce={"i": reduction}, added=(0,), linear=linear)
 
 
 @sharding_rule(aten.index_reduce.default)
@@ -305,16 +280,6 @@ def index_reduce(
     target, moved = with_blocked(dims, [position]), (*dims[:position], ("i",), *dims[position + 1 :])
     sides = ((target, (("i",),) if index.dim() else (), moved), (target,))
     return _reducing(sides, x, reduce, include_self)
-
-
-def _beside_number(x: torch.Tensor, value: float) -> list[Carry]:
-    """Return carries through operand 0 of a call that replaces some elements of `x` by the number `value`."""
-    return meaningful([x], [*increasing((0,)), *(products((0,)) if value in (0, 1) else [])])
-
-
-def _beside(x: torch.Tensor, other: torch.Tensor, index: int) -> list[Carry]:
-    """Return carries of a call that replaces elements of `x` (operand 0) by elements of `other` (operand `index`)."""
-    return meaningful({0: x, index: other}, [*increasing((0,), (index,)), *moving((0, index))])
 
 
 def _scattered(
@@ -356,15 +321,11 @@ def index_put(
         return None
     target, index_dims, selected = dims
     sides = ((target, *index_dims, broadcast_dims(values.shape, selected)), (target,))
-    linear = [(0, len(index_dims) + 1)] if is_additive(x, values) else ()
+    linear = [(0, len(index_dims) + 1)]
     of_index = {factor for operand in index_dims for factor in names(operand)}  # masks have none
-    last = len(index_dims) + 1
-    if not accumulate:
-        return Rule(sides, linear=linear, blocked=of_index, carries=_beside(x, values, last))
-    carries = meaningful([x], increasing_addend(x, operand=0))
-    if not linear:
-        return Rule(sides, blocked=of_index, carries=carries)
-    return Rule(sides, linear=linear, reduce=dict.fromkeys(of_index, "sum"), added=(0,), carries=carries)
+    if not accumulate or not is_additive(x):
+        return Rule(sides, linear=linear, blocked=of_index)
+    return Rule(sides, linear=linear, reduce=dict.fromkeys(of_index, "sum"), added=(0,))
 
 
 def _indexed(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> tuple[Dims, tuple[Dims, ...], Dims] | None:

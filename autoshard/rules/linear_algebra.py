@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from autoshard.rules.carries import meaningful, moving, only_in, sums
 from autoshard.rules.dims import (
     BLOCKED,
     all_blocked,
@@ -20,7 +18,7 @@ from autoshard.rules.dims import (
     with_blocked,
     without,
 )
-from autoshard.rules.notation import Carry, OperandCondition, Rule
+from autoshard.rules.notation import OperandCondition, Rule
 from autoshard.rules.registry import sharding_rule, tensor_operands
 
 aten = torch.ops.aten
@@ -69,6 +67,7 @@ for _operands, _results, _linear, _operators in (
     ((2, 1, 2), (2,), ((2,),), [aten.linalg_ldl_solve.default, aten.ormqr.default]),
     ((2, 1), (2,), (), [aten.linalg_householder_product.default]),
     ((2, 2), (2,), ((0,),), [aten.cholesky_solve.default]),
+    ((2, 2), (2, 2), (), [aten.triangular_solve.default]),
 ):
     sharding_rule(*_operators)(_batched(_operands, _results, _linear))
 
@@ -99,33 +98,18 @@ def lu_unpack(
 ) -> Rule | None:
     """Return the rule of `lu_unpack`, or None if not all results are requested.
 
-    A result that is not requested has no batch dims. Partial sums do not pass, because the factors contain constant
-    zeros and ones.
+    A result that is not requested has no batch dims.
     """
     if not (unpack_data and unpack_pivots):
         return None
-    carries = [Carry(frozenset({0}), carry.reduction, (None, *[carry.reduction] * 2)) for carry in moving((0,))]
-    return replace(_batched((2, 1), (2, 2, 2))(lu, pivots), carries=meaningful([lu], carries))
+    return _batched((2, 1), (2, 2, 2))(lu, pivots)
 
 
 @sharding_rule(aten._linalg_solve_ex.default)
 def solve(a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Rule | None:
-    """Return the rule of `_linalg_solve_ex`, whose results are solution, factors, pivots and info.
-
-    The solution is linear in `b`.
-    """
     if b.dim() != a.dim() or b.shape[:-2] != a.shape[:-2]:
         return None
-    return replace(_batched((2, 2), (2, 2, 1, 0))(a, b), carries=only_in(0, 4, sums((1,))))
-
-
-@sharding_rule(aten.triangular_solve.default)
-def triangular_solve(b: torch.Tensor, a: torch.Tensor, *_: Any, **__: Any) -> Rule:
-    """Return the rule of `triangular_solve`, whose results are the solution and a copy of `a`.
-
-    The solution is linear in `b`.
-    """
-    return replace(_batched((2, 2), (2, 2))(b, a), carries=only_in(0, 2, sums((0,))))
+    return _batched((2, 2), (2, 2, 1, 0))(a, b)
 
 
 @sharding_rule(aten.linalg_lu_solve.default)

@@ -18,7 +18,6 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from autoshard.ir.spec import Reduction
 from autoshard.rules.notation import BoundRule, OperandCondition
 
 
@@ -50,15 +49,7 @@ def with_safe_sums(rule: BoundRule, ranges: Sequence[Range]) -> BoundRule:
     For example, the sum of the ranks' results could be NaN. `ranges` has the possible values of each operand of the
     call.
     """
-    return replace(
-        rule,
-        linear=tuple(group for group in rule.linear if _passes(rule, group, ranges)),
-        carries=tuple(
-            carry
-            for carry in rule.carries
-            if carry.reduction is not Reduction.SUM or _passes(rule, carry.operands, ranges)
-        ),
-    )
+    return replace(rule, linear=tuple(group for group in rule.linear if _passes(rule, group, ranges)))
 
 
 def _passes(rule: BoundRule, group: Collection[int], ranges: Sequence[Range]) -> bool:

@@ -11,11 +11,10 @@ import torch
 
 import autoshard.kernels  # noqa: F401  (defines the operators)
 from autoshard.ir.spec import Reduction
-from autoshard.rules.carries import linear_result, sums_by_result
 from autoshard.rules.dims import elementwise, named, names, tensors
 from autoshard.rules.indexing import local_indices
 from autoshard.rules.local import LocalContext, whole_to_piece
-from autoshard.rules.notation import Carry, OperandCondition, Rule
+from autoshard.rules.notation import OperandCondition, Rule
 from autoshard.rules.registry import sharding_rule
 
 aten = torch.ops.aten
@@ -121,7 +120,7 @@ def _accumulation_dtype(x: torch.Tensor) -> torch.dtype:
 # ATen's losses.
 
 
-@sharding_rule(aten.nll_loss_forward.default)
+@sharding_rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def nll_loss(
     x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore_index: int
 ) -> Rule | None:
@@ -129,40 +128,17 @@ def nll_loss(
 
     For a mean, the rewrite all-reduces the sum of losses and the total weight.
     """
-    if x.dim() != 2:
+    if x.dim() == 1:
         return None
-    return _nll(2, weight is not None, reduction)
-
-
-@sharding_rule(aten.nll_loss2d_forward.default)
-def nll_loss_2d(
-    x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore_index: int
-) -> Rule:
-    return _nll(4, weight is not None, reduction)
-
-
-def _nll(ndim: int, is_weighted: bool, reduction: int) -> Rule:
-    rows = named(ndim - 1, "r")
-    x = (rows[0], ("c",), *rows[1:])
-    operands = (x, rows, *(((("c",),),) if is_weighted else ()))
-    carries = _nll_carries(is_weighted, reduction)
+    rows = named(x.dim() - 1, "r")
+    operands = ((rows[0], ("c",), *rows[1:]), rows, *(((("c",),),) if weight is not None else ()))
     if reduction == _NONE:
         whole, padding = dict.fromkeys(names(rows), (1,)), dict.fromkeys(names(rows))
-        return Rule((operands, (rows, ())), blocked=("c",), whole=whole, padding=padding, carries=carries)
+        return Rule((operands, (rows, ())), blocked=("c",), whole=whole, padding=padding)
     if reduction == _SUM:
-        return Rule((operands, ((), ())), blocked=("c",), reduce=dict.fromkeys(names(rows), "sum"), carries=carries)
+        return Rule((operands, ((), ())), blocked=("c",), reduce=dict.fromkeys(names(rows), "sum"))
     whole = dict.fromkeys(names(rows), (0, 1))
-    return Rule((operands, ((), ())), blocked=("c",), whole=whole, local=_local_nll_mean, carries=carries)
-
-
-def _nll_carries(is_weighted: bool, reduction: int) -> list[Carry]:
-    """Return carries of sums into both results, the loss and the total weight.
-
-    A mean is not linear in the class weights.
-    """
-    of_weight = [(2,)] if is_weighted and reduction != _MEAN else []
-    total = linear_result((), ()) if reduction == _NONE else linear_result((2,), (2,))
-    return sums_by_result([linear_result((0, 2), (0,), *of_weight), total])
+    return Rule((operands, ((), ())), blocked=("c",), whole=whole, local=_local_nll_mean)
 
 
 def _local_nll_mean(
@@ -179,47 +155,23 @@ def _local_nll_mean(
     return context.call(aten.div.Tensor, loss, total), total
 
 
-@sharding_rule(aten.nll_loss_backward.default)
+@sharding_rule(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 def nll_loss_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    reduction: int,
-    *_: Any,
+    grad: torch.Tensor, x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, *_: Any
 ) -> Rule | None:
-    if x.dim() != 2:
+    """Return a rule that needs no communication, because the total weight is an operand. Return None for one row."""
+    if x.dim() == 1:
         return None
-    return _nll_backward(2, weight is not None, reduction)
-
-
-@sharding_rule(aten.nll_loss2d_backward.default)
-def nll_loss_2d_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    reduction: int,
-    *_: Any,
-) -> Rule:
-    return _nll_backward(4, weight is not None, reduction)
-
-
-def _nll_backward(ndim: int, is_weighted: bool, reduction: int) -> Rule:
-    """Return the rule of the backward of the negative log-likelihood loss.
-
-    It needs no communication, because the total weight is an operand.
-    """
-    rows = named(ndim - 1, "r")
-    x = (rows[0], ("c",), *rows[1:])
-    grad = rows if reduction == _NONE else ()
-    operands = (grad, x, rows, *(((("c",),),) if is_weighted else ()), ())
-    linear = [(0,), *([(3,)] if is_weighted else [])]
+    rows = named(x.dim() - 1, "r")
+    x_dims = (rows[0], ("c",), *rows[1:])
+    grad_dims = rows if reduction == _NONE else ()
+    operands = (grad_dims, x_dims, rows, *(((("c",),),) if weight is not None else ()), ())
+    linear = [(0,), *([(3,)] if weight is not None else [])]
     beside = {
         1: OperandCondition.ANYTHING,
         len(operands) - 1: OperandCondition.NEVER if reduction == _MEAN else OperandCondition.ANYTHING,
     }
-    return Rule((operands, (x,)), blocked=("c",), linear=linear, beside=beside)
+    return Rule((operands, (x_dims,)), blocked=("c",), linear=linear, beside=beside)
 
 
 @sharding_rule(aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default)

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from autoshard.rules.carries import increasing_addend, meaningful, products, scaled
-from autoshard.rules.dims import all_blocked, are_finite, broadcast_dims, named
+from autoshard.rules.dims import all_blocked, are_finite, broadcast_dims, named, names
 from autoshard.rules.local import LocalContext
-from autoshard.rules.notation import Carry, Dims, OperandCondition, Rule, parse
+from autoshard.rules.notation import Dims, OperandCondition, Rule, parse
 from autoshard.rules.registry import sharding_rule
 
 aten = torch.ops.aten
@@ -23,75 +22,34 @@ _PRODUCT = ((0,), (1,))
 _PRODUCT_WITH_ADDEND = ((0, 1), (0, 2))
 
 
-@sharding_rule(aten.mm.default)
-def mm(a: torch.Tensor, b: torch.Tensor, *_: Any) -> Rule:
-    return Rule("m k, k n -> m n", reduce={"k": "sum"}, linear=_PRODUCT, carries=_of_one(a, b))
+def _product(notation: str, *operators: Any) -> None:
+    @sharding_rule(*operators)
+    def rule(a: torch.Tensor, b: torch.Tensor, *_: Any) -> Rule:
+        return Rule(notation, reduce={"k": "sum"}, linear=_PRODUCT)
 
 
-def _of_one(a: torch.Tensor, b: torch.Tensor) -> list[Carry]:
-    """Return carries of products through both operands together if the contracted dim has size one, else no carries."""
-    return meaningful([a, b], products((0, 1))) if a.shape[-1] == 1 else []
+_product("m k, k n -> m n", aten.mm.default)
+_product("b m k, b k n -> b m n", aten.bmm.default)
+_product("m k, k -> m", aten.mv.default)
+_product("k, k -> scalar", aten.dot.default, aten.vdot.default)
+_product("m, n -> m n", aten.outer.default, aten.ger.default)
 
 
-@sharding_rule(aten.bmm.default)
-def bmm(a: torch.Tensor, b: torch.Tensor, *_: Any) -> Rule:
-    return Rule("b m k, b k n -> b m n", reduce={"k": "sum"}, linear=_PRODUCT, carries=_of_one(a, b))
+def _product_with_addend(notation: str, operator: Any) -> None:
+    @sharding_rule(operator)
+    def rule(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> Rule:
+        operands, (result,) = parse(notation)
+        sides = ((broadcast_dims(bias.shape, result), *operands), (result,))
+        reduced = [factor for operand in operands for factor in names(operand) if factor not in names(result)]
+        linear = _PRODUCT_WITH_ADDEND if are_finite(beta, alpha) else ()
+        return Rule(sides, reduce=dict.fromkeys(reduced, "sum"), added=(0,), linear=linear)
 
 
-@sharding_rule(aten.mv.default)
-def mv(a: torch.Tensor, x: torch.Tensor) -> Rule:
-    return Rule("m k, k -> m", reduce={"k": "sum"}, linear=_PRODUCT)
-
-
-@sharding_rule(aten.dot.default, aten.vdot.default)
-def dot(a: torch.Tensor, b: torch.Tensor) -> Rule:
-    return Rule("k, k -> scalar", reduce={"k": "sum"}, linear=_PRODUCT)
-
-
-@sharding_rule(aten.outer.default, aten.ger.default)
-def outer(a: torch.Tensor, b: torch.Tensor) -> Rule:
-    return Rule("m, n -> m n", linear=_PRODUCT, carries=meaningful([a, b], products((0, 1))))
-
-
-@sharding_rule(aten.addmm.default)
-def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Rule:
-    return _with_addend(bias, "m k, k n -> m n", **kwargs)
-
-
-@sharding_rule(aten.baddbmm.default)
-def baddbmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Rule:
-    return _with_addend(bias, "b m k, b k n -> b m n", **kwargs)
-
-
-@sharding_rule(aten.addmv.default)
-def addmv(bias: torch.Tensor, a: torch.Tensor, x: torch.Tensor, **kwargs: Any) -> Rule:
-    return _with_addend(bias, "m k, k -> m", **kwargs)
-
-
-@sharding_rule(aten.addr.default)
-def addr(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Rule:
-    return _with_addend(bias, "m, n -> m n", **kwargs)
-
-
-@sharding_rule(aten.addbmm.default)
-def addbmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Rule:
-    operands, (result,) = parse("b m k, b k n -> m n")
-    sides = ((broadcast_dims(bias.shape, result), *operands), (result,))
-    carries = _scaled_addend(bias, kwargs.get("beta", 1))
-    linear = _PRODUCT_WITH_ADDEND if are_finite(*kwargs.values()) else ()
-    return Rule(sides, reduce={"b": "sum", "k": "sum"}, added=(0,), linear=linear, carries=carries)
-
-
-def _with_addend(bias: torch.Tensor, notation: str, *, beta: Any = 1, alpha: Any = 1) -> Rule:
-    operands, (result,) = parse(notation)
-    sides = ((broadcast_dims(bias.shape, result), *operands), (result,))
-    carries = _scaled_addend(bias, beta)
-    linear = _PRODUCT_WITH_ADDEND if are_finite(beta, alpha) else ()
-    return Rule(sides, reduce={"k": "sum"}, added=(0,), linear=linear, carries=carries)
-
-
-def _scaled_addend(bias: torch.Tensor, beta: Any) -> list[Carry]:
-    return scaled(beta, 0) if increasing_addend(bias, operand=0) else []
+_product_with_addend("m k, k n -> m n", aten.addmm.default)
+_product_with_addend("b m k, b k n -> b m n", aten.baddbmm.default)
+_product_with_addend("m k, k -> m", aten.addmv.default)
+_product_with_addend("m, n -> m n", aten.addr.default)
+_product_with_addend("b m k, b k n -> m n", aten.addbmm.default)
 
 
 @sharding_rule(aten.linear.default)
@@ -103,8 +61,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if bias is None:
         return Rule((operands, (result,)), reduce={"k": "sum"}, linear=_PRODUCT)
     sides = ((*operands, broadcast_dims(bias.shape, result)), (result,))
-    carries = increasing_addend(x, weight, bias, operand=2)
-    return Rule(sides, reduce={"k": "sum"}, added=(2,), linear=((0, 2), (1, 2)), carries=carries)
+    return Rule(sides, reduce={"k": "sum"}, added=(2,), linear=((0, 2), (1, 2)))
 
 
 @sharding_rule(aten.matmul.default)

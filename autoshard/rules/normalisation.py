@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from autoshard.rules import split_norms
-from autoshard.rules.carries import LinearResult, increasing, linear_result, meaningful, only_in, sums, sums_by_result
-from autoshard.rules.dims import ONE, named, names, tensors
-from autoshard.rules.notation import Carry, Dims, Rewrite, Rule
+from autoshard.rules.dims import ONE, named, names
+from autoshard.rules.notation import Dims, Rewrite, Rule
 from autoshard.rules.registry import sharding_rule
 
 aten = torch.ops.aten
@@ -52,29 +51,12 @@ def rms_norm(x: torch.Tensor, normalized: Sequence[int], weight: torch.Tensor | 
 def _norm(x: torch.Tensor, normalized: Sequence[int], weights: Sequence[Any], local: Rewrite, statistics: int) -> Rule:
     dims, row_dims, width = _row_dims(x, normalized)
     operands = (dims, *(width for weight in weights if weight is not None))
-    carries = affine(weights, 1 + statistics)
     return Rule(
         (operands, (dims, *[row_dims] * statistics)),
         whole=dict.fromkeys(names(width), range(1, 1 + statistics)),
         local=local,
         padding=dict.fromkeys(names(width), 0),
-        carries=carries,
     )
-
-
-def affine(weights: Sequence[torch.Tensor | None], results: int) -> list[Carry]:
-    """Return carries through the weight and bias of a norm into its first result, which is affine in both.
-
-    `weights` has weight and bias, or None for an absent tensor. `results` is the number of the norm's results.
-    """
-    present = tensors(*weights)
-    if not present:
-        return []
-    together = range(1, 1 + len(present))
-    is_linear = weights[0] is not None
-    of_bias = increasing((together[-1],)) if weights[-1] is not None and len(weights) > 1 else []
-    carries = [*(sums(together) if is_linear else []), *meaningful({together[-1]: present[-1]}, of_bias)]
-    return only_in(0, results, carries)
 
 
 @sharding_rule(aten.native_layer_norm_backward.default)
@@ -124,26 +106,7 @@ def _norm_backward(
         exchanged=dict.fromkeys(names(width), 1),
         local=local,
         padding=dict.fromkeys(names(width), 0),
-        carries=_carried_back(weights, statistics, output_mask),
     )
-
-
-def _carried_back(weights: Sequence[Any], statistics: int, output_mask: Sequence[bool]) -> list[Carry]:
-    """Return carries of sums through the backward of a norm.
-
-    The operands are the gradient, the operand, the statistics of its rows, and the weight. The statistics (1 or 2) are
-    the mean, if the norm has it, then the inverse deviation.
-    """
-    weight, inverse = 2 + statistics, 1 + statistics
-    centred = (1, *range(2, inverse))
-    everything = range(weight + 1)
-    of_weight = linear_result(range(weight), (0,), centred, (inverse,))
-    linear: list[LinearResult] = [
-        linear_result(everything, (0,), *([(weight,)] if weights[0] is not None else [])),
-        of_weight,
-        linear_result((0,), (0,)),
-    ]
-    return sums_by_result(list(compress(linear, output_mask)))
 
 
 # Groups of channels.
@@ -167,7 +130,6 @@ def group_norm(
         local=split_norms.group_norm(x, [weight, bias], names(space)),
         padding={},
         even=names(space),
-        carries=affine((weight, bias), 3),
     )
 
 

@@ -9,8 +9,8 @@ factor and a result lacks it, the result is *reduced* over the factor. It is the
 reduction (`reduce={"k": "sum"}`), or block the factor.
 
 A *partial* value has a *pending reduction*: each rank holds an addend, and the sum over the ranks is the value. The
-reduction may also be a maximum, minimum or product. `Rule.linear` and `Rule.carries` say which partial operands give
-partial results.
+reduction may also be a maximum, minimum or product. `Rule.linear` and `Rule.transparent` say which partial sums give
+partial sums as results. All other partial operands are reduced before the call.
 
 All strategies of a call follow from its rule (`autoshard.rules.strategies`). The idea of factors follows Shardy's
 sharding rules (OpenXLA, 2024) and JAX's `custom_partitioning` rule strings. Linearity, rewrites and blocked dims are
@@ -67,26 +67,6 @@ class OperandCondition(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Carry:
-    """A way for partial values to pass a call: if these operands are partial over an axis, so are the results.
-
-    Args:
-        operands: indices of the partial operands. All other operands are not partial over the axis.
-        reduction: the pending reduction of these operands.
-        results: the pending reduction of each result, or None for a result that is not partial. By default, all results
-            have `reduction`.
-    """
-
-    operands: frozenset[int]
-    reduction: Reduction
-    results: tuple[Reduction | None, ...] | None = None
-
-    def result(self, index: int) -> Reduction | None:
-        """Return the pending reduction of result `index`, or None if the result is not partial."""
-        return self.reduction if self.results is None else self.results[index]
-
-
-@dataclass(frozen=True, slots=True)
 class Rule:
     """The ways in which an operator call may be split over ranks. A function under `sharding_rule` returns a rule.
 
@@ -102,12 +82,11 @@ class Rule:
         reduce: from a factor that a result lacks to its reduction: "sum", "max", "min" or "product".
         linear: sets of positions of operands. All results are jointly linear in the operands of a set. If exactly these
             operands are partial sums, the results are partial sums. A sum has `[(0, 1)]`, and a product has
-            `[(0,), (1,)]`. `[()]` means that the results are zero.
+            `[(0,), (1,)]`. `[()]` means that the results are zero. Sets with a boolean operand are left out.
         beside: from the position of an operand to a condition on its values, under which other operands may be partial
             sums. The condition is "finite" (default), "not zero" (a divisor), "anything" or "never".
-        transparent: True if the operator only moves elements of operand 0. Any partial value then passes.
-        carries: further ways for partial values to pass. `[Carry(frozenset({0}), Reduction.MAX)]` lets a partial
-            maximum pass a monotone operator.
+        transparent: True if the operator only moves elements of operand 0. Partial sums then pass, beside any values of
+            other operands.
         added: positions of operands that are added to a sum over a factor, such as the bias of `addmm`. If the factor
             is split, these operands must be partial sums. Otherwise each rank would add them.
         whole: from a factor to positions of results that lack the factor and stay whole when it is split. Either these
@@ -133,7 +112,6 @@ class Rule:
     linear: Sequence[Sequence[int]] = ()
     beside: Mapping[int, OperandCondition] | None = None
     transparent: bool = False
-    carries: Iterable[Carry] = ()
     added: Iterable[int] = ()
     whole: Mapping[str, Iterable[int]] | None = None
     exchanged: Mapping[str, int] | None = None
@@ -176,7 +154,6 @@ class BoundRule:
     blocked: frozenset[str]
     local: Rewrite | None
     padding: Mapping[str, tuple[Fill, ...]] = field(default_factory=dict)
-    carries: tuple[Carry, ...] = ()
     exchanged: Mapping[str, int] = field(default_factory=dict)
     beside: Mapping[int, OperandCondition] = field(default_factory=dict)
     together: tuple[tuple[str, ...], ...] = ()
@@ -223,7 +200,6 @@ def bind(rule: Rule, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence
         whole={factor: frozenset(results) for factor, results in (rule.whole or {}).items()},
         blocked=frozenset(rule.blocked) | anonymous,
         local=rule.local,
-        carries=tuple(rule.carries),
         exchanged={factor: least for factor, least in (rule.exchanged or {}).items() if factor in live},
         beside=dict(rule.beside or {}),
         together=tuple(group for group in rule.together if all(factor in live for factor in group)),

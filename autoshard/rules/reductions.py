@@ -16,10 +16,18 @@ import torch
 
 from autoshard.ir.spec import Reduction
 from autoshard.rules import split_dims
-from autoshard.rules.carries import keeps_sums, maxima, meaningful, minima, moving, only_in, sums, through_conversion
-from autoshard.rules.dims import BLOCKED, is_additive, named, names, normal_dim, normal_dims, with_blocked, without
+from autoshard.rules.dims import (
+    BLOCKED,
+    keeps_sums,
+    named,
+    names,
+    normal_dim,
+    normal_dims,
+    with_blocked,
+    without,
+)
 from autoshard.rules.local import LocalContext, whole_to_piece
-from autoshard.rules.notation import Carry, Fill, Rewrite, Rule
+from autoshard.rules.notation import Fill, Rewrite, Rule
 from autoshard.rules.registry import RuleFunction, sharding_rule
 from autoshard.rules.split_dims import can_travel, converted, is_any_split, reduce_over, wide
 
@@ -37,59 +45,33 @@ def _reduction(
     is_linear: bool = False,
     local: Rewrite | None = None,
     fill: Fill = None,
-    carries: Sequence[Carry] = (),
-    is_move: bool = True,
-    dtype: torch.dtype | None = None,
 ) -> Rule:
     """Return the rule of an operator that reduces the dims `dim` (None: all) by `reduction`.
 
-    If a reduced dim is split, the result is partial.
-
     Args:
-        is_linear: whether the operator is linear. If it is, padding is filled with zeros.
+        is_linear: whether partial sums pass.
         local: the rewrite that emits the local calls, or None.
         fill: the fill value of padding that does not change the result. If it is None, `padding_of` decides.
-        carries: each allows partial operands to make a partial result, as a partial maximum passes `amax`.
-        is_move: whether the result equals the operand if all reduced dims have size one.
-        dtype: the dtype to which elements are converted first. The default is `_widened` for sums and products, else
-            the dtype of `x`.
     """
-    dtype = dtype or (_widened(x) if reduction in ("sum", "product") else x.dtype)
     dims, removed = named(x.dim()), _positions(x, dim)
     reduce = {factor: reduction for position in removed for factor in dims[position]}
-    linear = [(0,)] if is_linear and is_additive(x) and keeps_sums(x.dtype, dtype) else ()
-    fill = 0 if is_linear and not linear else fill
     padding = {} if fill is None else dict.fromkeys(reduce, fill)
     sides = ((dims,), (without(dims, removed, keepdim=keepdim),))
-    if is_move and all(x.shape[dim] == 1 for dim in removed):
-        is_sum = not is_linear and is_additive(x) and keeps_sums(x.dtype, dtype)
-        carries = [*_of_operand(x.dtype, dtype), *(sums((0,)) if is_sum else [])]
-    carries = meaningful([x], carries)
-    return Rule(sides, reduce=reduce, linear=linear, local=local, padding=padding, carries=carries)
-
-
-def _widened(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which elements of `x` are summed and multiplied: int64 for integers and booleans."""
-    return x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
-
-
-def _of_operand(source: torch.dtype, target: torch.dtype) -> list[Carry]:
-    """Return carries of maxima, minima and products through operand 0, which is only converted between dtypes."""
-    return moving((0,)) if source == target else through_conversion(source, target, 0)
+    return Rule(sides, reduce=reduce, linear=[(0,)] if is_linear else (), local=local, padding=padding)
 
 
 def _positions(x: torch.Tensor, dim: DimList) -> tuple[int, ...]:
     return normal_dims(dim, x.dim()) if x.dim() else ()
 
 
-def _over_whole(x: torch.Tensor, dim: DimList, keepdim: bool, results: int = 1, carries: Sequence[Carry] = ()) -> Rule:
+def _over_whole(x: torch.Tensor, dim: DimList, keepdim: bool, results: int = 1) -> Rule:
     dims = with_blocked(named(x.dim()), removed := _positions(x, dim))
-    return Rule(((dims,), (without(dims, removed, keepdim=keepdim),) * results), carries=carries)
+    return Rule(((dims,), (without(dims, removed, keepdim=keepdim),) * results))
 
 
 def _split_inside(
     x: torch.Tensor, dim: DimList, keepdim: bool, local: Rewrite, fill: Fill, *, results: int = 1,
-    carries: Sequence[Carry] = (), is_even: bool = False,
+    is_even: bool = False,
 ) -> Rule:  # fmt: skip
     """Return the rule of a reduction whose rewrite `local` communicates if reduced dims are split.
 
@@ -104,124 +86,59 @@ def _split_inside(
         local=partial(local, factors=factors),
         padding=dict.fromkeys(factors, fill),
         even=factors if is_even else (),
-        carries=carries,
     )
-
-
-def _of_one(x: torch.Tensor, dim: DimList, results: int = 1) -> list[Carry]:
-    """Return carries into the first of `results` results if all reduced dims have size one, else an empty list."""
-    if any(x.shape[position] != 1 for position in _positions(x, dim)):
-        return []
-    return meaningful([x], only_in(0, results, [*sums((0,)), *moving((0,))]))
 
 
 # Reductions of addends.
 
 
-@sharding_rule(aten.sum.dim_IntList)
-def sum_dims(x: torch.Tensor, dim: DimList, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Rule:
-    return _reduction(x, dim, keepdim, "sum", is_linear=True, dtype=dtype)
+@sharding_rule(aten.sum.default, aten.sum.dim_IntList)
+def add_up(x: torch.Tensor, dim: DimList = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Rule:
+    widened = x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
+    is_linear = keeps_sums(x.dtype, dtype or widened)
+    return _reduction(x, dim, keepdim, "sum", is_linear=is_linear, fill=None if is_linear else 0)
 
 
-@sharding_rule(aten.nansum.default)
-def nansum(x: torch.Tensor, dim: DimList = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Rule:
-    """Return the rule of `nansum`. It makes 0 of NaN, so no partial value passes, even over dims of size one."""
-    return _reduction(x, dim, keepdim, "sum", fill=0, dtype=dtype, is_move=False)
-
-
-@sharding_rule(aten.sum.default)
-def sum_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Rule:
-    return _reduction(x, None, False, "sum", is_linear=True, dtype=dtype)
-
-
-@sharding_rule(aten.mean.dim)
-def mean_dims(x: torch.Tensor, dim: DimList, keepdim: bool = False, **kwargs: Any) -> Rule:
-    return _mean(x, dim, keepdim)
-
-
-@sharding_rule(aten.mean.default)
-def mean_all(x: torch.Tensor, **kwargs: Any) -> Rule:
-    return _mean(x, None, False)
-
-
-def _mean(x: torch.Tensor, dim: DimList, keepdim: bool) -> Rule:
+@sharding_rule(aten.mean.default, aten.mean.dim)
+def mean(x: torch.Tensor, dim: DimList = None, keepdim: bool = False, **kwargs: Any) -> Rule:
     """Return the rule of a mean, whose rewrite multiplies a piece's mean by the piece's share of all elements."""
     reduced = names(named(x.dim())[position] for position in _positions(x, dim))
 
     def local(context: LocalContext, *args: Any, **kwargs: Any) -> Any:
         pieces = whole_to_piece(context, reduced)
-        mean = context.default(*args, **kwargs)
-        return mean if pieces == 1 else context.call(aten.div.Scalar, mean, pieces)
+        part = context.default(*args, **kwargs)
+        return part if pieces == 1 else context.call(aten.div.Scalar, part, pieces)
 
     return _reduction(x, dim, keepdim, "sum", is_linear=True, local=local, fill=0)
 
 
-@sharding_rule(aten.amax.default)
-def amax(x: torch.Tensor, dim: DimList = None, keepdim: bool = False) -> Rule:
-    return _reduction(x, dim, keepdim, "max", fill=Reduction.MAX, carries=maxima((0,)))
+def _reduces_by(reduction: str, fill: Fill, *operators: Any) -> None:
+    @sharding_rule(*operators)
+    def rule(x: torch.Tensor, dim: DimList = None, keepdim: bool = False, **kwargs: Any) -> Rule:
+        return _reduction(x, dim, keepdim, reduction, fill=fill)
 
 
-@sharding_rule(aten.amin.default)
-def amin(x: torch.Tensor, dim: DimList = None, keepdim: bool = False) -> Rule:
-    return _reduction(x, dim, keepdim, "min", fill=Reduction.MIN, carries=minima((0,)))
+_reduces_by("sum", 0, aten.nansum.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
+_reduces_by("max", Reduction.MAX, aten.amax.default, aten.max.default)
+_reduces_by("min", Reduction.MIN, aten.amin.default, aten.min.default)
+_reduces_by("product", 1, aten.prod.default, aten.prod.dim_int)
 
 
-@sharding_rule(aten.max.default)
-def max_all(x: torch.Tensor) -> Rule:
-    return _reduction(x, None, False, "max", fill=Reduction.MAX, carries=maxima((0,)))
+def _truth(reduction: str, fill: Fill, *operators: Any) -> None:
+    @sharding_rule(*operators)
+    def rule(x: torch.Tensor, dim: DimList = None, keepdim: bool = False) -> Rule:
+        if dim in ([], ()):  # unlike other reductions, these reduce no dim
+            return Rule(([dims := named(x.dim())], [dims]))
+        return _reduction(x, dim, keepdim, reduction, fill=fill)
 
 
-@sharding_rule(aten.min.default)
-def min_all(x: torch.Tensor) -> Rule:
-    return _reduction(x, None, False, "min", fill=Reduction.MIN, carries=minima((0,)))
+_truth("max", 0, aten.any.default, aten.any.dim, aten.any.dims)
+_truth("min", 1, aten.all.default, aten.all.dim, aten.all.dims)
 
 
-@sharding_rule(aten.any.default, aten.any.dim, aten.any.dims)
-def any_dims(x: torch.Tensor, dim: DimList = None, keepdim: bool = False) -> Rule:
-    return _truth(x, dim, keepdim, "max", 0, maxima((0,)))
-
-
-@sharding_rule(aten.all.default, aten.all.dim, aten.all.dims)
-def all_dims(x: torch.Tensor, dim: DimList = None, keepdim: bool = False) -> Rule:
-    return _truth(x, dim, keepdim, "min", 1, minima((0,)))
-
-
-def _truth(x: torch.Tensor, dim: DimList, keepdim: bool, reduction: str, fill: Fill, carries: Sequence[Carry]) -> Rule:
-    """Return the rule of `any` or `all`. Numbers pass no carries: the comparison with 0 loses their order."""
-    is_boolean = x.dtype == torch.bool
-    if dim in ([], ()):  # unlike other reductions, these reduce no dim
-        return Rule(([dims := named(x.dim())], [dims]), carries=[*maxima((0,)), *minima((0,))] if is_boolean else ())
-    return _reduction(x, dim, keepdim, reduction, fill=fill, carries=carries if is_boolean else (), is_move=is_boolean)
-
-
-@sharding_rule(aten.prod.default)
-def prod_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Rule:
-    return _reduction(x, None, False, "product", fill=1, dtype=dtype)
-
-
-@sharding_rule(aten.prod.dim_int)
-def prod_dim(x: torch.Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Rule:
-    return _reduction(x, dim, keepdim, "product", fill=1, dtype=dtype)
-
-
-@sharding_rule(aten.count_nonzero.default)
-def count_nonzero_all(x: torch.Tensor, dim: int | None = None) -> Rule:
-    return _reduction(x, dim, False, "sum", fill=0, is_move=False)
-
-
-@sharding_rule(aten.count_nonzero.dim_IntList)
-def count_nonzero(x: torch.Tensor, dim: Sequence[int]) -> Rule:
-    return _reduction(x, dim, False, "sum", fill=0, is_move=False)
-
-
-@sharding_rule(aten.norm.ScalarOpt_dim)
-def norm(x: torch.Tensor, p: float | None, dim: Sequence[int], keepdim: bool = False) -> Rule:
+@sharding_rule(aten.norm.Scalar, aten.norm.ScalarOpt_dim)
+def norm(x: torch.Tensor, p: float | None = 2, dim: DimList = None, keepdim: bool = False) -> Rule:
     return vector_norm(x, 2 if p is None else p, dim, keepdim)
-
-
-@sharding_rule(aten.norm.Scalar)
-def norm_all(x: torch.Tensor, p: float = 2) -> Rule:
-    return vector_norm(x, p)
 
 
 @sharding_rule(aten.linalg_vector_norm.default)
@@ -233,7 +150,7 @@ def vector_norm(x: torch.Tensor, ord: float = 2, dim: DimList = None, keepdim: b
     """
     reduction = {math.inf: "max", -math.inf: "min", 1: "sum", 0: "sum"}.get(ord)
     if reduction is not None:
-        return _reduction(x, dim, keepdim, reduction, fill=math.inf if reduction == "min" else 0, is_move=False)
+        return _reduction(x, dim, keepdim, reduction, fill=math.inf if reduction == "min" else 0)
     dims, removed = named(x.dim()), _positions(x, dim)
     reduced = names(dims[position] for position in removed)
     made = kwargs.get("dtype") or x.dtype.to_real()
@@ -255,17 +172,26 @@ def vector_norm(x: torch.Tensor, ord: float = 2, dim: DimList = None, keepdim: b
 # Reductions that need their dims whole.
 
 
+@sharding_rule(aten.median.default, aten.nanmedian.default)
+def median(x: torch.Tensor) -> Rule:
+    return _over_whole(x, None, False)
+
+
 @sharding_rule(aten.median.dim, aten.nanmedian.dim, aten.mode.default)
 def order_statistic(x: torch.Tensor, dim: int = -1, keepdim: bool = False) -> Rule:
-    return _over_whole(x, dim, keepdim, results=2, carries=_of_one(x, dim, 2))
+    return _over_whole(x, dim, keepdim, results=2)
+
+
+@sharding_rule(aten.kthvalue.default)
+def kthvalue(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Rule:
+    return _over_whole(x, dim, keepdim, results=2)
 
 
 def _extreme(op: Any, fill: Reduction) -> RuleFunction:
     def rule(x: torch.Tensor, dim: int, keepdim: bool = False) -> Rule:
-        carries = _of_one(x, dim, 2)
         if not can_travel(x.dtype):
-            return _over_whole(x, dim, keepdim, results=2, carries=carries)
-        return _split_inside(x, dim, keepdim, local, fill, results=2, carries=carries)
+            return _over_whole(x, dim, keepdim, results=2)
+        return _split_inside(x, dim, keepdim, local, fill, results=2)
 
     def local(context: LocalContext, x: Any, dim: int, keepdim: bool = False, *, factors: Sequence[str]) -> Any:
         if not is_any_split(context, factors):
@@ -281,12 +207,9 @@ sharding_rule(aten.min.dim)(_extreme(aten.min.dim, Reduction.MIN))
 
 @sharding_rule(aten.aminmax.default)
 def aminmax(x: torch.Tensor, *, dim: int | None = None, keepdim: bool = False) -> Rule:
-    """Return the rule of `aminmax`. If reduced dims have size one, both results are the operand, and may be partial."""
-    is_move = all(x.shape[position] == 1 for position in _positions(x, dim))
-    carries = meaningful([x], [*sums((0,)), *moving((0,))]) if is_move else []
     if not can_travel(x.dtype):
-        return _over_whole(x, dim, keepdim, results=2, carries=carries)
-    return _split_inside(x, dim, keepdim, _local_aminmax, None, results=2, is_even=True, carries=carries)
+        return _over_whole(x, dim, keepdim, results=2)
+    return _split_inside(x, dim, keepdim, _local_aminmax, None, results=2, is_even=True)
 
 
 def _local_aminmax(
@@ -296,16 +219,6 @@ def _local_aminmax(
     if not is_any_split(context, factors):
         return found
     return tuple(reduce_over(context, found[index], name, factors) for index, name in enumerate(("min", "max")))
-
-
-@sharding_rule(aten.median.default, aten.nanmedian.default)
-def median(x: torch.Tensor) -> Rule:
-    return _over_whole(x, None, False, carries=_of_one(x, None))
-
-
-@sharding_rule(aten.kthvalue.default)
-def kthvalue(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Rule:
-    return _over_whole(x, dim, keepdim, results=2, carries=_of_one(x, dim, 2))
 
 
 def _arg_extreme(op: Any, fill: Reduction) -> RuleFunction:
@@ -337,11 +250,10 @@ sharding_rule(aten.argmin.default)(_arg_extreme(aten.min.dim, Reduction.MIN))
 @sharding_rule(aten.logsumexp.default)
 def logsumexp(x: torch.Tensor, dim: DimList, keepdim: bool = False) -> Rule:
     """Return the rule of a log-sum-exp. It splits integers only evenly, as no integer in padding keeps the result."""
-    carries = _of_one(x, dim)
     if x.is_complex():
-        return _over_whole(x, dim, keepdim, carries=carries)
+        return _over_whole(x, dim, keepdim)
     is_even = not x.is_floating_point()
-    return _split_inside(x, dim, keepdim, _local_logsumexp, Reduction.MAX, carries=carries, is_even=is_even)
+    return _split_inside(x, dim, keepdim, _local_logsumexp, Reduction.MAX, is_even=is_even)
 
 
 def _local_logsumexp(
@@ -388,18 +300,10 @@ sharding_rule(aten.std_mean.correction)(_variance(is_root=True, results=2))
 # Operators along one dim, which the result has too.
 
 
-def _along(
-    x: torch.Tensor,
-    dim: int,
-    operands: int = 1,
-    results: int = 1,
-    *,
-    is_linear: bool = False,
-    carries: Sequence[Carry] = (),
-) -> Rule:
+def _along(x: torch.Tensor, dim: int, operands: int = 1, results: int = 1, *, is_linear: bool = False) -> Rule:
     dims = with_blocked(named(x.dim()), [normal_dim(dim, x.dim())])
-    linear = [(0,)] if is_linear and is_additive(x) else ()
-    return Rule(((dims,) * operands, (dims,) * results), linear=linear, carries=meaningful([x], carries))
+    linear = [(0,)] if is_linear else ()
+    return Rule(((dims,) * operands, (dims,) * results), linear=linear)
 
 
 def _scan(*, is_product: bool) -> RuleFunction:
@@ -409,9 +313,8 @@ def _scan(*, is_product: bool) -> RuleFunction:
         is_number = x.is_floating_point() or x.is_complex()
         result = dtype or (x.dtype if is_number else torch.int64)
         is_linear = not is_product and keeps_sums(x.dtype, result)
-        carries = _of_one(x, dim) if result == x.dtype else []
         if not can_travel(result):
-            return _along(x, dim, is_linear=is_linear, carries=carries)
+            return _along(x, dim, is_linear=is_linear)
 
         def local(context: LocalContext, x: Any, dim: int, *, factor: str, **kwargs: Any) -> Any:
             scanned = context.default(x, dim, **kwargs)
@@ -419,7 +322,7 @@ def _scan(*, is_product: bool) -> RuleFunction:
                 return scanned
             return split_dims.scan(context, scanned, dim, factor, result, is_product=is_product)
 
-        return split_dims.split_along(x, dim, local, int(is_product), is_linear=is_linear, carries=carries)
+        return split_dims.split_along(x, dim, local, int(is_product), is_linear=is_linear)
 
     return rule
 
@@ -428,39 +331,19 @@ sharding_rule(aten.cumsum.default)(_scan(is_product=False))
 sharding_rule(aten.cumprod.default)(_scan(is_product=True))
 
 
-@sharding_rule(aten.logcumsumexp.default)
-def logcumsumexp(x: torch.Tensor, dim: int) -> Rule:
-    return _along(x, dim, carries=_of_one(x, dim))
-
-
-@sharding_rule(aten.cummax.default, aten.cummin.default)
-def scan_with_indices(x: torch.Tensor, dim: int) -> Rule:
-    return _along(x, dim, results=2, carries=_of_one(x, dim, 2))
-
-
-@sharding_rule(aten.sort.default)
-def sort(x: torch.Tensor, dim: int = -1, descending: bool = False) -> Rule:
-    return _along(x, dim, results=2, carries=_of_one(x, dim, 2))
-
-
-@sharding_rule(aten.sort.stable)
-def sort_stable(x: torch.Tensor, *, stable: bool | None, dim: int = -1, descending: bool = False) -> Rule:
-    return _along(x, dim, results=2, carries=_of_one(x, dim, 2))
-
-
-@sharding_rule(aten.argsort.default)
-def argsort(x: torch.Tensor, dim: int = -1, descending: bool = False) -> Rule:
+@sharding_rule(aten.logcumsumexp.default, aten.argsort.default, aten.argsort.stable, aten.glu.default)
+def along(x: torch.Tensor, dim: int = -1, **kwargs: Any) -> Rule:
     return _along(x, dim)
 
 
-@sharding_rule(aten.argsort.stable)
-def argsort_stable(x: torch.Tensor, *, stable: bool, dim: int = -1, descending: bool = False) -> Rule:
-    return _along(x, dim)
+@sharding_rule(aten.cummax.default, aten.cummin.default, aten.sort.default, aten.sort.stable)
+def along_with_indices(x: torch.Tensor, dim: int = -1, descending: bool = False, **kwargs: Any) -> Rule:
+    return _along(x, dim, results=2)
 
 
 @sharding_rule(aten.topk.default)
 def topk(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Rule:
-    return _along(x, dim, results=2, carries=_of_one(x, dim, 2) if k else [])
+    return _along(x, dim, results=2)
 
 
 @sharding_rule(aten.renorm.default)
@@ -469,11 +352,6 @@ def renorm(x: torch.Tensor, p: float, dim: int, maxnorm: float) -> Rule:
     kept = normal_dim(dim, x.dim())
     dims = with_blocked(named(x.dim()), [position for position in range(x.dim()) if position != kept])
     return Rule(((dims,), (dims,)))
-
-
-@sharding_rule(aten.glu.default)
-def glu(x: torch.Tensor, dim: int = -1) -> Rule:
-    return _along(x, dim)
 
 
 @sharding_rule(aten.glu_backward.default)

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from autoshard.errors import AutoshardError, InvalidSpecError, OperatorError
 from autoshard.ir.spec import Reduction
 from autoshard.rules.linearity import Range, with_safe_sums
-from autoshard.rules.notation import BoundRule, Carry, Rule, bind
+from autoshard.rules.notation import BoundRule, Rule, bind
 from autoshard.rules.padding import padding_of
 
 RuleFunction = Callable[..., Rule | str | None]
@@ -154,11 +154,11 @@ def bound_rule(
         return None
     operands = tensor_operands(args, kwargs)
     results = [output for output in outputs if output is not None]
-    if any(value.is_complex() for value in (*operands, *results)):
-        rule = _with_complex_sums_alone(rule, operands, results)
-    wrapped = {index for index, x in enumerate(operands) if _wraps(x.dtype, results)}
-    if wrapped:
-        rule = replace(rule, linear=[group for group in rule.linear if wrapped.isdisjoint(group)])
+    if any(result.is_complex() for result in results):
+        rule = _with_complex_sums_alone(rule)
+    barred = {index for index, x in enumerate(operands) if not _may_be_partial(x.dtype, results)}
+    if barred:
+        rule = replace(rule, linear=[group for group in rule.linear if barred.isdisjoint(group)])
     shapes = [tuple(operand.shape) for operand in operands]
     try:
         bound = bind(rule, shapes, [tuple(output.shape) for output in results])
@@ -196,31 +196,24 @@ def _place(function: RuleFunction) -> str:
     return repr(function) if code is None else f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
 
 
-def _wraps(dtype: torch.dtype, results: Sequence[torch.Tensor]) -> bool:
-    """Whether addends of the integer dtype `dtype` may have wrapped round before conversion to a result's dtype.
+def _may_be_partial(dtype: torch.dtype, results: Sequence[torch.Tensor]) -> bool:
+    """Whether an operand of this dtype may be a partial sum.
 
-    This is so if the dtype has less than 64 bits and differs from the dtype of a result.
+    Booleans may not. Narrow integers may not if a result has another dtype, because addends of less than 64 bits may
+    have wrapped round before the conversion.
     """
-    is_narrow = dtype.itemsize < 8 and dtype != torch.bool and not dtype.is_floating_point and not dtype.is_complex
-    return is_narrow and any(result.dtype != dtype for result in results)
+    if dtype.itemsize == 8 or dtype.is_floating_point or dtype.is_complex:
+        return True
+    return dtype != torch.bool and all(result.dtype == dtype for result in results)
 
 
-def _with_complex_sums_alone(rule: Rule, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Rule:
-    """Return the rule restricted so that complex numbers are partial only as sums.
+def _with_complex_sums_alone(rule: Rule) -> Rule:
+    """Return the rule restricted so that complex results are partial only as sums.
 
     Complex numbers have no order, so no maxima. Collectives send pairs of real numbers, which have no complex product.
     """
-    if rule.transparent:
-        rule = replace(rule, transparent=False, linear=[*rule.linear, (0,)])
-
-    def sums_alone(carry: Carry) -> bool:
-        of_operands = {carry.reduction for index in carry.operands if operands[index].is_complex()}
-        of_results = {carry.result(index) for index, result in enumerate(results) if result.is_complex()}
-        return of_operands | of_results <= {Reduction.SUM, None}
-
-    reduced = rule.reduce if any(result.is_complex() for result in results) else None
-    blocked = [factor for factor, reduction in (reduced or {}).items() if reduction != Reduction.SUM]
-    return replace(rule, carries=[*filter(sums_alone, rule.carries)], blocked=[*rule.blocked, *blocked])
+    blocked = [factor for factor, reduction in (rule.reduce or {}).items() if reduction != Reduction.SUM]
+    return replace(rule, blocked=[*rule.blocked, *blocked])
 
 
 def evaluate(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

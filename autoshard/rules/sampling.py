@@ -148,7 +148,7 @@ class Sampler:
 
         If the sample has integers, which may index the dims, draw a multiple of the sample's size instead.
         """
-        if any(not _is_float(x) for x in self.sample):
+        if any(not is_additive(x) for x in self.sample):
             return self._multiple(tie)
         return _SMALL_SIZES[self._integer(len(_SMALL_SIZES))]
 
@@ -171,7 +171,7 @@ class Sampler:
         return tuple(self._values(x, shape, scale) for x, shape in zip(self.sample, shapes, strict=True))
 
     def _values(self, like: Tensor, shape: Sequence[int], scale: float | None) -> Tensor:
-        if not _is_float(like):
+        if not is_additive(like):
             return self._chosen(like, shape)
         if scale is None and bool(like.any()) and bool(like.isfinite().all()):
             return self._chosen(like, shape) * self.noise(like, shape).sigmoid().add(0.5)
@@ -210,7 +210,7 @@ def agree(found: Tensor, expected: Tensor) -> bool:
     """
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
-    if not _is_float(expected):
+    if not is_additive(expected):
         return bool(torch.equal(found, expected))
     relative, absolute = (1e-7, 1e-11) if expected.dtype in (torch.float64, torch.complex128) else (1e-3, 1e-5)
     finite = expected[expected.isfinite()]
@@ -220,10 +220,6 @@ def agree(found: Tensor, expected: Tensor) -> bool:
 
 def is_additive(x: Tensor) -> bool:
     """Whether `x` has floats or complex numbers. Such a tensor can be written as a sum of random tensors."""
-    return _is_float(x)
-
-
-def _is_float(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 

@@ -13,21 +13,17 @@ from typing import Any
 
 import torch
 
-from autoshard.rules.carries import meaningful
-from autoshard.rules.dims import is_additive, named, normal_dim
+from autoshard.ir.reduction import REDUCIBLE
+from autoshard.rules.dims import named, normal_dim
 from autoshard.rules.local import LocalContext
-from autoshard.rules.notation import Carry, Fill, Rewrite, Rule
+from autoshard.rules.notation import Fill, Rewrite, Rule
 
 aten = torch.ops.aten
-
-_TRAVELLING = frozenset(
-    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
-)
 
 
 def split_along(
     x: torch.Tensor, dim: int, local: Rewrite, fill: Fill, *, operands: int = 1, is_linear: bool = False,
-    carries: Sequence[Carry] = (), is_even: bool = False,
+    is_even: bool = False,
 ) -> Rule:  # fmt: skip
     """Return the rule of an operator along dim `dim`, which may be split. All tensors have the shape of `x`.
 
@@ -36,7 +32,6 @@ def split_along(
         fill: the fill value of padding along the dim.
         operands: the number of tensor operands.
         is_linear: whether the operator is linear in the first operand.
-        carries: each allows partial operands to make a partial result, as a partial maximum passes `amax`.
         is_even: whether the dim may only be split evenly.
     """
     dims = named(max(x.dim(), 1))
@@ -44,18 +39,17 @@ def split_along(
     dims = dims[: x.dim()]
     return Rule(
         ((dims,) * operands, (dims,)),
-        linear=[(0,)] if is_linear and is_additive(x) else (),
+        linear=[(0,)] if is_linear else (),
         exchanged={factor: 1},
         local=partial(local, factor=factor),
         padding={factor: fill},
         even=[factor] if is_even else (),
-        carries=meaningful([x], carries),
     )
 
 
 def can_travel(*dtypes: torch.dtype) -> bool:
     """Whether collectives accept tensors of these dtypes."""
-    return _TRAVELLING.issuperset(dtypes)
+    return REDUCIBLE.issuperset(dtypes)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

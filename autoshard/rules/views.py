@@ -1,8 +1,7 @@
 """Rules of operators that only move elements, such as `view`, `permute`, `slice`, `cat` and `pad`.
 
-Partial values of any reduction pass through one operand (`transparent`), or through several operands together. Zeros
-that the operator inserts are harmless, because they reduce to zero. Dims that are cut, shifted or joined cannot be
-split.
+Partial sums pass through one operand (`transparent`), or through several operands together. Zeros that the operator
+inserts are harmless, because they add up to zero. Dims that are cut, shifted or joined cannot be split.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 
-from autoshard.rules.carries import increasing, meaningful, moving
 from autoshard.rules.dims import (
     BLOCKED,
     ONE,
@@ -297,7 +295,7 @@ def slice_backward(grad: torch.Tensor, sizes: Sequence[int], dim: int, start: in
 @sharding_rule(aten.slice_scatter.default)
 def slice_scatter(x: torch.Tensor, source: torch.Tensor, dim: int = 0, *_: Any) -> Rule:
     dims = with_blocked(named(x.dim()), [normal_dim(dim, x.dim())])
-    return joins([dims, dims], dims, [x, source])
+    return joins([dims, dims], dims)
 
 
 def _is_whole(size: int, start: int | None, end: int | None, step: int) -> bool:
@@ -319,7 +317,7 @@ def select_backward(grad: torch.Tensor, sizes: Sequence[int], dim: int, index: i
 @sharding_rule(aten.select_scatter.default)
 def select_scatter(x: torch.Tensor, source: torch.Tensor, dim: int, index: int) -> Rule:
     dims = with_blocked(named(x.dim()), [position := normal_dim(dim, x.dim())])
-    return joins([dims, without(dims, [position])], dims, [x, source])
+    return joins([dims, without(dims, [position])], dims)
 
 
 def _local_backward(context: LocalContext, grad: Any, sizes: Sequence[int], *rest: Any) -> Any:
@@ -362,7 +360,7 @@ def diagonal(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> 
 @sharding_rule(aten.diagonal_scatter.default)
 def diagonal_scatter(x: torch.Tensor, source: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Rule:
     dims = with_blocked(named(x.dim()), pair := normal_dims([dim1, dim2], x.dim()))
-    return joins([dims, (*without(dims, pair), BLOCKED)], dims, [x, source])
+    return joins([dims, (*without(dims, pair), BLOCKED)], dims)
 
 
 @sharding_rule(aten.diag_embed.default)
@@ -404,14 +402,14 @@ def cat(xs: Sequence[torch.Tensor], dim: int = 0) -> Rule:
     ndim = max(x.dim() for x in xs)
     dims = with_blocked(named(ndim), [normal_dim(dim, ndim)])
     operands = tuple(dims if x.dim() == ndim else all_blocked(x.dim()) for x in xs)
-    return joins(operands, dims, xs)
+    return joins(operands, dims)
 
 
 @sharding_rule(aten.stack.default)
 def stack(xs: Sequence[torch.Tensor], dim: int = 0) -> Rule:
     dims = named(xs[0].dim())
     position = normal_dim(dim, len(dims) + 1)
-    return joins([dims] * len(xs), (*dims[:position], BLOCKED, *dims[position:]), xs)
+    return joins([dims] * len(xs), (*dims[:position], BLOCKED, *dims[position:]))
 
 
 # Rearrangements within a dim.
@@ -420,10 +418,7 @@ def stack(xs: Sequence[torch.Tensor], dim: int = 0) -> Rule:
 @sharding_rule(aten.constant_pad_nd.default)
 def constant_pad_nd(x: torch.Tensor, pad: Sequence[int], value: float = 0) -> Rule:
     dims = _padded(x, pad)
-    if value == 0:
-        return moves(dims, dims)
-    carries = moving((0,)) if value == 1 else increasing((0,))
-    return Rule(((dims,), (dims,)), carries=meaningful([x], carries))
+    return Rule(((dims,), (dims,)), transparent=value == 0)
 
 
 def _padded(x: torch.Tensor, pad: Sequence[int]) -> Dims:

@@ -21,7 +21,8 @@ from torch import fx, nn
 from torch._functorch._aot_autograd import descriptors as aot
 
 from autoshard.errors import TraceError
-from autoshard.graphs.copy_nodes import copy_node
+from autoshard.graphs.copy_nodes import copied
+from autoshard.graphs.extract_graph import needed
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.program import Guard, InputKind, InputSlot, OutputKind, OutputSlot, Program
 from autoshard.tracing.calling import TracedCall
@@ -63,7 +64,7 @@ def assemble_program(joint: JointGraph, model: nn.Module, call: TracedCall) -> P
     results = _read_results(graph, joint, call)
     _set_phases(graph, inputs, results)
     copier = Copier(joint.graph_module, _KEPT_META)
-    live = _live_nodes([node for node, _, _ in results.outputs] + list(results.guarded))
+    live = needed([node for node, _, _ in results.outputs] + list(results.guarded))
     slots = _copy_inputs(copier, inputs, live)
     unreached = unreached_gradients(graph, inputs, results.outputs, _reached(joint, inputs))
     computed = [node for node in graph.nodes if node in live and node.op not in ("placeholder", "output")]
@@ -97,7 +98,7 @@ def _finish(
     pairs = [
         (copier.node(node), value)
         for node, value in zip(results.guarded, joint.guarded_values, strict=True)
-        if any(ancestor.op == "placeholder" for ancestor in _live_nodes([copier.node(node)]))
+        if any(ancestor.op == "placeholder" for ancestor in needed([copier.node(node)]))
     ]
     guard_program = _cut_out(copier, [node for node, _ in pairs]) if pairs else None
     copier.finish(tuple(copier.node(node) for node, _, _ in results.outputs))
@@ -221,26 +222,15 @@ def _output_kind(what: Any, joint: JointGraph, call: TracedCall) -> tuple[Output
 
 def _set_phases(graph: fx.Graph, inputs: Iterable[tuple[fx.Node, InputSlot]], results: _JointResults) -> None:
     forward_results = [n for n, kind, _ in results.outputs if kind in (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)]
-    needed = _live_nodes([*forward_results, *results.guarded])
+    forward = needed([*forward_results, *results.guarded])
     after_tangent = {node for node, slot in inputs if slot.kind is InputKind.TANGENT}
     for node in graph.nodes:
         if any(operand in after_tangent for operand in node.all_input_nodes):
             after_tangent.add(node)
-        is_forward = node not in after_tangent and (node in needed or node.op == "placeholder")
+        is_forward = node not in after_tangent and (node in forward or node.op == "placeholder")
         node.meta["phase"] = "forward" if is_forward else "backward"
         if node.target is operator.getitem:
             node.meta["phase"] = node.args[0].meta["phase"]
-
-
-def _live_nodes(roots: Iterable[fx.Node]) -> set[fx.Node]:
-    live: set[fx.Node] = set()
-    stack = list(roots)
-    while stack:
-        node = stack.pop()
-        if node not in live:
-            live.add(node)
-            stack.extend(node.all_input_nodes)
-    return live
 
 
 def _copy_inputs(
@@ -263,13 +253,10 @@ def _cut_out(copier: Copier, roots: Sequence[fx.Node]) -> fx.GraphModule:
 
     Views become reshapes, because kernels may return other strides than in the trace.
     """
-    live = _live_nodes(roots)
-    graph, copies = fx.Graph(), {}
-    for node in copier.graph.nodes:
-        if node in live:
-            copies[node] = copy_node(graph, node, copies.__getitem__)
-            if node.target in _VIEWS:
-                copies[node].target = torch.ops.aten.reshape.default
+    graph, copies = copied(sorted(needed(roots)))
+    for copy in copies.values():
+        if copy.target in _VIEWS:
+            copy.target = torch.ops.aten.reshape.default
     graph.output(tuple(copies[node] for node in roots))
     return lazy_module(copier.graph_module, graph)
 

@@ -28,6 +28,7 @@ from autoshard.tracing.counted import COUNTED, is_counted
 from autoshard.tracing.dense import sparse_coo_tensor
 from autoshard.tracing.masked import ASSIGNMENTS
 from autoshard.tracing.provenance import user_line
+from autoshard.tracing.replaced import replaced
 from autoshard.tracing.symbolic_counts import SYMBOLIC, SymbolicCounts, ValueUnavailableError
 
 Value = bool | int | float
@@ -159,20 +160,12 @@ def answer_reads(
         yield mode.reads
 
 
-@contextlib.contextmanager
-def _read_by_item() -> Iterator[None]:
-    """Within the context, make `tolist` and formatting of traced tensors read numbers by `item`.
+def _read_by_item() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which `tolist` and formatting of traced tensors read numbers by `item`.
 
     torch's own versions read memory, so `ConcreteValues` would not see them.
     """
-    saved = FunctionalTensor.tolist
-    FunctionalTensor.tolist = _to_list
-    FunctionalTensor.__format__ = _format
-    try:
-        yield
-    finally:
-        FunctionalTensor.tolist = saved
-        del FunctionalTensor.__format__
+    return replaced({(FunctionalTensor, "tolist"): _to_list, (FunctionalTensor, "__format__"): _format})
 
 
 def _to_list(self: Tensor) -> Any:

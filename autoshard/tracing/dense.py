@@ -7,13 +7,15 @@ not know how many elements a sparse matrix stores, so `torch.sparse.mm` multipli
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensor
+
+from autoshard.tracing.replaced import replaced
 
 aten = torch.ops.aten
 
@@ -71,15 +73,9 @@ def _to_dense(self: Tensor, dtype: torch.dtype | None = None, *, masked_grad: bo
     return aten._to_dense.default(self, dtype, masked_grad)
 
 
-@contextlib.contextmanager
-def differentiating_to_dense() -> Iterator[None]:
-    """Within the context, `x.to_dense()` of a sparse tensor has a gradient. torch's own version loses it in a trace."""
-    saved = FunctionalTensor.to_dense
-    FunctionalTensor.to_dense = _to_dense
-    try:
-        yield
-    finally:
-        FunctionalTensor.to_dense = saved
+def differentiating_to_dense() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which `x.to_dense()` of a sparse tensor has a gradient. torch's own loses it in a trace."""
+    return replaced({(FunctionalTensor, "to_dense"): _to_dense})
 
 
 DENSE: dict[OpOverload, Callable[..., Any]] = {

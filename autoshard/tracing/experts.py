@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autoshard.kernels.gates import CLAMPED_SILU, NAMES, Gate
+from autoshard.tracing.replaced import replaced
 
 _MODULE = "transformers.integrations.moe"
 _ALIKE = ("eager", "grouped_mm", "batched_mm", None)
@@ -29,28 +30,21 @@ transformers before 5.23 has only some of these attributes.
 """
 
 
-@contextlib.contextmanager
-def keep_experts_whole() -> Iterator[None]:
-    """Within the context, transformers runs its experts by the operator `autoshard::experts`.
+def keep_experts_whole() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which transformers runs its experts by the operator `autoshard::experts`.
 
     Nothing changes if transformers is not imported.
     """
-    moe = sys.modules.get(_MODULE)
-    interface = getattr(moe, "ExpertsInterface", None)
+    interface = getattr(sys.modules.get(_MODULE), "ExpertsInterface", None)
     if interface is None:
-        yield
-        return
-    saved = interface.get_interface
+        return contextlib.nullcontext()
+    own = interface.get_interface
 
     def get_interface(self: Any, name: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
-        found = saved(self, name, default)
+        found = own(self, name, default)
         return _keeping(found) if name in _ALIKE else found
 
-    interface.get_interface = get_interface
-    try:
-        yield
-    finally:
-        interface.get_interface = saved
+    return replaced({(interface, "get_interface"): get_interface})
 
 
 def _keeping(implementation: Callable[..., Any]) -> Callable[..., Any]:

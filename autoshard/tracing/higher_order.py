@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.errors import TraceError
 from autoshard.tracing.reach import inputs_behind
+from autoshard.tracing.replaced import replaced
 
 _INFINITY = float("inf")
 
@@ -221,10 +222,6 @@ def calling_plainly(inputs: Sequence[Tensor]) -> Iterator[None]:
     Enter it after all other modes of torch functions. `inputs` are the flat tensors of the traced call.
     `flex_attention` then has a backward on the CPU too, and does not warn that it is not compiled.
     """
-    saved = flex._validate_device, flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
-    flex._validate_device, flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = lambda *_: None, True
-    try:
-        with _PlainCalls(inputs):
-            yield
-    finally:
-        flex._validate_device, flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = saved
+    of_flex = {"_validate_device": lambda *_: None, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True}
+    with replaced({(flex, name): value for name, value in of_flex.items()}), _PlainCalls(inputs):
+        yield

@@ -19,6 +19,7 @@ from torch import nn
 from autoshard.errors import TraceError
 from autoshard.ir.program import Program
 from autoshard.tracing.provenance import user_line
+from autoshard.tracing.replaced import replaced
 
 _TRIED = ((0.0, 0), (1.0 - 2.0**-24, 2**32 - 1), (0.5, 0x7FFF0001))
 """Pairs of a number in [0, 1), and 32 bits, that the generators draw instead of their own.
@@ -67,9 +68,8 @@ def refuse_host_numbers(
             )
 
 
-@contextlib.contextmanager
-def _giving(number: float, lines: list[str]) -> Iterator[None]:
-    """Within the context, Python's and NumPy's generators return `number`, which is in [0, 1), as each uniform draw.
+def _giving(number: float, lines: list[str]) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which Python's and NumPy's generators return `number`, in [0, 1), as each uniform draw.
 
     The user's lines that draw are added to `lines`.
     """
@@ -94,14 +94,7 @@ def _giving(number: float, lines: list[str]) -> Iterator[None]:
     }
     for place in _OTHERS:
         instead[place] = getattr(*place)
-    saved = {place: getattr(*place) for place in instead}
-    for (module, name), function in instead.items():
-        setattr(module, name, noting(function))
-    try:
-        yield
-    finally:
-        for (module, name), function in saved.items():
-            setattr(module, name, function)
+    return replaced({place: noting(function) for place, function in instead.items()})
 
 
 _OTHERS = (
@@ -129,15 +122,9 @@ def _drawing(bits: int) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-@contextlib.contextmanager
-def _choosing(number: float) -> Iterator[None]:
-    """Within the context, Python's generator draws integer `number * n` of n, as its methods for integers ask."""
-    generator: Any = random._inst  # type: ignore[attr-defined]
-    generator._randbelow = lambda n: int(number * n)
-    try:
-        yield
-    finally:
-        del generator._randbelow
+def _choosing(number: float) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which Python's generator draws integer `number * n` of n, as its methods for integers ask."""
+    return replaced({(random._inst, "_randbelow"): lambda n: int(number * n)})  # type: ignore[attr-defined]
 
 
 def _untempered(bits: int) -> int:

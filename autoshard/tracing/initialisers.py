@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from autoshard.errors import TraceError
 from autoshard.ir.initialisation import Initialisation, Operation, StridedView
 from autoshard.tracing.random_numbers import draw_numbers, number_random_operators, refuse_generator
+from autoshard.tracing.replaced import replaced
 
 InitFunction = Callable[[nn.Module], Any]
 
@@ -131,9 +132,8 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
             yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, StridedView))
 
 
-@contextlib.contextmanager
-def _truncating_without_reads() -> Iterator[None]:
-    """Within the context, draw truncated normal numbers by one operator. torch's version reads drawn values."""
+def _truncating_without_reads() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which one operator draws truncated normal numbers. torch's version reads drawn values."""
 
     def draw(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
         refuse_generator(nn.init.trunc_normal_, generator)
@@ -141,12 +141,7 @@ def _truncating_without_reads() -> Iterator[None]:
             draw_numbers("truncated_normal", (mean, std, a, b), tensor.shape, tensor.dtype, tensor.device)
         )
 
-    saved = nn.init._no_grad_trunc_normal_
-    nn.init._no_grad_trunc_normal_ = draw
-    try:
-        yield
-    finally:
-        nn.init._no_grad_trunc_normal_ = saved
+    return replaced({(nn.init, "_no_grad_trunc_normal_"): draw})
 
 
 def _run_initialisers(model: nn.Module, init_fn: InitFunction | None) -> None:

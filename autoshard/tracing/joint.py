@@ -42,6 +42,7 @@ from autoshard.tracing.python_use import Accesses
 from autoshard.tracing.random_numbers import number_random_operators, refusing_seeds
 from autoshard.tracing.reach import own_gradients, reached_inputs
 from autoshard.tracing.recurrent import computing_packed_sequences
+from autoshard.tracing.replaced import replaced
 from autoshard.tracing.semantic import keep_operators_whole
 from autoshard.tracing.symbolic_counts import SymbolicCounts, UnboundedSizeError, new_environment
 
@@ -308,20 +309,25 @@ def export_joint(model: nn.Module, call: TracedCall, options: TraceOptions) -> J
 def _contexts(options: TraceOptions, mode: FakeTensorMode) -> Iterator[contextlib.AbstractContextManager[Any]]:
     yield torch.set_grad_enabled(options.grad)
     yield torch.compiler.set_stance("force_eager")
-    yield _compiling_flag(options.as_compiled)
+    yield replaced(
+        {
+            (torch.compiler, "_is_compiling_flag"): options.as_compiled,
+            (torch.autograd, "backward"): _refuse_inner_backward,
+            (torch.backends.mha, "_is_fastpath_enabled"): False,
+            # `meta["tensor_meta"]` repeats `meta["val"]`, is never read, and takes 8 % of a trace
+            (proxy_tensor, "_extract_tensor_metadata"): lambda value: None,
+        }
+    )
     yield keep_operators_whole(wide_losses=options.casts is not None)
     yield keep_experts_whole() if options.whole_experts else contextlib.nullcontext()
     yield keeping_checks()
     yield differentiating_to_dense()
     yield without_checkpoints()
-    yield _refusing_inner_backward()
     yield refusing_seeds()
     yield refusing_nested_tensors()
-    yield _without_attention_fast_path()
     yield computing_packed_sequences()
     yield fx_traceback.preserve_node_meta()
     yield _use_lazy_graph_module(True)
-    yield _without_tensor_meta()
     yield mode
 
 
@@ -343,9 +349,8 @@ def _fake(tensor: Tensor, device: torch.device) -> Tensor:
     return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
-@contextlib.contextmanager
-def without_checkpoints() -> Iterator[None]:
-    """Within the context, activation checkpoints are plain calls, because the planner chooses the recomputation."""
+def without_checkpoints() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which activation checkpoints are plain calls: the planner chooses the recomputation."""
 
     def run_plainly(function: Callable[..., Any], *args: Any, **_: Any) -> Iterator[None]:
         yield
@@ -355,62 +360,13 @@ def without_checkpoints() -> Iterator[None]:
         def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
             return function(*args)
 
-    saved = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
-    torch_checkpoint._checkpoint_without_reentrant_generator = run_plainly
-    torch_checkpoint.CheckpointFunction = RunPlainly
-    try:
-        yield
-    finally:
-        torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction = saved
+    instead = {"_checkpoint_without_reentrant_generator": run_plainly, "CheckpointFunction": RunPlainly}
+    return replaced({(torch_checkpoint, name): value for name, value in instead.items()})
 
 
-@contextlib.contextmanager
-def _refusing_inner_backward() -> Iterator[None]:
-    """Within the context, raise `TraceError` if the model runs a backward, because the trace does not see `.grad`."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise TraceError(
-            "The model, or an autograd.Function of it, runs torch.autograd.backward itself (as reversible layers do), "
-            "which adds to .grad outside the trace. Use torch.autograd.grad there and return the gradients."
-        )
-
-    saved = torch.autograd.backward
-    torch.autograd.backward = refuse
-    try:
-        yield
-    finally:
-        torch.autograd.backward = saved
-
-
-@contextlib.contextmanager
-def _without_tensor_meta() -> Iterator[None]:
-    """Within the context, nodes get no `meta["tensor_meta"]`.
-
-    It repeats `meta["val"]`, is never read, and takes 8 % of a trace.
-    """
-    before = proxy_tensor._extract_tensor_metadata
-    proxy_tensor._extract_tensor_metadata = lambda value: None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        proxy_tensor._extract_tensor_metadata = before
-
-
-@contextlib.contextmanager
-def _without_attention_fast_path() -> Iterator[None]:
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
-@contextlib.contextmanager
-def _compiling_flag(value: bool) -> Iterator[None]:
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = value
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
+def _refuse_inner_backward(*_: Any, **__: Any) -> None:
+    """Raise `TraceError`, because a trace does not see `.grad`, which a backward inside the model writes."""
+    raise TraceError(
+        "The model, or an autograd.Function of it, runs torch.autograd.backward itself (as reversible layers do), "
+        "which adds to .grad outside the trace. Use torch.autograd.grad there and return the gradients."
+    )

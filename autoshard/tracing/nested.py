@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.nested._internal import nested_tensor as jagged
 
 from autoshard.errors import TraceError
 from autoshard.tracing.provenance import user_line
+from autoshard.tracing.replaced import replaced
 
 _MAKERS = (
     *((torch.nested, name) for name in ("nested_tensor", "as_nested_tensor", "nested_tensor_from_jagged", "narrow")),
@@ -19,9 +19,8 @@ _MAKERS = (
 )
 
 
-@contextlib.contextmanager
-def refusing_nested_tensors() -> Iterator[None]:
-    """Within the context, functions that create nested tensors raise `TraceError`."""
+def refusing_nested_tensors() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which functions that create nested tensors raise `TraceError`."""
 
     def refuse(*_: Any, **__: Any) -> None:
         where = user_line(sys._getframe(1))
@@ -31,11 +30,4 @@ def refusing_nested_tensors() -> Iterator[None]:
             "positions (cu_seqlens, position_ids)."
         )
 
-    saved = [getattr(*place) for place in _MAKERS]
-    try:
-        for place in _MAKERS:
-            setattr(*place, refuse)
-        yield
-    finally:
-        for place, function in zip(_MAKERS, saved, strict=True):
-            setattr(*place, function)
+    return replaced(dict.fromkeys(_MAKERS, refuse))

@@ -15,13 +15,13 @@ Parameters and inputs of wider dtypes are cast, each once, before the model runs
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
@@ -30,9 +30,9 @@ from torch.utils import _pytree as pytree
 from autoshard.errors import TraceError
 from autoshard.ir.precision import cast, is_wider, widen
 from autoshard.tracing.provenance import attributed_to
+from autoshard.tracing.replaced import COMPOSITE, replaced_operators
 
 _aten = torch.ops.aten
-_COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
 _OF_ONE_TYPE: tuple[OpOverload, ...] = (
     _aten.linear.default,
@@ -94,19 +94,15 @@ class Casts:
         """Return the pytree `inputs` with floating tensors that are wider than `dtype` cast to `dtype`."""
         return pytree.tree_map_only(Tensor, lambda tensor: cast(tensor, self.dtype), inputs)
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Within the context, operators of `_OF_ONE_TYPE` cast operands of mixed dtypes to `dtype`.
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which operators of `_OF_ONE_TYPE` cast operands of mixed dtypes to `dtype`.
 
         Cross-entropy computes in float32.
         """
-        with contextlib.ExitStack() as stack:
-            for op in _OF_ONE_TYPE:
-                stack.enter_context(_replacing(op, self._in_one_type))
-            if _COMPOSITE not in _CROSS_ENTROPY.py_kernels:  # a trace keeps it whole, in float32 too
-                stack.enter_context(_replacing(_CROSS_ENTROPY, _in_float32))
-            stack.enter_context(torch._C._EnablePythonDispatcher())
-            yield
+        replacements = {op: partial(self._in_one_type, _run_of(op)) for op in _OF_ONE_TYPE}
+        if COMPOSITE not in _CROSS_ENTROPY.py_kernels:  # a trace keeps it whole, in float32 too
+            replacements[_CROSS_ENTROPY] = partial(_in_float32, _run_of(_CROSS_ENTROPY))
+        return replaced_operators(replacements)
 
     def _in_one_type(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_floating(leaf)]
@@ -143,28 +139,9 @@ def _is_floating(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
-@contextlib.contextmanager
-def _replacing(op: OpOverload, replacement: Callable[..., Any]) -> Iterator[None]:
-    saved = dict(op.py_kernels)
-    before = saved.get(_COMPOSITE)
-
-    def define(*args: Any, **kwargs: Any) -> Any:
-        run = before if before is not None else _definition_of(op)
-        return replacement(run, *args, **kwargs)
-
-    op.py_kernels.pop(_COMPOSITE, None)
-    op.py_impl(_COMPOSITE)(define)
-    op._dispatch_cache.clear()
-    try:
-        yield
-    finally:
-        op.py_kernels.clear()
-        op.py_kernels.update(saved)
-        op._dispatch_cache.clear()
-
-
-def _definition_of(op: OpOverload) -> Callable[..., Any]:
-    return lambda *args, **kwargs: op._op_dk(_COMPOSITE, *args, **kwargs)
+def _run_of(op: OpOverload) -> Callable[..., Any]:
+    """Return the function that runs the composite operator `op` now."""
+    return op.py_kernels.get(COMPOSITE) or partial(op._op_dk, COMPOSITE)
 
 
 def cast_parameters(names: tuple[str, ...], state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autoshard.kernels  # noqa: F401  (defines the operators)
 from autoshard.errors import TraceError
 from autoshard.tracing.provenance import user_line
+from autoshard.tracing.replaced import replaced
 from autoshard.tracing.spans import drawing_spans
 
 _aten, _ours = torch.ops.aten, torch.ops.autoshard
@@ -64,9 +65,8 @@ def number_random_operators(seed: Tensor) -> Iterator[None]:
         SITES.reset(token)
 
 
-@contextlib.contextmanager
-def refusing_seeds() -> Iterator[None]:
-    """Within the context, raise `TraceError` if the model seeds PyTorch's generator.
+def refusing_seeds() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which `TraceError` is raised if the model seeds PyTorch's generator.
 
     A model that seeds the generator draws equal numbers in every call, and its program would draw different numbers.
     """
@@ -79,14 +79,7 @@ def refusing_seeds() -> Iterator[None]:
         )
 
     places = [(module, name) for module in (torch, torch.random) for name in ("manual_seed", "seed")]
-    saved = [getattr(*place) for place in places]
-    try:
-        for place in places:
-            setattr(*place, refuse)
-        yield
-    finally:
-        for place, function in zip(places, saved, strict=True):
-            setattr(*place, function)
+    return replaced(dict.fromkeys(places, refuse))
 
 
 def is_random(node: fx.Node) -> bool:

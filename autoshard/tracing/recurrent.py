@@ -13,7 +13,7 @@ wanted. Its decompositions for tracing leave out the dropout between layers (2.1
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch._ops import OpOverload
 from torch.nn import functional as F
 
 import autoshard.kernels as kernels
+from autoshard.tracing.replaced import replaced
 from autoshard.tracing.transforms import call_operator
 
 aten = torch.ops.aten
@@ -270,17 +271,10 @@ def _pad_packed_sequence(
     return _batch_first(x, batch_first), lengths
 
 
-@contextlib.contextmanager
-def computing_packed_sequences() -> Iterator[None]:
-    """Within the context, sequences are packed and padded by computed indices. torch's operators would read memory."""
+def computing_packed_sequences() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which sequences are packed and padded by computed indices. torch's would read memory."""
     replacements = {"_pack_padded_sequence": _pack_padded_sequence, "_pad_packed_sequence": _pad_packed_sequence}
-    for name, replacement in replacements.items():
-        setattr(torch._VF, name, replacement)  # found before the module's own attribute
-    try:
-        yield
-    finally:
-        for name in replacements:
-            delattr(torch._VF, name)
+    return replaced({(torch._VF, name): replacement for name, replacement in replacements.items()})
 
 
 # Cells, which torch fuses only on GPUs.

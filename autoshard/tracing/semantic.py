@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,32 +28,19 @@ from autoshard.tracing.ctc import CTC
 from autoshard.tracing.dense import DENSE
 from autoshard.tracing.random_numbers import SITES
 from autoshard.tracing.recurrent import RECURRENT
+from autoshard.tracing.replaced import replaced_operators
 from autoshard.tracing.transforms import call_operator, is_transformed
 
 _MEAN, _SUM = 1, 2
 _CROSS_ENTROPY: OpOverload = torch.ops.aten.cross_entropy_loss.default
 
 
-@contextlib.contextmanager
-def keep_operators_whole(*, wide_losses: bool = False) -> Iterator[None]:
-    """Within the context, torch's attention, dropout, losses, RMS norm and recurrent layers run as semantic operators.
+def keep_operators_whole(*, wide_losses: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which attention, dropout, losses, RMS norm and recurrent layers run as semantic operators.
 
     With `wide_losses`, the cross-entropy of 16-bit logits stays float32 and is not rounded to 16 bits.
     """
-    replacements = _REPLACEMENTS | ({_CROSS_ENTROPY: _wide_cross_entropy} if wide_losses else {})
-    saved = {op: dict(op.py_kernels) for op in replacements}
-    try:
-        for op, replacement in replacements.items():
-            op.py_kernels.pop(DispatchKey.CompositeImplicitAutograd, None)
-            op.py_impl(DispatchKey.CompositeImplicitAutograd)(replacement)
-            op._dispatch_cache.clear()
-        with torch._C._EnablePythonDispatcher():
-            yield
-    finally:
-        for op, kernels_before in saved.items():
-            op.py_kernels.clear()
-            op.py_kernels.update(kernels_before)
-            op._dispatch_cache.clear()
+    return replaced_operators(_REPLACEMENTS | ({_CROSS_ENTROPY: _wide_cross_entropy} if wide_losses else {}))
 
 
 def _drop(x: Tensor, p: float) -> Tensor:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import operator
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor, fx
 
 from autoshard.errors import TraceError
 from autoshard.graphs.lazy_module import lazy_module
+from autoshard.ir.fingerprint import bytes_of
 from autoshard.ir.program import InputKind, InputSlot
 from autoshard.tracing.number_nodes import number_nodes
 
@@ -175,7 +177,7 @@ class Copier:
         return node in self._results and all(user.op == "output" for user in node.users)
 
     def _copy_constant(self, node: fx.Node) -> fx.Node:
-        value = _attribute(self._source, str(node.target))
+        value = operator.attrgetter(str(node.target))(self._source)
         if not isinstance(value, Tensor):
             return self._hold(f"constant_{node.target}", value)
         if value.layout is not torch.strided:
@@ -253,12 +255,6 @@ def _is_uniform(value: Tensor) -> bool:
 
 def _digest(value: Tensor) -> str:
     """Return a short text that differs between constants of different dtype, shape or content."""
-    content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    content = bytes_of(value)
     form = f"{value.dtype}{tuple(value.shape)}".encode()
     return hashlib.sha256(form + content).hexdigest()[:8]
-
-
-def _attribute(module: Any, path: str) -> Any:
-    for part in path.split("."):
-        module = getattr(module, part)
-    return module

@@ -10,35 +10,28 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autoshard.tracing.replaced import replaced
+
 _NAME = "_compute_mask_indices"
 _PARAMETERS = ("shape", "mask_prob", "mask_length", "attention_mask", "min_masks")
 
 
-@contextlib.contextmanager
-def drawing_spans(device: torch.device) -> Iterator[None]:
-    """Within the context, `draw_spans` replaces transformers' `_compute_mask_indices` in all loaded modules."""
-    places = [place for place in map(_namespace_with_function, list(sys.modules)) if place is not None]
-    saved = [place[_NAME] for place in places]
-    for place in places:
-        place[_NAME] = functools.partial(draw_spans, device=device)
-    try:
-        yield
-    finally:
-        for place, function in zip(places, saved, strict=True):
-            place[_NAME] = function
+def drawing_spans(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which `draw_spans` replaces transformers' `_compute_mask_indices` in all loaded modules."""
+    places = [(module, _NAME) for name, module in list(sys.modules.items()) if _has_function(name)]
+    return replaced(dict.fromkeys(places, functools.partial(draw_spans, device=device)))
 
 
 @functools.cache  # a search of thousands of modules takes as long as a small trace
-def _namespace_with_function(module: str) -> dict[str, Any] | None:
-    """Return the namespace of a loaded module if it has the function of transformers, else None."""
+def _has_function(module: str) -> bool:
+    """Whether a loaded module has the function of transformers in its namespace."""
     found = getattr(sys.modules.get(module), "__dict__", {})
-    return found if _NAME in found and _draws_spans(found[_NAME]) else None
+    return _NAME in found and _draws_spans(found[_NAME])
 
 
 def _draws_spans(function: Any) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from autoshard.errors import NotAvailableError, TraceError
 from autoshard.ir.derivative import Derivative
 from autoshard.ir.program import Program
+from autoshard.ir.text import first_line
 from autoshard.ir.under_trace import under_trace
 from autoshard.ir.update import Update
 from autoshard.tracing.assemble import assemble_program
@@ -46,6 +47,7 @@ from autoshard.tracing.precision import Casts
 from autoshard.tracing.provenance import line_of_error, module_of_error
 from autoshard.tracing.python_state import counting_note, python_state, refuse_counting
 from autoshard.tracing.python_use import all_reads
+from autoshard.tracing.replaced import replaced
 from autoshard.tracing.symbolic_counts import UnboundedSizeError, ValueUnavailableError
 from autoshard.tracing.update import append_update
 
@@ -148,7 +150,7 @@ def trace(
 def _capture(model: nn.Module, call: TracedCall, options: TraceOptions, values: LendValues) -> JointGraph:
     failures: list[tuple[_WayOfTracing, Exception]] = []
     for way in _WAYS:
-        if failures and not way.helps_with(failures[-1][1]):
+        if failures and _kinds(failures[-1][1]).isdisjoint(way.after.split()):
             continue
         try:
             with _unreported(), under_trace(), values(model) if way.needs_values else contextlib.nullcontext():
@@ -161,66 +163,49 @@ def _capture(model: nn.Module, call: TracedCall, options: TraceOptions, values: 
     raise _refusal(model, failures) from failures[0][1]
 
 
-@contextlib.contextmanager
-def _unreported() -> Iterator[None]:
-    """Within the context, silence torch's page-long reports of a call that fails on fake tensors.
+def _unreported() -> contextlib.AbstractContextManager[None]:
+    """Return a context that silences torch's page-long reports of a call that fails on fake tensors.
 
     Our error names the call.
     """
-    before = [logger.disabled for logger in _REPORTING]
-    for logger in _REPORTING:
-        logger.disabled = True
-    try:
-        yield
-    finally:
-        for logger, was_disabled in zip(_REPORTING, before, strict=True):
-            logger.disabled = was_disabled
+    return replaced({(logger, "disabled"): True for logger in _REPORTING})
 
 
 _REPORTING = tuple(map(logging.getLogger, ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")))
 
 
-def _plainly(model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:
-    return export_joint(model, call, options)
+@dataclass(frozen=True, slots=True)
+class _WayOfTracing:
+    """One way of tracing.
 
-
-def _symbolically(model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:
-    return _bounding(model, call, options, Known.NOTHING)
-
-
-def _symbolically_with_inputs(model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:
-    return _bounding(model, call, options, Known.INPUTS)
-
-
-def _symbolically_with_state(model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:
-    return _bounding(model, call, options, Known.STATE)
-
-
-def _bounding(model: nn.Module, call: TracedCall, options: TraceOptions, known: Known) -> JointGraph:
-    """Return the joint graph of a call, with upper bounds in place of numbers of rows that depend on values.
-
-    An error other than `TraceError` becomes `UnboundedSizeError`, unless it reports a read of a tensor without values.
+    Args:
+        name: the way's name, for messages.
+        after: kinds of errors of the previous way (`_kinds`) after which this way may work.
+        changes: options of the trace that differ from the user's, by name; None for Dynamo's graph of the call.
     """
-    try:
-        return export_joint(model, call, replace(options, known=known, symbolic=True))
-    except (TraceError, UnboundedSizeError):
-        raise
-    except Exception as error:
-        if _reads_values(error):
+
+    name: str
+    after: str
+    changes: Mapping[str, Any] | None
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether parameters on meta must get their values first."""
+        return self.changes is None or self.changes.get("known") is Known.STATE
+
+    def capture(self, model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:
+        """Return the joint graph of a call. With symbolic sizes, raise `UnboundedSizeError` unless a value is read."""
+        if self.changes is None:
+            return capture_with_dynamo(model, call, options)
+        options = replace(options, **self.changes)
+        try:
+            return export_joint(model, call, options)
+        except (TraceError, UnboundedSizeError):
             raise
-        raise UnboundedSizeError(f"{type(error).__name__}: {_first_line(error)}") from error
-
-
-def _with_inputs(model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:
-    return export_joint(model, call, replace(options, known=Known.INPUTS))
-
-
-def _with_state(model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:
-    return export_joint(model, call, replace(options, known=Known.STATE))
-
-
-def _as_compiled(model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:
-    return export_joint(model, call, replace(options, known=Known.INPUTS, as_compiled=True))
+        except Exception as error:
+            if not options.symbolic or _reads_values(error):
+                raise
+            raise UnboundedSizeError(f"{type(error).__name__}: {first_line(error)}") from error
 
 
 def _reads_values(error: BaseException) -> bool:
@@ -233,58 +218,37 @@ def _reads_values(error: BaseException) -> bool:
     return False
 
 
-def _is_of_unknown_size(error: BaseException) -> bool:
-    return isinstance(error, DynamicOutputShapeException)
-
-
-def _is_unbounded(error: BaseException) -> bool:
-    return isinstance(error, UnboundedSizeError)
-
-
-def _reads_or_is_unbounded(error: BaseException) -> bool:
-    return _reads_values(error) or _is_unbounded(error)
-
-
-def _is_other(error: BaseException) -> bool:
-    return not _reads_values(error) and not _is_unbounded(error)
-
-
-@dataclass(frozen=True, slots=True)
-class _WayOfTracing:
-    """One way of tracing.
-
-    Args:
-        name: the way's name, for messages.
-        capture: returns the joint graph of a call.
-        helps_with: takes the error of the previous way, and returns whether this way may work.
-        needs_values: whether parameters on meta must get their values first.
-    """
-
-    name: str
-    capture: Callable[[nn.Module, TracedCall, TraceOptions], JointGraph]
-    helps_with: Callable[[BaseException], bool]
-    needs_values: bool = False
-
-
 _READ_ERRORS = (
     *(DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode),
     ValueUnavailableError,
 )
+
+
+def _kinds(error: BaseException) -> set[str]:
+    """Return the kinds of an error: "size" (of unknown size), "read" (of a value), "unbounded" (a size), or "other"."""
+    kinds = {
+        "size": isinstance(error, DynamicOutputShapeException),
+        "read": _reads_values(error),
+        "unbounded": isinstance(error, UnboundedSizeError),
+    }
+    return {kind for kind, is_so in kinds.items() if is_so} or {"other"}
+
+
 _WAYS = (
-    _WayOfTracing("the plain call under fake tensors", _plainly, _is_other),
-    _WayOfTracing("with bounds for sizes that depend on values", _symbolically, _is_of_unknown_size),
-    _WayOfTracing("with the values of the inputs, and bounds", _symbolically_with_inputs, _reads_values),
-    _WayOfTracing("with all values, and bounds", _symbolically_with_state, _reads_values, True),
-    _WayOfTracing("with the values of the inputs", _with_inputs, _is_unbounded),
-    _WayOfTracing("with the values of inputs, parameters and buffers", _with_state, _reads_or_is_unbounded, True),
-    _WayOfTracing("as compiled code", _as_compiled, _reads_values),
-    _WayOfTracing("by way of Dynamo", capture_with_dynamo, _is_other, True),
+    _WayOfTracing("the plain call under fake tensors", "other", {}),
+    _WayOfTracing("with bounds for sizes that depend on values", "size", {"symbolic": True}),
+    _WayOfTracing("with the values of the inputs, and bounds", "read", {"symbolic": True, "known": Known.INPUTS}),
+    _WayOfTracing("with all values, and bounds", "read", {"symbolic": True, "known": Known.STATE}),
+    _WayOfTracing("with the values of the inputs", "unbounded", {"known": Known.INPUTS}),
+    _WayOfTracing("with the values of inputs, parameters and buffers", "read unbounded", {"known": Known.STATE}),
+    _WayOfTracing("as compiled code", "read", {"known": Known.INPUTS, "as_compiled": True}),
+    _WayOfTracing("by way of Dynamo", "other", None),
 )
 
 
 def _refusal(model: nn.Module, failures: list[tuple[_WayOfTracing, Exception]]) -> TraceError:
     first = failures[0][1]
-    lines = [f"  {way.name}: {type(error).__name__}: {_first_line(error)}" for way, error in failures]
+    lines = [f"  {way.name}: {type(error).__name__}: {first_line(error)}" for way, error in failures]
     where = next((line for _, error in failures if (line := line_of_error(error))), "")
     if _reads_values(first):
         cause = (
@@ -297,7 +261,7 @@ def _refusal(model: nn.Module, failures: list[tuple[_WayOfTracing, Exception]]) 
         source = (
             f"{where or 'the model'}{'' if place is None else f', module {place[0]!r} ({type(place[1]).__name__}),'}"
         )
-        said = _first_line(first).rstrip(".!")
+        said = first_line(first).rstrip(".!")
         cause = f"{source} raised {type(first).__name__}: {said}. {_way_out(place, where)}"
     refusal = TraceError(f"Cannot trace {type(model).__qualname__}: {cause}")
     refusal.add_note("Ways of tracing, and how each ended:\n" + "\n".join(lines))
@@ -316,7 +280,3 @@ _NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")

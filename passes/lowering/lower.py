@@ -176,9 +176,7 @@ class _Lowering:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: self._argument(argument, specs))
         if node.target in _STRIDED:
             _check_strides(node, args[0])
-        values = [value for value in tensor_values(node) if value is not None]
-        shapes = [tuple(value.shape) for value in values]
-        result = emit_local(node.target, args, kwargs, rule, strategy, self.plan.mesh, shapes, tracer=self.tracer)
+        result = emit_local(node.target, args, kwargs, rule, strategy, self.plan.mesh, tracer=self.tracer)
         if isinstance(node.meta.get("val"), torch.Tensor):
             self._keep(node, 0, result, strategy.outputs[0])
             return

@@ -124,7 +124,7 @@ class _Transfers:
 
 
 def _choices(spec: PartitionSpec, mesh: Mesh) -> tuple[Choice, ...]:
-    """Return the choice of each mesh axis in the rule of a copy, as `autoshard.rules.offload` defines it.
+    """Return the choice of each mesh axis in the rule of a copy, as `autoshard.rules.pointwise` defines it.
 
     An axis chooses the dim that the spec splits over the axis, or None.
     """

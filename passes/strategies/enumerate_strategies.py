@@ -10,7 +10,7 @@ size, so few lists differ.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
 from typing import Any
@@ -23,7 +23,7 @@ from autoshard.errors import NoShardingRuleError
 from autoshard.ir.boundary import matches_dtensor
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import OWNERS, InputKind, OutputKind, OutputSlot, Program, tensor_values
-from autoshard.ir.spec import PartitionSpec, Reduction
+from autoshard.ir.spec import PartitionSpec
 from autoshard.kernels.library import NAMESPACE
 from autoshard.kernels.optimizers import IN_PLACE
 from autoshard.rules.enumeration import Groups, Strategy, choices_of_groups, enumerate_strategies, replicated
@@ -168,9 +168,6 @@ class EnumerateStrategies:
     Args:
         strict: raise `NoShardingRuleError` for an operator without a rule. Otherwise every rank runs the operator
             whole.
-        prune: leave out strategies that improve no plan. Under such a strategy a value is partial with a reduction that
-            no call of the program makes. An example is a partial maximum in a program without maxima. Keeping the value
-            whole costs no more.
         wide_gradients: reduce 16-bit gradients after their conversion to a wider type
             (`passes.strategies.narrow_gradients`).
         groups: groups of neighbouring mesh axes; the axes of a group make the same choice. None: each axis chooses by
@@ -179,7 +176,6 @@ class EnumerateStrategies:
 
     mesh: Mesh
     strict: bool = False
-    prune: bool = False
     wide_gradients: bool = False
     groups: Groups | None = None
     _calls: dict[Any, _AlikeCalls] = field(default_factory=dict, repr=False)
@@ -195,7 +191,6 @@ class EnumerateStrategies:
         kinds = {slot.node: slot.kind for slot in program.inputs}
         ranges = find_ranges(program.graph_module)
         calls = {node.name: self._call(node, ranges) for node in program.graph.nodes if _is_call(node)}
-        reductions = _reductions_of(calls.values()) if self.prune else frozenset(Reduction)
         rules = {name: call.rule for name, call in calls.items()}
         narrow = find_narrow_gradients(program, rules) if self.wide_gradients else frozenset()
         sites: dict[str, Site] = {}
@@ -206,7 +201,7 @@ class EnumerateStrategies:
                 sites[node.name] = self._input_site(node, kinds.get(node.name))
             elif node.name in calls:
                 call = calls[node.name]
-                strategies = self._strategies(node, call.rule, reductions)
+                strategies = self._strategies(node, call.rule)
                 phase = node.meta["phase"]
                 sites[node.name] = Site(node.name, node, phase, strategies, _values(node), call.rule, call.number)
                 links += _call_links(node, narrow)
@@ -255,20 +250,17 @@ class EnumerateStrategies:
             rule = rule_of(node, ranges)
             if rule is None and self.strict:
                 raise NoShardingRuleError(no_rule_message(node))
-            alike = (key[0], None if rule is None else (rule.linear, rule.carries))
+            alike = (key[0], None if rule is None else rule.linear)
             self._calls[key] = _AlikeCalls(self._numbers.setdefault(alike, len(self._numbers)), rule)
         return self._calls[key]
 
-    def _strategies(
-        self, node: fx.Node, rule: BoundRule | None, reductions: frozenset[Reduction]
-    ) -> tuple[Strategy, ...]:
+    def _strategies(self, node: fx.Node, rule: BoundRule | None) -> tuple[Strategy, ...]:
         counts = (len(operands_of(node)), len(_values(node)))
-        key = (reductions, counts if rule is None else _structure(rule, self.mesh))
+        key = counts if rule is None else _structure(rule, self.mesh)
         if key not in self._cache:
-            found = (
+            self._cache[key] = tuple(
                 [replicated(*counts, self.mesh)] if rule is None else enumerate_strategies(rule, self.mesh, self.groups)
             )
-            self._cache[key] = tuple(strategy for strategy in found if _awaits_only(strategy, reductions))
         return self._cache[key]
 
     def _result(
@@ -334,18 +326,6 @@ def _is_selection(node: fx.Node) -> bool:
 
 def _is_call(node: fx.Node) -> bool:
     return node.op == "call_function" and not _is_selection(node) and bool(_values(node))
-
-
-def _reductions_of(calls: Iterable[_AlikeCalls]) -> frozenset[Reduction]:
-    """Return the reductions of the partial values that the calls of a program can make. The sum is always included."""
-    rules = [call.rule for call in calls if call.rule is not None]
-    made = {rule.reduce[factor] for rule in rules for factor in rule.splittable if factor in rule.reduce}
-    return frozenset({Reduction.SUM, *made})
-
-
-def _awaits_only(strategy: Strategy, reductions: frozenset[Reduction]) -> bool:
-    specs = (*strategy.inputs, *strategy.outputs)
-    return all(reduction in reductions for spec in specs for _, reduction in spec.partial)
 
 
 def _structure(rule: BoundRule, mesh: Mesh) -> Any:

@@ -49,5 +49,5 @@ def _use(rule: BoundRule, choice: Choice, operand: int) -> AxisUse:
         )
         return dim, rule.reduce[choice.factor] if is_added else None
     if isinstance(choice, Carry) and operand in choice.operands:
-        return None, choice.reduction
+        return None, Reduction.SUM
     return None, None

@@ -31,8 +31,7 @@ def emitted_call(site: Site, strategy: Strategy, mesh: Mesh) -> fx.Graph:
         return tracer.placeholder(argument.name, value, next(specs).local_shape(value.shape, mesh))
 
     args, kwargs = fx.map_arg((site.node.args, site.node.kwargs), operand)
-    shapes = [result.shape for result in site.results]
-    result = emit_local(site.node.target, args, kwargs, site.rule, strategy, mesh, shapes, tracer=tracer)
+    result = emit_local(site.node.target, args, kwargs, site.rule, strategy, mesh, tracer=tracer)
     results = result if isinstance(result, tuple) else (result,)
     graph.output(tuple(item.node for item in results if isinstance(item, fx.Proxy)))
     return graph

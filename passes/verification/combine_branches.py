@@ -14,13 +14,14 @@ If the graph of the guards has no such form, the batch's values cannot be comput
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from autoshard.graphs.copy_nodes import copy_node
+from autoshard.graphs.extract_graph import needed
 from autoshard.ir.loss_weights import Branches
 from autoshard.ir.program import InputKind, Program
 from autoshard.ir.spec import Reduction
@@ -53,7 +54,7 @@ def combine_branches(
     nodes = list(part.guard_program.graph.nodes)
     reduced = [node for node in nodes if _is_reduction(node, states)]
     (results,) = next(node for node in nodes if node.op == "output").args
-    rest = list(_between(reduced, results))
+    rest = sorted(needed(results, reduced).difference(reduced))
     if not all(_is_known(node, twins, reduced) for node in rest):
         return None
     slots = {slot.node: slot for slot in part.inputs}
@@ -62,7 +63,7 @@ def combine_branches(
         return None
     of_part, of_whole = fx.Graph(), fx.Graph()
     copies = {node: of_part.placeholder(node.name) for node in inputs}
-    for node in _between(inputs, reduced):
+    for node in sorted(needed(reduced, inputs).difference(inputs)):
         copies[node] = copy_node(of_part, node, copies.__getitem__)
     of_part.output(tuple(copies[node] for node in reduced))
     copies = {node: of_whole.placeholder(node.name) for node in reduced}
@@ -107,14 +108,3 @@ def _is_known(node: fx.Node, twins: Mapping[fx.Node, fx.Node], reduced: Sequence
 
 def _numbers(node: fx.Node) -> list[Any]:
     return [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, int | float)]
-
-
-def _between(first: Sequence[fx.Node], last: Sequence[fx.Node]) -> Iterator[fx.Node]:
-    """Return the nodes that compute `last` from `first`, in the order of the graph, without the nodes `first`."""
-    found, waiting = set[fx.Node](), list(last)
-    while waiting:
-        node = waiting.pop()
-        if node not in found and node not in first:
-            found.add(node)
-            waiting += node.all_input_nodes
-    return iter(sorted(found))

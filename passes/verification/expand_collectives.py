@@ -82,7 +82,7 @@ def _bucket_of(split: fx.Node) -> _PackedCollective | None:
     if is_gathered and any(value.meta["val"].dim() == 0 for value in values):
         return None
     sizes = [value.meta["val"].numel() // math.prod(rows) for value in values]
-    if split.args[1:] != (sizes, *_dims([1] if is_gathered else rows)):
+    if split.args[1:] != (sizes, *dims_of_rows([1] if is_gathered else rows)):
         return None
     shapes = [_shape_given(started, list(value.meta["val"].shape)) for value in values]
     return _PackedCollective(started, values, shapes, frozenset((*inner, *flat)))
@@ -96,7 +96,7 @@ def _shape_given(started: fx.Node, shape: list[int]) -> list[int]:
     return [1, *shape[1:]] if started.target is REDUCE_SCATTER else [ranks * shape[0], *shape[1:]]
 
 
-def _dims(rows: Sequence[int]) -> tuple[int, ...]:
+def dims_of_rows(rows: Sequence[int]) -> tuple[int, ...]:
     """Return the dim argument of a bucket's `cat` or `split`, as a tuple.
 
     It is (1,) if `rows` has a number of ranks, as for a reduce-scatter. Otherwise it is empty.
@@ -117,7 +117,7 @@ def _flat_values(packed: fx.Node, rows: Sequence[int]) -> Sequence[Any] | None:
     For a reduce-scatter, `rows` has the number of ranks, and each value has one row for each rank. Otherwise `rows` is
     empty.
     """
-    if packed.target is not _aten.cat.default or packed.args[1:] != _dims(rows) or packed.kwargs:
+    if packed.target is not _aten.cat.default or packed.args[1:] != dims_of_rows(rows) or packed.kwargs:
         return None
     flat: Any = packed.args[0]
     values = [_operand(item, _aten.view.default) for item in flat]

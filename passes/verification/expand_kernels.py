@@ -10,7 +10,7 @@ expand to. The kernel computes every form, so a wrong index can make a compariso
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from autoshard.kernels.generated.define import generated_kernel
 from autoshard.kernels.generated.group import Group
 from autoshard.kernels.kernel import FusedKernel
 from autoshard.kernels.registry import FUSED, KERNELS
+from passes.verification.check_computed import check_computed
 
 FORM = "form"
 """Key of `node.meta` of a fused kernel's call: the index of its form in `FusedKernel.forms`."""
@@ -48,11 +49,11 @@ def expand_kernels(graph_module: fx.GraphModule) -> fx.GraphModule:
     Raises:
         VerificationError: a kernel's arguments do not fit its form, or a node reads a value before its computation.
     """
+    check_computed(graph_module.graph)
     graph = fx.Graph()
     environment: dict[fx.Node, fx.Node] = {}
     results: dict[fx.Node, tuple[fx.Node | None, ...]] = {}
     for node in graph_module.graph.nodes:
-        _check_operands(node, environment, results)
         generated = generated_kernel(node.target)
         if generated is not None or (node.target in _FUSED and FORM in node.meta):
             written = _write_out if generated is None else partial(_write_group, generated.group)
@@ -66,12 +67,6 @@ def expand_kernels(graph_module: fx.GraphModule) -> fx.GraphModule:
             if isinstance(node.target, OpOverload):
                 copied.target = _ORIGINALS.get(node.target, node.target)
     return lazy_module(graph_module, graph)
-
-
-def _check_operands(node: fx.Node, *computed: Collection[fx.Node]) -> None:
-    for operand in node.all_input_nodes:
-        if not any(operand in nodes for nodes in computed):
-            raise VerificationError(f"{node.format_node()} reads {operand.name!r} before it is computed.")
 
 
 def _result(node: fx.Node, result: fx.Node | None) -> fx.Node:

@@ -206,8 +206,7 @@ class CallForms:
         operands: Iterator[Any] = iter(recording.operands)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(operands))
         values = tensor_values(node)
-        shapes = [tuple(value.shape) for value in values if value is not None]
-        made = emit_local(node.target, args, kwargs, self.rule, strategy, self.mesh, shapes, tracer=recording)
+        made = emit_local(node.target, args, kwargs, self.rule, strategy, self.mesh, tracer=recording)
         calls = tuple(recording.calls)
         if isinstance(node.meta["val"], torch.Tensor):
             return LocalForm(calls, [place_of(made)])

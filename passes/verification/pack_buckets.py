@@ -27,6 +27,7 @@ from autoshard.graphs.copy_nodes import copy_node
 from autoshard.graphs.fill_buckets import INTO
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.collectives import ALL_REDUCE, REDUCE_SCATTER
+from passes.verification.expand_collectives import dims_of_rows
 
 _aten = torch.ops.aten
 _SPLIT = _aten.split_with_sizes.default
@@ -84,7 +85,7 @@ def _rows_of(packed: fx.Node) -> list[int] | None:
     flat: Any = packed.args[0]
     rows = list(flat[0].args[1][:1]) if packed.args[1:] == (1,) and flat[0].target is _aten.view.default else []
     are_flat = all(item.target is _aten.view.default and list(item.args[1]) == [*rows, -1] for item in flat)
-    return rows if are_flat and packed.args[1:] == _dims(rows) else None
+    return rows if are_flat and packed.args[1:] == dims_of_rows(rows) else None
 
 
 def _packed(graph_module: fx.GraphModule, found: Mapping[fx.Node, _Filled]) -> fx.GraphModule:
@@ -117,7 +118,12 @@ def _filled(buffer: fx.Node, places: Mapping[fx.Node, int]) -> dict[fx.Node, _Fi
     *rows, length = cast(list[int], shape)
     sizes = cast(list[int], split.args[1])
     parts = [part for index in range(len(sizes)) for part in split.users if _is_part(part, index)]
-    is_cut = split.args == (buffer, sizes, *_dims(rows)) and not split.kwargs and len(rows) < 2 and sum(sizes) == length
+    is_cut = (
+        split.args == (buffer, sizes, *dims_of_rows(rows))
+        and not split.kwargs
+        and len(rows) < 2
+        and sum(sizes) == length
+    )
     if not is_cut or len(parts) != len(sizes) or len(split.users) != len(sizes):
         return {}
     found = [_writer(part, [*rows, size], cast(fx.Node, like)) for part, size in zip(parts, sizes, strict=True)]
@@ -168,15 +174,7 @@ def _bucket(graph: fx.Graph, item: _Filled, copies: Mapping[fx.Node, fx.Node]) -
 
 def _cat(graph: fx.Graph, values: Sequence[fx.Node], rows: Sequence[int]) -> fx.Node:
     flat = [graph.call_function(_aten.reshape.default, (value, [*rows, -1])) for value in values]
-    return graph.call_function(_aten.cat.default, (flat, *_dims(rows)))
-
-
-def _dims(rows: Sequence[int]) -> tuple[int, ...]:
-    """Return the dim argument of a bucket's `cat` or `split`, as a tuple.
-
-    It is (1,) if `rows` has a number of ranks, as for a reduce-scatter. Otherwise it is empty.
-    """
-    return (1,) if rows else ()
+    return graph.call_function(_aten.cat.default, (flat, *dims_of_rows(rows)))
 
 
 def _in_any_shape(value: Any) -> Any:

@@ -7,13 +7,10 @@ must be a call of the whole backward, and the results must have the numbers of i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import fx
-
 from autoshard.errors import VerificationError
 from autoshard.ir.lowered import PhasedProgram
-from passes.preparation.number_values import Numbering, number_graph
+from passes.preparation.number_values import number_graph
+from passes.verification.verify_phases import results_of, walk
 
 
 def verify_cut_backward(phased: PhasedProgram) -> None:
@@ -29,35 +26,10 @@ def verify_cut_backward(phased: PhasedProgram) -> None:
         return
     whole = number_graph(phased.backward)
     taken = [whole.numbers[node] for node in phased.backward.graph.find_nodes(op="placeholder")]
-    due = [whole.numbers[node] for node in _results(phased.backward)]
+    due = [whole.numbers[node] for node in results_of(phased.backward)]
     whole.restart_draws()
-    first = _walk(whole, halves.inputs, taken)
+    first = walk(whole, halves.inputs, taken, "first half")
     count = len(phased.backward_outputs)
-    found = [*first[:count], *_walk(whole, halves.weights, first[count:])]
+    found = [*first[:count], *walk(whole, halves.weights, first[count:], "second half")]
     if found != due:
         raise VerificationError(f"The halves of a backward return values {found}, where the whole returns {due}.")
-
-
-def _walk(numbering: Numbering, graph_module: fx.GraphModule, inputs: Sequence[int]) -> list[int]:
-    """Return the value numbers of the results of one half of a backward.
-
-    `inputs` are the value numbers of its inputs.
-
-    Raises:
-        VerificationError: a call of the half is no call of the whole backward.
-    """
-    placeholders = list(graph_module.graph.find_nodes(op="placeholder"))
-    if len(placeholders) != len(inputs):
-        raise VerificationError(f"A half of a backward takes {len(placeholders)} values, and is given {len(inputs)}.")
-    numbering.numbers.update(zip(placeholders, inputs, strict=True))
-    known = len(numbering.nodes)
-    for node in graph_module.graph.nodes:
-        if node.op not in ("placeholder", "output") and numbering.add_node(node, graph_module) >= known:
-            raise VerificationError(
-                f"Node {node.name!r}, {node.format_node()}, is no call of the backward that is cut."
-            )
-    return [numbering.numbers[node] for node in _results(graph_module)]
-
-
-def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
-    return list(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]

@@ -14,14 +14,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from torch import fx
-
 from autoshard.errors import NotAvailableError, VerificationError
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.ir.program import Program
 from passes.preparation.number_values import Numbering
 from passes.verification.verify_cut_backward import verify_cut_backward
-from passes.verification.verify_phases import verify_phases
+from passes.verification.verify_phases import results_of, verify_phases
 from passes.verification.verify_preparation import verify_preparation
 from passes.verification.verify_program import verify_program
 
@@ -60,18 +58,14 @@ def _verify_kernels(before: LoweredProgram, after: LoweredProgram) -> None:
 
     numbering = Numbering()
     numbering.add_graph(before.graph_module)
-    expected = [numbering.numbers[node] for node in _results(before.graph_module)]
+    expected = [numbering.numbers[node] for node in results_of(before.graph_module)]
     numbering.restart_draws()
     expanded = expand_kernels(after.graph_module)
     numbering.add_graph(expanded, commuted=True)
-    found = [numbering.numbers[node] for node in _results(expanded)]
+    found = [numbering.numbers[node] for node in results_of(expanded)]
     if found != expected:
         wrong = [index for index, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]]
         raise VerificationError(f"results {wrong} are other values than without kernels.")
-
-
-def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
-    return list(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
 def verifies_each_pass() -> bool:

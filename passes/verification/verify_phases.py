@@ -59,25 +59,25 @@ def verify_phases(phased: PhasedProgram) -> None:
     joint = number_graph(phased.lowered.graph_module)
     number_kept(joint)
     inputs = [joint.keys["placeholder", index] for index in range(len(phased.lowered.inputs))]
-    results = [joint.numbers[node] for node in _results(phased.lowered.graph_module)]
+    results = [joint.numbers[node] for node in results_of(phased.lowered.graph_module)]
     names = {node.name: number for node, number in joint.numbers.items()}
     held = _walk_hoisted(phased, joint, inputs)
     joint.restart_draws()
     taken = [*(inputs[index] for index in phased.forward_inputs), *held]
-    forward = _walk(joint, _written_out(phased.forward), taken, "forward")
+    forward = walk(joint, _written_out(phased.forward), taken, "forward")
     count = len(phased.forward_outputs)
     _check_equal(phased.forward, forward[:count], [results[index] for index in phased.forward_outputs])
     saved = forward[count:]
     _check_kept(names, phased.saved, saved, "forward")
     taken = [*saved, *(inputs[index] for index in phased.backward_inputs)]
-    backward = _walk(joint, _written_out(phased.backward), taken, "backward")
+    backward = walk(joint, _written_out(phased.backward), taken, "backward")
     count = len(phased.backward_outputs)
     _check_equal(phased.backward, backward[:count], [results[index] for index in phased.backward_outputs])
     carried = backward[count:]
     _check_kept(names, phased.carried, carried, "backward")
     if phased.update is not None:
         taken = [*carried, *(inputs[index] for index in phased.update_inputs)]
-        update = _walk(joint, _written_out(phased.update), taken, "update")
+        update = walk(joint, _written_out(phased.update), taken, "update")
         _check_equal(phased.update, update, [results[index] for index in phased.update_outputs])
 
 
@@ -102,7 +102,7 @@ def _walk_hoisted(phased: PhasedProgram, joint: Numbering, inputs: Sequence[int]
             raise VerificationError(
                 f"node {node.name!r}, {node.format_node()}, is hoisted; each micro-batch has its own."
             )
-    return _walk(joint, graph_module, [inputs[index] for index in phased.hoisted_inputs], "hoisted")
+    return walk(joint, graph_module, [inputs[index] for index in phased.hoisted_inputs], "hoisted")
 
 
 def _written_out(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -153,7 +153,7 @@ def _check_host(phased: PhasedProgram) -> None:
 
     Only fetches may read them, and only the saved values of the forward may be returned on the host.
     """
-    results, count = _results(phased.forward), len(phased.forward_outputs)
+    results, count = results_of(phased.forward), len(phased.forward_outputs)
     returned, saved = results[:count], results[count:]
     verify_offload(phased.forward.graph, kept=[node for node in saved if node not in returned])
     taken = phased.backward.graph.find_nodes(op="placeholder")
@@ -163,13 +163,13 @@ def _check_host(phased: PhasedProgram) -> None:
         verify_offload(phased.update.graph)
 
 
-def _walk(joint: Numbering, graph_module: fx.GraphModule, inputs: Sequence[int], phase: str) -> list[int]:
-    """Return the value numbers of the results of a phase.
+def walk(joint: Numbering, graph_module: fx.GraphModule, inputs: Sequence[int], phase: str) -> list[int]:
+    """Return the value numbers of the results of `graph_module`, whose calls must be calls of the program `joint`.
 
-    `inputs` are the value numbers of its inputs.
+    `inputs` are the value numbers of its inputs. `phase` names the graph in messages, such as "forward".
 
     Raises:
-        VerificationError: a call of the phase is no call of the joint program.
+        VerificationError: a call of the graph is no call of the whole program.
     """
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     if len(placeholders) != len(inputs):
@@ -183,16 +183,16 @@ def _walk(joint: Numbering, graph_module: fx.GraphModule, inputs: Sequence[int],
             continue
         if joint.add_node(node, graph_module, commuted=True) >= known:
             raise VerificationError(
-                f"node {node.name!r} of the {phase} program, {node.format_node()}, is no call of the joint program; it "
-                f"comes from {node.meta.get('source') or 'an unknown line'}. Written by passes.lowering.split_phases."
+                f"node {node.name!r} of the {phase} program, {node.format_node()}, is no call of the whole program; it "
+                f"comes from {node.meta.get('source') or 'an unknown line'}."
             )
-    return [joint.numbers[node] for node in _results(graph_module)]
+    return [joint.numbers[node] for node in results_of(graph_module)]
 
 
 def _check_equal(graph_module: fx.GraphModule, found: Sequence[int], expected: Sequence[int]) -> None:
     if list(found) == list(expected):
         return
-    nodes = _results(graph_module)
+    nodes = results_of(graph_module)
     for node, number, due in zip(nodes, found, expected, strict=False):
         if number != due:
             raise VerificationError(f"{node.name!r} is returned where the joint program returns another value.")
@@ -210,7 +210,7 @@ def _check_kept(names: Mapping[str, int], kept: Sequence[str], found: Sequence[i
         raise VerificationError(f"the {phase} program's last {len(found)} results are not {list(kept)}, in order.")
 
 
-def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
+def results_of(graph_module: fx.GraphModule) -> list[fx.Node]:
     """Return the nodes that a graph returns.
 
     Raises:

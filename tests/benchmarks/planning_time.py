@@ -120,7 +120,7 @@ def time_enumeration(times: Times, program: Program, mesh: Mesh) -> SearchSpace:
         prepared = prepare(program)
     times.nodes = len(prepared.graph.nodes)
     with times.stage("enumerate"):
-        space = EnumerateStrategies(mesh, prune=True)(prepared)
+        space = EnumerateStrategies(mesh)(prepared)
     times.strategies = sum(len(site.strategies) for site in space.sites.values())
     return space
 

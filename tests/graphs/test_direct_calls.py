@@ -11,7 +11,7 @@ from hypothesis import given
 from torch import fx
 
 from autoshard.graphs.direct_calls import FUNCTIONS, METHODS, call_directly
-from autoshard.rules.emit_local import stride_free
+from autoshard.rules.local import stride_free
 from autoshard.testing.programs import DrawnProgram, programs
 from autoshard.tracing import trace
 from tests.tracing.running import run_program

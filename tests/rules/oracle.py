@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import numpy as np
@@ -92,7 +92,7 @@ def find_valid_placements(
 
     The computation of the whole call on every rank is left out.
 
-    Operands may be split along any dim that `axis_size` divides, be whole, or be partial with a reduction of specs.
+    Operands may be split along any dim that `axis_size` divides, be whole, or be partial sums.
     Integers and booleans beside floats are indices and masks, which are split or whole. Results may be pending averages
     too.
 
@@ -254,8 +254,8 @@ def _is_beside_floats(x: Tensor, operands: Sequence[Tensor]) -> bool:
 def _candidates(x: Tensor, axis_size: int, *, with_partials: bool) -> list[Placement]:
     """Return every placement of an operand; a dim of size one is not split, because one rank would hold the element."""
     shards = [Shard(dim) for dim, size in enumerate(x.shape) if size and size % axis_size == 0]
-    reductions = [reduction for reduction in Reduction if with_partials and _has_reduction(x, reduction)]
-    return [Replicate(), *shards, *(Partial(reduction.value) for reduction in reductions)]
+    sums = [Partial("sum")] if with_partials and x.dtype != torch.bool else []
+    return [Replicate(), *shards, *sums]
 
 
 def _has_reduction(x: Tensor, reduction: str) -> bool:
@@ -268,28 +268,10 @@ def _has_reduction(x: Tensor, reduction: str) -> bool:
 
 
 def _combinations(choices: Sequence[Sequence[Placement]], most: int) -> Iterator[tuple[int, ...]]:
-    """Return indices into `choices`; beyond the limit, combinations with few kinds of partial values come first."""
-    everything = product(*(range(len(choice)) for choice in choices))
-    if math.prod(map(len, choices)) <= most:
-        yield from everything
-        return
-    plain = [[i for i, place in enumerate(choice) if not _is_partial(place, "max min product")] for choice in choices]
-    shards = [
-        [i for i, place in enumerate(choice) if not _is_partial(place, "sum max min product")] for choice in choices
-    ]
-    yielded = 0
-    for allowed in (plain, shards):
-        if math.prod(map(len, allowed)) <= most or allowed is shards:
-            for indices in product(*allowed):
-                if yielded == most:
-                    return
-                yielded += 1
-                yield indices
-            return
-
-
-def _is_partial(place: Placement, reductions: str) -> bool:
-    return isinstance(place, Partial) and place.reduce_op in reductions.split()
+    """Return indices into `choices`; beyond the limit, only combinations without partial values, which come last."""
+    if math.prod(map(len, choices)) > most:
+        choices = [[place for place in choice if not isinstance(place, Partial)] for choice in choices]
+    yield from islice(product(*(range(len(choice)) for choice in choices)), most)
 
 
 def _is_trivial(key: tuple[Placement | None, ...], labels: tuple[frozenset[Placement], ...]) -> bool:

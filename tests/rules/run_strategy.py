@@ -65,7 +65,7 @@ class _Trial:
     def run(self, rule: BoundRule) -> _Outcome:
         """Run the strategy on all ranks; raise `AutoshardError` if copies on ranks differ."""
         shapes = [tuple(result.shape) for result in self.expected]
-        program, operands = local_program(self.op, self.args, self.kwargs, rule, self.strategy, self.mesh, shapes)
+        program, operands = local_program(self.op, self.args, self.kwargs, rule, self.strategy, self.mesh)
         inputs = [_pieces(x, spec, self.mesh) for x, spec in zip(operands, self.strategy.inputs, strict=True)]
         results = [leaf for leaf in _transposed(simulate(program, self.mesh, inputs), self.mesh) if leaf[0] is not None]
         found = [
@@ -160,11 +160,10 @@ def local_program(
     rule: BoundRule,
     strategy: Strategy,
     mesh: Mesh,
-    shapes: Sequence[Sequence[int]],
 ) -> tuple[fx.Graph, list[Tensor]]:
     """The program of one rank for one call, and the global tensors that its placeholders stand for.
 
-    The program returns the flattened results; `shapes` are their global shapes.
+    The program returns the flattened results.
     """
     graph = fx.Graph()
     tracer = GraphAppendingTracer(graph)
@@ -175,7 +174,7 @@ def local_program(
         return fx.Proxy(graph.placeholder(f"operand_{len(operands)}"), tracer)
 
     local_args, local_kwargs = pytree.tree_map_only(Tensor, placeholder, (tuple(args), dict(kwargs)))
-    result = emit_local(op, local_args, local_kwargs, rule, strategy, mesh, shapes, tracer=tracer)
+    result = emit_local(op, local_args, local_kwargs, rule, strategy, mesh, tracer=tracer)
     leaves = pytree.tree_leaves(result, _is_none)
     graph.output(tuple(leaf.node if isinstance(leaf, fx.Proxy) else leaf for leaf in leaves))
     return graph, operands

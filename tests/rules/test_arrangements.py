@@ -60,16 +60,6 @@ def test_a_quarter_turn_keeps_one_of_its_dims() -> None:
     assert shards == [(Shard(1), Shard(0))]
 
 
-def test_blocks_may_await_a_maximum_by_themselves() -> None:
-    """A whole value is its own pending maximum, because a maximum is idempotent, and no pending sum."""
-    awaited = [
-        "".join(place.reduce_op[1] if isinstance(place, Partial) else "R" for place in inputs)
-        for inputs, _ in strategies(aten.block_diag.default, ([_X, _X],), {}, 2)
-    ]
-    assert {"aa", "aR", "Ra"} <= set(awaited)
-    assert not {"uR", "Ru"} & set(awaited)
-
-
 def test_a_filled_value_passes_no_sum() -> None:
     """A masked fill passes no pending sum, because each rank would add the value, except for zero."""
     args = (_X, _MASK[:, 0], [_INDEX % 4, _INDEX])

@@ -25,7 +25,7 @@ def _program(op: Any, args: tuple[Any, ...], **wanted: PartitionSpec) -> str:
     rule = bound_rule(op, args, {}, results)
     assert rule is not None
     strategy = _strategy(rule, wanted["output"], wanted.get("operand"))
-    program, _ = local_program(op, args, {}, rule, strategy, _MESH, [result.shape for result in results])
+    program, _ = local_program(op, args, {}, rule, strategy, _MESH)
     return fx.GraphModule(torch.nn.Module(), program).code
 
 

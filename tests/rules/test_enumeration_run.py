@@ -52,7 +52,7 @@ def _strategies(op: Any, args: tuple[Any, ...], mesh: Mesh) -> Iterator[tuple[Bo
     return ((rule, strategy) for strategy in enumerate_strategies(rule, mesh))
 
 
-@pytest.mark.parametrize("seed", [7, 13, 156, 189])
+@pytest.mark.parametrize("seed", [124, 141, 169, 189])
 def test_what_is_gone_in_double_precision_was_rounding(seed: int) -> None:
     """A norm of one element has a zero gradient, the sum of terms 316 times as large as its input."""
     torch.manual_seed(seed)

@@ -13,8 +13,8 @@ from torch.fx.proxy import GraphAppendingTracer
 from autoshard.ir.boundary import shard
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import P
-from autoshard.rules.emit_local import FxLocalContext
 from autoshard.rules.halo import HaloWindow, exchanged, extend_all, fold_all, inner_padding, sliding, stride_factors
+from autoshard.rules.local import LocalContext
 from autoshard.rules.notation import Rule, bind
 from autoshard.runtime.simulator import simulate
 
@@ -44,7 +44,7 @@ def _run(windows: tuple[HaloWindow, ...], splits: Any, value: Tensor, *, back: b
     bound = bind(rule, [shape], [tuple(window.count for window in windows)])
     graph = fx.Graph()
     tracer = GraphAppendingTracer(graph)
-    context = FxLocalContext(None, bound, splits, MESH, tracer)
+    context = LocalContext(None, bound, splits, MESH, tracer)
     halos = [window.halo for window in windows if window.factor in splits]
     operand = fx.Proxy(graph.placeholder("operand"), tracer)
     result = fold_all(context, operand, halos) if back else extend_all(context, operand, halos, -1)

@@ -128,7 +128,7 @@ def test_additions_need_a_partial_target() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.int32, torch.uint8], ids=str)
 def test_additions_to_integers(dtype: torch.dtype) -> None:
-    """The least integer is no neutral element of a pending maximum, because sums with the least integer wrap."""
+    """Additions and reductions into integers run under every strategy, and padding stays neutral."""
     x, source, index = tensor(5, 7).abs().to(dtype), tensor(6, 7).abs().to(dtype), torch.tensor([0, 4, 4, 1, 0, 3])
     check_splits(aten.index_add.default, x, 0, index, source)
     check_splits(aten.index_put.default, x, [index], source, True)

@@ -13,10 +13,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.spec import Reduction
-from autoshard.rules.enumeration import Strategy, enumerate_strategies
+from autoshard.rules.enumeration import Carry, Strategy, enumerate_strategies
 from autoshard.rules.linearity import Range
-from autoshard.rules.notation import Carry
 from autoshard.rules.ranges import ANYTHING, range_of_values
 from autoshard.rules.registry import bound_rule, tensor_operands
 from tests.rules.recording import Call, database_calls, even_samples
@@ -36,7 +34,7 @@ def sums_of(call: Call, *, ranges: list[Range] | None = None) -> Iterator[tuple[
     rule = bound_rule(call.op, call.args, call.kwargs, results_of(call.op, call.args, call.kwargs), ranges)
     for strategy in [] if rule is None else enumerate_strategies(rule, MESH):
         (choice,) = strategy.choices
-        if isinstance(choice, Carry) and choice.reduction is Reduction.SUM and choice.operands:
+        if isinstance(choice, Carry) and choice.operands:
             yield strategy, choice
 
 

@@ -80,7 +80,7 @@ def test_rows_of_grouped_products_stay_aligned() -> None:
 
 
 def test_addends_of_integers() -> None:
-    """The least integer is no neutral element of a pending maximum, because sums with the least integer wrap."""
+    """Products with addends of integers run under every strategy."""
     a, b = tensor(5, 7).long(), tensor(7, 4).long()
     check_splits(aten.addmm.default, tensor(4).long(), a, b)
     check_splits(aten.addbmm.default, tensor(5, 4).long(), a.expand(3, 5, 7), b.expand(3, 7, 4))

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from autoshard.ir.mesh import Mesh
-from autoshard.rules.enumeration import enumerate_strategies
-from autoshard.rules.notation import Carry
+from autoshard.rules.enumeration import Carry, enumerate_strategies
 from autoshard.rules.registry import bound_rule
 from autoshard.testing.strategies import meshes
 from tests.rules.recording import MESHES, check_call, check_recorded, check_splits

@@ -22,7 +22,7 @@ _COMPLEX = torch.complex(tensor(4, 6), tensor(4, 6))
 
 def test_a_second_rule_raises() -> None:
     """An operator has one rule."""
-    with pytest.raises(OperatorError, match=r"aten.mm.default already has a sharding rule: mm"):
+    with pytest.raises(OperatorError, match=r"aten.mm.default already has a sharding rule: .*matmul.py"):
         sharding_rule(aten.mm.default)(lambda a, b: None)
 
 
@@ -81,11 +81,8 @@ def test_few_bits_carry_no_sums_into_more() -> None:
     ("op", "args"),
     [
         (aten.prod.dim_int, (_COMPLEX, 0)),
-        (aten.mul.Tensor, (_COMPLEX, _COMPLEX)),
-        (aten.square.default, (_COMPLEX,)),
         (aten.clone.default, (_COMPLEX,)),
         (aten.cat.default, ([_COMPLEX, _COMPLEX],)),
-        (aten.cumprod.default, (_COMPLEX, 1)),
         (aten._to_copy.default, (tensor(4, 6), torch.complex64)),
     ],
     ids=lambda value: str(value) if callable(value) else "",

@@ -49,5 +49,5 @@ def test_most_valid_placements_are_admitted() -> None:
         strategies = listed(call)
         missed += [(call.op, item) for item in found if not item.is_admitted_by(strategies)]
         admitted += sum(item.is_admitted_by(strategies) for item in found)
-    assert admitted > 300
+    assert admitted > 150
     assert admitted >= 0.95 * (admitted + len(missed)), missed

@@ -29,7 +29,8 @@ def _defaults(operator: OpOverload, function: Callable[..., Any]) -> Iterator[tu
     arguments = operator._schema.arguments
     for place, parameter in enumerate(inspect.signature(function).parameters.values()):
         by_name = [argument for argument in arguments if argument.name == parameter.name]
-        by_place = [] if parameter.kind is parameter.KEYWORD_ONLY else arguments[place : place + 1]
+        by_place = [argument for argument in arguments[place : place + 1] if not argument.kwarg_only]
+        by_place = [] if parameter.kind is parameter.KEYWORD_ONLY else by_place
         for argument in (by_place or by_name)[:1]:
             if parameter.default is not parameter.empty and argument.has_default_value():
                 yield parameter.name, parameter.default, argument.default_value

@@ -144,5 +144,5 @@ def test_another_call_is_refused() -> None:
     for name in calls[:: max(1, len(calls) // 20)]:
         changed = copy_of(phased.hoisted)
         next(node for node in changed.graph.nodes if node.name == name).target = torch.ops.aten.neg.default
-        with pytest.raises(VerificationError, match=r"of the hoisted program.* is no call of the joint program"):
+        with pytest.raises(VerificationError, match=r"of the hoisted program.* is no call of the whole program"):
             verify_phases(replace(phased, hoisted=changed))

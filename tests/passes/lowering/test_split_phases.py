@@ -86,7 +86,7 @@ def test_a_call_that_the_step_does_not_make_is_refused_in_the_update() -> None:
     for name in calls:
         changed = copy_of(module)
         next(node for node in changed.graph.nodes if node.name == name).target = torch.ops.aten.neg.default
-        with pytest.raises(VerificationError, match="is no call of the joint program"):
+        with pytest.raises(VerificationError, match="is no call of the whole program"):
             verify_phases(dataclasses.replace(phased(), update=changed))
 
 

@@ -31,7 +31,7 @@ def space_of(mesh: Mesh, time_budget_s: float) -> SearchSpace:
 
 
 def every_strategy(mesh: Mesh) -> EnumerateStrategies:
-    return EnumerateStrategies(mesh, prune=True, wide_gradients=True)
+    return EnumerateStrategies(mesh, wide_gradients=True)
 
 
 def count(space: SearchSpace) -> int:

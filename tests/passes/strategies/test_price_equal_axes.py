@@ -17,7 +17,7 @@ CUBE = Mesh({"a": 2, "b": 2, "c": 2})
 
 
 def rewritten_sites(mesh: Mesh) -> list[Site]:
-    space = EnumerateStrategies(mesh, prune=True)(prepare(blocks_program()))
+    space = EnumerateStrategies(mesh)(prepare(blocks_program()))
     return [site for site in space.sites.values() if site.rule is not None and site.rule.local is not None]
 
 

@@ -89,5 +89,5 @@ def test_a_call_that_the_joint_program_does_not_make_is_refused(phase: str) -> N
         changed = copy_of(module)
         node = next(node for node in changed.graph.nodes if node.name == name)
         node.target = torch.ops.aten.neg.default
-        with pytest.raises(VerificationError, match="is no call of the joint program"):
+        with pytest.raises(VerificationError, match="is no call of the whole program"):
             verify_phases(dataclasses.replace(phased(), **{phase: changed}))
