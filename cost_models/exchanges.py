@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from cost_models.collectives import all_to_all_time, shift_time
-from cost_models.streams import Overlap
 from cost_models.topology import GroupLinks
 from cost_models.work import TensorInfo
 
@@ -34,15 +33,15 @@ class Exchanged(NamedTuple):
         """Return the bytes that leave the busiest rank in this exchange, in a group of `ranks` members."""
         return self.size_bytes if self.is_shift else (1 - 1 / ranks) * self.size_bytes
 
-    def waited_s(self, group: GroupLinks, computed_s: float, overlap: Overlap | None) -> float:
+    def waited_s(self, group: GroupLinks, computed_s: float, slowdown: float | None) -> float:
         """Return the seconds by which the exchange prolongs a call that computes for `computed_s` seconds.
 
-        If `overlap` is None, these are all seconds of the exchange.
+        Computation beside the exchange takes 1 + `slowdown` times as long. If `slowdown` is None, nothing overlaps.
         """
         sent_s = (shift_time if self.is_shift else all_to_all_time)(self.size_bytes, group)
-        if overlap is None:
+        if slowdown is None:
             return sent_s
-        return sent_s - (1 - overlap.slowdown) * min(sent_s, self.overlapped_share * computed_s)
+        return sent_s - (1 - slowdown) * min(sent_s, self.overlapped_share * computed_s)
 
 
 EXCHANGES: dict[str, Callable[[Tensors, Arguments], list[Exchanged]]] = {}

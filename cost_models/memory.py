@@ -17,7 +17,6 @@ from collections.abc import Mapping
 
 from cost_models.constants import load
 from cost_models.device import Device
-from cost_models.errors import CostArgumentError, UnknownHardwareError
 
 # Values that an optimizer keeps per element of a parameter (torch.optim and others). `step` is one float32 scalar.
 MOMENTS: Mapping[str, int] = {
@@ -38,35 +37,25 @@ MOMENTS: Mapping[str, int] = {
 }
 
 
-def workspace_bytes(architecture: str, handles: int | None = None) -> int:
-    """Bytes of cuBLAS workspaces that PyTorch takes from its allocator, for an architecture such as "hopper".
+def workspace_bytes() -> int:
+    """Bytes of cuBLAS workspaces that PyTorch takes from its allocator, for two threads: forward and autograd.
 
-    `handles` counts the threads and streams that issue products; by default two, the forward thread and that of
-    autograd. Raises `UnknownHardwareError`, with the known architectures, for an unknown architecture.
+    The bytes are those of NVIDIA's Hopper, the most of any architecture.
     """
     file = load("software", "torch_cublas")
-    known = file.family("workspace", "B")
-    if architecture not in known:
-        raise UnknownHardwareError(
-            f"No cuBLAS workspace is known for architecture {architecture!r}. Known: {', '.join(known)}. "
-            f"Add [workspace.{architecture}] to cost_models/data/software/torch_cublas.toml."
-        )
-    count = int(file.number("handles.training", "1")) if handles is None else handles
-    return int(known[architecture]) * count
+    return int(file.number("workspace.hopper", "B") * file.number("handles.training", "1"))
 
 
-def communicator_bytes(communicators: int, channels: int | None = None, connections: int | None = None) -> int:
+def communicator_bytes(communicators: int) -> int:
     """Bytes of NCCL's buffers: for each communicator, channel and receiving connection, one buffer of each protocol.
 
         communicators * channels * connections * (Simple 4 MiB + LL 0.5 MiB + LL128 4.7 MiB)
 
-    Communicators of one rank have no buffers. The defaults are the numbers of eight devices behind NVSwitch.
+    Communicators of one rank have no buffers. The channels and connections are those of eight devices behind NVSwitch.
     """
     file = load("software", "nccl")
     buffers = sum(file.family("buffer", "B").values())
-    channels = int(file.number("channels", "1")) if channels is None else channels
-    connections = int(file.number("connections", "1")) if connections is None else connections
-    return int(_checked(communicators) * channels * connections * buffers)
+    return int(communicators * file.number("channels", "1") * file.number("connections", "1") * buffers)
 
 
 def context_bytes() -> int:
@@ -85,12 +74,6 @@ def room_bytes(device: Device, axes: int) -> int:
     """
     if not device.dispatch_s:
         return device.memory_bytes
-    beside = context_bytes() + communicator_bytes(2 * axes) + workspace_bytes("hopper")  # the largest of NVIDIA's
+    beside = context_bytes() + communicator_bytes(2 * axes) + workspace_bytes()
     fragmentation = load("software", "torch_cuda_allocator").number("fragmentation", "1")
     return max(0, int((device.memory_bytes - beside) / fragmentation))
-
-
-def _checked(size: int) -> int:
-    if size < 0:
-        raise CostArgumentError(f"bytes={size!r} is negative.")
-    return size

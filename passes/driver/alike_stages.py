@@ -19,8 +19,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, InputSlot, OutputSlot, Program, describe, tensor_values
 from autoshard.ir.restored_nodes import RestoredNode
 from autoshard.ir.staged import crosses_stages, is_of_weights
-from passes.lowering.lower_program import prepare
-from passes.recomputation.recompute import InsertRecompute
+from passes.lowering.lower_program import prepare, prepare_for
 
 Requirements = Callable[[str], Hashable]
 """Takes a slot's name; returns the requirements on its value: its constraints, and the spec that it already has."""
@@ -63,15 +62,14 @@ def rename_plan(plan: Plan, alike: Program, stage: Program) -> Plan:
 
     Both programs are single stages of one step, and their stages are alike.
     """
-    of_alike, of_stage = prepare(alike), prepare(stage)
-    names = _same_places(of_alike, of_stage)
-    modules = {node.name: node.meta.get("module", "") for node in of_stage.graph.nodes}
+    names = _same_places(prepare(alike), prepare(stage))
+    modules = {node.name: node.meta.get("module", "") for node in prepare(stage).graph.nodes}
     recompute = replace(
         plan.recompute, nodes=tuple(_renamed_node(item, names, modules) for item in plan.recompute.nodes)
     )
     offload = replace(plan.offload, nodes=tuple(_renamed_node(item, names, modules) for item in plan.offload.nodes))
-    running = InsertRecompute(recompute.nodes, offload.nodes)(of_stage)
-    names = _same_places(InsertRecompute(plan.recompute.nodes, plan.offload.nodes)(of_alike), running)
+    running = prepare_for(stage, replace(plan, recompute=recompute, offload=offload))
+    names = _same_places(prepare_for(alike, plan), running)
     taken, given = _slot_names(alike, stage)
     return replace(
         plan,

@@ -27,9 +27,8 @@ from autoshard.ir.plan_parts import NodePlan
 from autoshard.ir.program import OutputKind, OutputSlot, Program
 from autoshard.ir.spec import PartitionSpec
 from passes.lowering.lower import check_digest, result_key
-from passes.lowering.lower_program import prepare
+from passes.lowering.lower_program import prepare_for
 from passes.preparation.rewriting import copy_program
-from passes.recomputation.recompute import InsertRecompute
 from passes.strategies.enumerate_strategies import operands_of
 
 _SQUARES = torch.ops.autoshard.sum_of_squares.default
@@ -62,8 +61,8 @@ def with_norm(plan: Plan, program: Program) -> Plan:
     Raises:
         PlanMismatchError: the plan belongs to another program, or to an optimizer that does not update all parameters.
     """
-    check_digest(plan, _running(plan, without_norm(program)))
-    running, slot = _running(plan, program), _slot_of(program)
+    check_digest(plan, prepare_for(without_norm(program), plan))
+    running, slot = prepare_for(program, plan), _slot_of(program)
     assert slot is not None, "the program has a norm"
     nodes = _nodes_of(running, slot)
     _check_has_gradients(plan, [node for node in running.graph.nodes if node not in nodes])
@@ -79,11 +78,6 @@ def with_norm(plan: Plan, program: Program) -> Plan:
             found[node.name] = NodePlan((spec,) * len(operands_of(node)), (spec,))
     outputs = {**plan.outputs, result_key(slot): whole}
     return replace(plan, nodes=found, outputs=outputs, program_digest=running.digest())
-
-
-def _running(plan: Plan, program: Program) -> Program:
-    """Return the program that a plan is lowered from: prepared, with recomputed and offloaded values."""
-    return InsertRecompute(plan.recompute.nodes, plan.offload.nodes)(prepare(program))
 
 
 def _slot_of(program: Program) -> OutputSlot | None:

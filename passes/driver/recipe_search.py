@@ -61,7 +61,7 @@ class RecipeSearch:
         ceiling = Ceiling.within(self.time_budget_s)
         with search_bar(self.time_budget_s, self.call.progress) as show:
             watch = None if show is None else _watching(show)
-            known = None if self.before is None else known_recipe(self.problem, self.before, ceiling)
+            known = None if self.before is None else known_recipe(self.problem, self.before)
             found, kinds = self.problem.best_of_all(ceiling=ceiling, known=known, watch=watch)
         if found.recipe is not None:
             return found, kinds

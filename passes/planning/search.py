@@ -1,8 +1,6 @@
 """Search the cheapest choice of strategies that fits in memory.
 
-A small problem is first solved exactly, without its memory limit. If the found choice does not fit, or if the problem
-is large, a search by Lagrangian duality follows (`passes.solver.dual_search`). It also proves a lower bound of the
-optimal cost.
+The search by Lagrangian duality (`passes.solver.dual_search`) also proves a lower bound of the optimal cost.
 
 A stopped search (`SearchControl`) returns the cheapest choice so far, with the bound that is proven by then. If no
 choice fits yet, it looks for a choice that needs little memory.
@@ -13,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from typing import Protocol
 
@@ -27,14 +24,7 @@ from passes.solver.dual_search import DualSearch
 from passes.solver.messages import Messages
 from passes.solver.search_control import SearchControl
 from passes.solver.smallest_peak import choice_of_smallest_peak
-from passes.solver.solve_milp import Effort, solve_milp
 from passes.strategies.enumerate_strategies import SearchSpace, Site
-
-EXACT_PAIRS = 20_000
-"""A problem is small if the pairs of options of all its edges together are at most this many."""
-
-_EXACTLY = Effort(1e-9, 1e6)
-"""Limits of the exact search before duality takes over: 50 nodes of the tree at `EXACT_PAIRS` pairs."""
 
 
 class Searchable(Protocol):
@@ -70,11 +60,9 @@ class Search:
 
     Args:
         memory_limit_bytes: limit of each rank's peak memory, in bytes; None: no limit.
-        tolerance: relative gap between cost and proven bound at which the search of a large problem ends.
+        tolerance: relative gap between cost and proven bound at which the search ends.
         max_rounds: greatest number of rounds of message passing (`DualSearch`).
-        is_thorough: continue the search of a large problem after a choice fits (`DualSearch.raises_multipliers`).
-        fineness: a number up to 1. A thorough search continues while the relative gap exceeds `fineness` x `tolerance`.
-            If memory is scarce, the search then also combines the choices that it has seen.
+        is_thorough: continue the search after a choice fits (`DualSearch.raises_multipliers`).
         says_smallest: name a sufficient memory limit in the error, even if it is proven that no choice fits.
         control: receives the progress, and may stop the search.
     """
@@ -83,7 +71,6 @@ class Search:
     tolerance: float = 1e-3
     max_rounds: int = 100
     is_thorough: bool = True
-    fineness: float = 1.0
     says_smallest: bool = True
     control: SearchControl = dataclasses.field(default_factory=SearchControl)
 
@@ -105,43 +92,21 @@ class Search:
         limit = np.inf if self.memory_limit_bytes is None else float(self.memory_limit_bytes)
         problem = dataclasses.replace(restrict(planning.assignment, allowed or {}), limit=limit)
         choices = [solution.choice for solution in start]
-        if _pairs(problem) > EXACT_PAIRS:
-            return self._by_duals(planning, problem, choices)
-        return self._at_once(planning, problem, choices)
 
-    def _by_duals(self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:
         @cache
         def find_small_peak() -> Sequence[int]:
             # A few rounds, even if the search is stopped, because the search has to return a choice.
             hopeless = np.inf if self.says_smallest else problem.limit
             return choice_of_smallest_peak(problem, planning.usage, planning.memory_row, problem.limit, hopeless)
 
-        merges_above = self.fineness * self.tolerance if self.is_thorough else math.inf
         by_duals = DualSearch(
-            self.tolerance,
-            self.max_rounds,
-            raises_multipliers=self.is_thorough,
-            merges_above=merges_above,
-            control=self.control,
+            self.tolerance, self.max_rounds, raises_multipliers=self.is_thorough, control=self.control
         )
-        solution = by_duals(problem, planning.usage, planning.memory_row, start, find_small_peak)
+        solution = by_duals(problem, planning.usage, planning.memory_row, choices, find_small_peak)
         if solution is None:
             least = find_small_peak()
             raise self.does_not_fit(planning, float(planning.usage(least).max()) if least else None)
         return solution
-
-    def _at_once(self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:
-        """Return the optimum without a memory limit, if it is found soon and fits in memory.
-
-        Otherwise return the result of the search by duality.
-        """
-        with suppress(TimeoutError):
-            solution = solve_milp(problem, control=self.control, effort=_EXACTLY)
-            if solution is None:
-                raise self.does_not_fit(planning)  # no option is allowed at any memory
-            if planning.usage(solution.choice).max() <= problem.limit:
-                return solution
-        return self._by_duals(planning, problem, start)
 
     def does_not_fit(self, planning: Searchable, least: float | None = None) -> DoesNotFitError:
         """Return the error to raise if the search found no choice within its memory limit.
@@ -171,10 +136,6 @@ def first_bound(planning: Searchable, allowed: Mapping[int, np.ndarray]) -> floa
     The memory limit does not count.
     """
     return Messages(restrict(planning.assignment, allowed)).iterate(_PASSES)[0]
-
-
-def _pairs(problem: Assignment) -> int:
-    return sum(edge.cost.size for edge in problem.edges)
 
 
 def restrict(problem: Assignment, allowed: Mapping[int, np.ndarray]) -> Assignment:

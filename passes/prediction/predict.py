@@ -48,7 +48,7 @@ def predict(
     """
     cluster, micro_batches = planning.prices.cluster, planning.liveness.micro_batches
     dispatch_s = cluster.device.dispatch(dispatch)
-    times = simulate_streams(walked.segments, overlap_of(cluster), dispatch_s=dispatch_s, record=True)
+    times = simulate_streams(walked.segments, overlap_of(cluster), dispatch_s=dispatch_s)
     tokens = micro_batches * _tokens(planning)
     mfu, hfu = utilisation(planning, choice).shares(times.total_s / micro_batches)
     uncertainty = step_time_uncertainty(KERNELS if cluster.device.dispatch_s else MEASURED)
@@ -67,7 +67,7 @@ def predict(
         step_time_interval_s=None if uncertainty is None else uncertainty.interval(times.total_s),
         interval_coverage=None if uncertainty is None else uncertainty.coverage,
         kernels=kernels,
-        timeline=None if times.timeline is None else trace_of(times.timeline),
+        timeline=trace_of(times.timeline),
     )
 
 

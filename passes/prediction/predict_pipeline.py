@@ -155,9 +155,9 @@ def order_rows(order: PipelineOrder) -> list[Rows]:
 
 def _walk(stage: StageProgram, cluster: Cluster, order: PipelineOrder, number: int) -> _Walked:
     phases, sent_bytes = segments_of_stage(stage, cluster, order)
-    overlap, dispatch_s = overlap_of(cluster), cluster.device.dispatch("eager")
+    slowdown, dispatch_s = overlap_of(cluster), cluster.device.dispatch("eager")
     runs = runs_of_phases(order, number)
-    times = {name: simulate_streams((segment,), overlap, dispatch_s=dispatch_s) for name, segment in phases.items()}
+    times = {name: simulate_streams((segment,), slowdown, dispatch_s=dispatch_s) for name, segment in phases.items()}
     launches = sum(runs.get(name, 1) * op.launches for name, segment in phases.items() for op in segment.ops)
     return _Walked(times, runs, sent_bytes, launches)
 

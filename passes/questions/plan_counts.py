@@ -4,8 +4,8 @@
 2. Lower the plan at its own sizes. Lower it again with each input size and each mesh axis changed alone, and with all
    of them changed. Reshards always take the steps that they take at the plan's own sizes.
 3. Read the parts of a quantity off these lowered programs (`lowered_parts`). A part depends on dims on a rank, which
-   are numbers in each program. Find an expression for each dim: from the shape of a value as the plan splits it, if
-   this shape agrees with all programs. Otherwise search for a global dim, divided by mesh axes, that agrees.
+   are numbers in each program. Find an expression for each dim that agrees with all programs: the dim of the value's
+   spec if the part has one, or else a global dim, divided by mesh axes.
 4. Count the parts with these expressions.
 """
 
@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cached_property
 from itertools import chain, combinations
 from typing import Any
 
@@ -63,7 +62,6 @@ class PlanCounts:
     _steps: dict[Any, tuple[ReshardStep, ...]] = field(default_factory=dict)
     _dims: dict[object, Size | None] = field(default_factory=dict)
     _shares: dict[Shape, list[Size]] = field(default_factory=dict)
-    _shapes_of: dict[str, list[tuple[str, Shape]]] = field(default_factory=dict)
     _evaluated: dict[Size, Sequence[int]] = field(default_factory=dict)
 
     def step_flops(self) -> Iterator[Counted]:
@@ -180,57 +178,15 @@ class PlanCounts:
     def _dims_of(self, site: str, seen: Mapping[int, tuple[int, ...]], part: CountedPart) -> Sequence[Size]:
         """Return an expression for each dim of a part.
 
-        `seen` has the dims of the part in lowered programs, by the index of the program. If the part's own spec, or the
-        local shape of one of the site's values, agrees with `seen`, the result is this shape. Otherwise each dim is
-        matched alone (`_dim`).
+        `seen` has the dims of the part in lowered programs, by the index of the program. If the part has a spec that
+        agrees with `seen`, the result is its shape on a rank. Otherwise each dim is matched alone (`_dim`).
         """
-        label = part.label
-        own = [] if part.spec is None else [self._local(self.fitted.shapes[site][0], part.spec)]
-        pairs = sorted(self._local_shapes(site), key=lambda pair: not label.endswith(f"over {pair[0]}"))
-        for shape in (*own, *(shape for _, shape in pairs)):
+        if part.spec is not None:
+            shape = self._local(self.fitted.shapes[site][0], part.spec)
             if all([self._values(dim)[n] for dim in shape] == list(dims) for n, dims in seen.items()):
                 return shape
         columns = zip(*seen.values(), strict=True)
-        return [self._dim(site, dict(zip(seen, column, strict=True)), label) for column in columns]
-
-    def _local_shapes(self, site: str) -> list[tuple[str, Shape]]:
-        """Return the shapes on a rank that parts of site `site` may have, as pairs with a mesh axis or "".
-
-        A shape that occurs in a reshard step has the mesh axis of this step.
-        """
-        if site not in self._shapes_of:
-            node, found = self.fitted.program.nodes_by_name()[site], list[tuple[str, Shape]]()
-            makers = [(tail.name, index) for tail, index in map(resolve, operands_of(node))]
-            read, made = [self.fitted.shapes[maker][index] for maker, index in makers], self.fitted.shapes[site]
-            split = self.plan.nodes.get(site)
-            if split is not None and len(split.inputs) == len(read):
-                inputs = [self._local(shape, spec) for shape, spec in zip(read, split.inputs, strict=True)]
-                outputs = [self._local(shape, spec) for shape, spec in zip(made, split.outputs, strict=True)]
-                found += [("", shape) for shape in (tuple(chain(*inputs, *outputs)), *outputs, *inputs)]
-            own, own_index = resolve(node)
-            for maker, index in dict.fromkeys([*makers, (own.name, own_index)]):
-                for step in self._steps_at.get((site, maker, index), ()):
-                    found += [(step.axis, shape) for shape in self._sent(self.fitted.shapes[maker][index], step)]
-            self._shapes_of[site] = found
-        return self._shapes_of[site]
-
-    @cached_property
-    def _steps_at(self) -> Mapping[tuple[object, ...], Sequence[ReshardStep]]:
-        """The steps of each reshard, by (reader, maker, index of the maker's result)."""
-        found = defaultdict[tuple[object, ...], list[ReshardStep]](list)
-        for place, steps in self._steps.items():
-            found[place[:3]] += steps
-        return found
-
-    def _sent(self, shape: Shape, step: ReshardStep) -> list[Shape]:
-        """Return the local shapes of a value with the global shape `shape` that occur in a reshard step.
-
-        They are the shapes before and after the step, and of the pieces that ranks exchange.
-        """
-        before, after, ranks = self._local(shape, step.source), self._local(shape, step.target), self.axes[step.axis]
-        if step.to_dim is None:
-            return [before, (ranks, *before), after]
-        return [(ranks, *before[: step.to_dim], after[step.to_dim], *before[step.to_dim + 1 :]), before, after]
+        return [self._dim(site, dict(zip(seen, column, strict=True)), part.label) for column in columns]
 
     def _local(self, shape: Shape, spec: PartitionSpec) -> Shape:
         return tuple(self._share(dim, [self.axes[axis] for axis in spec.axes_of(n)]) for n, dim in enumerate(shape))

@@ -19,24 +19,20 @@ Stages = Sequence[tuple[PlanningProblem, SpecOf]]
 """For each stage, its planning problem and the specs of its plan."""
 
 
-def role_of(stages: Stages, axis: str) -> str:
-    """Return the role of a mesh axis in a plan: "tensor", "fsdp", "zero-2", "zero-1" or "data"; "" without a role.
+def has_role(stages: Stages, axis: str, feature: str) -> bool:
+    """Whether a mesh axis has the role `feature` in a plan: "tensor", "fsdp", "zero-2", "zero-1" or "data".
 
     An axis may have different roles for different matrices. The role with the most elements of matrices counts. Roles
-    other than "tensor" also require that the axis splits activations.
+    other than "tensor" also require that the axis splits activations. An axis with the role ZeRO-2 also has the role
+    ZeRO-1.
     """
     sizes = {"tensor": 0, "fsdp": 0, "zero-2": 0, "zero-1": 0, "data": 0}
     for planning, specs in stages:
         for kind, size in _roles_of_matrices(planning, specs, axis):
             sizes[kind] += size
-    most = max(sizes, key=sizes.__getitem__)
-    return most if most == "tensor" or _splits_activations(stages, axis) else ""
-
-
-def has_role(stages: Stages, axis: str, feature: str) -> bool:
-    """Whether a mesh axis has the role `feature` in a plan. An axis with the role ZeRO-2 also has the role ZeRO-1."""
-    role = role_of(stages, axis)
-    return role == feature or (feature, role) == ("zero-1", "zero-2")
+    role = max(sizes, key=sizes.__getitem__)
+    is_asked = role == feature or (feature, role) == ("zero-1", "zero-2")
+    return is_asked and (role == "tensor" or _splits_activations(stages, axis))
 
 
 def _roles_of_matrices(planning: PlanningProblem, specs: SpecOf, axis: str) -> Iterator[tuple[str, int]]:

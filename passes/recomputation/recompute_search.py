@@ -88,7 +88,8 @@ def _solve_jointly(
     """Return the result of `solve_jointly` without a known solution."""
     if not recompute:
         return _alone(planning, search, allowed, start, peak_of)
-    unlimited = dataclasses.replace(search, memory_limit_bytes=None, fineness=_FINENESS)
+    finer = search.tolerance * _FINENESS if search.is_thorough else search.tolerance
+    unlimited = dataclasses.replace(search, memory_limit_bytes=None, tolerance=finer)
     free = JointSolution(planning, unlimited(planning, allowed, start))
     if search.memory_limit_bytes is None or free.peak_bytes(peak_of) <= search.memory_limit_bytes:
         return free
@@ -330,7 +331,7 @@ def _within(limit: float, search: Search) -> Search:
 
 
 _FINENESS = 0.1
-"""`Search.fineness` of the search without a memory limit, where a finer search takes little longer."""
+"""Factor on the tolerance of a thorough search without a memory limit, which takes little longer."""
 
 _TOLERANCE = 0.01
 """Relative gap at which a search within memory ends. Prices are no more exact, and the gap is soon reached."""

@@ -21,7 +21,7 @@ Every bound is lowered by one part in 10^9, because of rounding.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -49,9 +49,6 @@ from passes.search.recipe_groups import Groups, recipe_groups
 from passes.search.recipe_space import Pipe
 
 ROUNDING = 1.0 - 1e-9
-
-_MANY = 2**40
-"""So many micro-batches that the first and the last one take a negligible share of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,20 +188,6 @@ class RecipePricer:
         share = recipe.micro_batches / recipe.pipeline
         each = (share * (times.forward_s + backward_s), times.forward_s + first_s)
         return ROUNDING * max(float(counts @ part) for part in each)
-
-    def least_time_in_sizes(self, recipe: Execution, size: int) -> float:
-        """Return a lower bound, in seconds, of a step in any pipeline and with any micro-batch that divides `size`.
-
-        Kernels and collectives take at most n times as long for n times the sequences. So a sequence takes the least
-        time in micro-batches of `size`. A single micro-batch adds no gradients, and only with many micro-batches a
-        runtime may hide the exchanges of experts. The lower of both times counts.
-        """
-        counts, share = self._counts_of(self.layers(recipe)), recipe.batch / (recipe.data * recipe.pipeline * size)
-        numbers = (1, _MANY) if recipe.runtime.overlap_expert else (1,)
-        wholes = (replace(recipe, micro_batch=size, global_batch=size * recipe.data * number) for number in numbers)
-        each = (self._times_of(whole) for whole in wholes)
-        least_s = min(float(counts @ (item.forward_s + item.backward_s + item.recompute_s)) for item in each)
-        return ROUNDING * share * least_s
 
     def least_times(self, recipe: Execution, pipes: tuple[Pipe, ...]) -> Floats:
         """Return bound 2 of the module's docstring for each pipeline, in seconds, [pipes].

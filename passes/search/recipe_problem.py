@@ -216,31 +216,13 @@ def known_kinds(cluster: Cluster, *, has_experts: bool) -> dict[str, Only]:
     return kinds
 
 
-def known_recipe(problem: RecipeProblem, before: Recipe, ceiling: Ceiling | None = None) -> Execution | None:
-    """Return a recipe of the problem that is equal or similar to `before`, the recipe of another plan.
+def known_recipe(problem: RecipeProblem, before: Recipe) -> Execution | None:
+    """Return `before`, the recipe of another plan, as a recipe of the problem.
 
-    If `before` fits and keeps the constraints, it is returned. Otherwise the result is the fastest recipe that splits a
-    micro-batch in the same way (`alike`), with any number of replicas and pipeline ranks. None means that no similar
-    recipe fits, or that the ceiling ends the search first.
+    None is returned if `before` does not fit, is excluded by constraints, or suits another cluster or batch.
     """
     try:
         recipe = problem.base.of(before)
-        if problem.admits(recipe):
-            return recipe
+        return recipe if problem.admits(recipe) else None
     except (RecipeError, CostModelError):
-        pass  # it is no recipe for this cluster or batch
-    return problem.best(only=alike(before), ceiling=ceiling).recipe
-
-
-_ALIKE = (
-    "tensor", "sequence_parallel", "context", "expert", "expert_tensor", "micro_batch", "recompute", "offload", "zero",
-)  # fmt: skip
-"""The fields that say how a recipe splits a micro-batch, and how it keeps and shards values."""
-
-
-def alike(recipe: Recipe) -> Only:
-    """Return the restriction to recipes that agree with `recipe` in the fields `_ALIKE`.
-
-    Fields of `recipe` that are None stay free.
-    """
-    return {name: (getattr(recipe, name),) for name in _ALIKE if getattr(recipe, name) is not None}
+        return None

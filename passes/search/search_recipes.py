@@ -1,13 +1,12 @@
 """Find the fastest recipe of a set by best-first branch and bound, with a lower bound of all its recipes.
 
-An entry of the queue is a set of recipes with a lower bound of their objective (`recipe_pricer`). There are four kinds
-of entries, and each is split into entries of the next kind:
+An entry of the queue is a set of recipes with a lower bound of their objective (`recipe_pricer`). There are three
+kinds of entries, and each is split into entries of the next kind:
 
-1. All recipes whose layouts differ only in the micro-batch.
-2. All recipes with one layout and one activation policy. If a layout's fastest policy may fit in memory, only its entry
+1. All recipes with one layout and one activation policy. If a layout's fastest policy may fit in memory, only its entry
    is made at first. The slower policies, which recompute more, get their entries when this entry is split.
-3. All recipes that also have the same number of pipeline ranks and the same sharding.
-4. A single recipe. It is priced (`passes.search.price_recipe`) if it fits in memory.
+2. All recipes that also have the same number of pipeline ranks and the same sharding.
+3. A single recipe. It is priced (`passes.search.price_recipe`) if it fits in memory.
 
 The search ends when no entry can be faster than the best recipe. The best recipe is then the fastest of all recipes.
 Among equally fast recipes, the best recipe needs the least memory. The time limit (`Ceiling`) or Ctrl-C may stop the
@@ -70,7 +69,7 @@ Watch = Callable[[FoundRecipe], None]
 """A function that a search calls with its result so far: after each new best recipe, and now and then in between."""
 
 _FIRST_SPLITS = 4
-"""Number of entries to split or price after each new entry of the first kind, to find a first recipe early."""
+"""Number of entries to split or price after the entries of each layout, to find a first recipe early."""
 
 _ENTRIES_BETWEEN_WATCHES = 256
 
@@ -109,12 +108,6 @@ def search_recipes(
     return search.found(is_complete=is_complete, was_interrupted=was_interrupted)
 
 
-class _SizesSet(NamedTuple):
-    """All recipes whose layouts differ only in the micro-batch, the smallest micro-batch first."""
-
-    layouts: tuple[Layout, ...]
-
-
 class _LayoutSet(NamedTuple):
     """All recipes with one layout and one activation policy.
 
@@ -133,7 +126,7 @@ class _ShardedSet(NamedTuple):
     sharding: Sharding
 
 
-_Node = _SizesSet | _LayoutSet | _ShardedSet | Execution
+_Node = _LayoutSet | _ShardedSet | Execution
 
 
 @dataclass
@@ -173,7 +166,7 @@ class _BestFirst:
         for layouts in self.space.layouts():
             if self._is_over():
                 return False
-            self._push(self._least(layouts), _SizesSet(layouts))
+            self._open_layouts(layouts)
             for _ in range(_FIRST_SPLITS):
                 self._take_first()
         while self.open and self.open[0][0] < self.objective:
@@ -200,29 +193,15 @@ class _BestFirst:
         if not self.open or self.open[0][0] >= self.objective:
             return
         bound, _, node = heapq.heappop(self.open)
-        if isinstance(node, _SizesSet):
-            self._open_layouts(node.layouts)
-        elif isinstance(node, _LayoutSet):
+        if isinstance(node, _LayoutSet):
             self._split_layout(bound, node)
         elif isinstance(node, _ShardedSet):
             self._split_sharded(node)
         elif self.pricer.fits(node, self.memory_limit):
             self._price(node)
 
-    def _least(self, layouts: tuple[Layout, ...]) -> float:
-        """Return a lower bound of the objective of all recipes with layouts that differ only in the micro-batch."""
-        policies = self.space.policies(layouts[0]) if layouts else []
-        if not policies:
-            return math.inf
-        if self.smallest:
-            return 0.0
-        size, ranks = math.lcm(*(layout.micro_batch for layout in layouts)), list(self.space.pipelines(layouts[0]))
-        sharding = Sharding(min(1, self.space.most_zero))
-        ends = (self._recipe(layouts[0], policies[0], number, sharding) for number in (ranks[0], ranks[-1]))
-        return min(self.pricer.least_time_in_sizes(recipe, size) for recipe in ends)
-
     def _open_layouts(self, layouts: tuple[Layout, ...]) -> None:
-        """Put layouts on the heap, the smallest micro-batch first.
+        """Put layouts that differ only in the micro-batch on the heap, the smallest micro-batch first.
 
         The first layout whose workspace exceeds the memory limit ends the loop.
         """

@@ -51,21 +51,6 @@ class MemoryRow:
         return float(total)
 
 
-def row_against(choice: Sequence[int], costs: Sequence[Floats], limit: float) -> MemoryRow:
-    """Return a memory row that forbids `choice` and no other choice.
-
-    The row serves where the solver returns a choice whose bytes exceed `limit` by less than the solver's tolerance.
-
-    Args:
-        choice: the index of each variable's option.
-        costs: costs of each variable's options, as in `Assignment`; only their number is used.
-        limit: the memory limit in bytes.
-    """
-    flags = (np.arange(len(cost)) == option for cost, option in zip(costs, choice, strict=True))
-    variables = {variable: np.where(flag, limit, 0.0) for variable, flag in enumerate(flags)}
-    return MemoryRow((2.0 - len(choice)) * limit, variables, {})
-
-
 @dataclass(frozen=True, slots=True)
 class Assignment:
     """One instance of the problem in the module's docstring.

@@ -19,22 +19,19 @@ a program are solved exactly.
    fit for long, after `max_rounds`, or when the caller stops the search.
 4. If memory binds, raise the multipliers until the rounded choice fits. A search that already has a choice may skip
    this step.
-5. Take the choices of least Lagrangian that do not fit and cost less than the best. In each, change the variable that
+5. If no choice fits even then, ask the caller for a choice of a small peak, and continue with step 1.
+6. Take the choices of least Lagrangian that do not fit and cost less than the best. In each, change the variable that
    costs least per byte that it saves at the peak, until the choice fits.
-6. If the gap is still large, take the best combination of all seen choices (`merge_choices`). If no choice fits even
-   then, ask the caller for a choice of a small peak, and continue with step 1.
 7. Improve the best choice one variable at a time.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from passes.solver.assignment import Assignment, MemoryRow, Solution
 from passes.solver.dual_state import DualState, Usage
-from passes.solver.merge_choices import merge
 from passes.solver.search_control import SearchControl
 
 
@@ -46,14 +43,12 @@ class DualSearch:
         tolerance: relative gap between choice and bound at which the search ends.
         max_rounds: the most rounds of message passing.
         raises_multipliers: whether to raise the multipliers (step 4) even if a choice already fits.
-        merges_above: relative gap above which step 6 combines the seen choices.
         control: receives the best cost and the bound after each round, and may stop the search.
     """
 
     tolerance: float = 1e-3
     max_rounds: int = 100
     raises_multipliers: bool = True
-    merges_above: float = math.inf
     control: SearchControl = field(default_factory=SearchControl)
 
     def __call__(
@@ -76,28 +71,14 @@ class DualSearch:
         state = DualState(problem, usage, row_at, self.control)
         for choice in start:
             state.offer(choice)
-        finest_gap = min(self.tolerance, self.merges_above)
-        state.run(finest_gap, self.max_rounds)
-        if state.gap() > finest_gap and (self.raises_multipliers or state.best is None):
+        state.run(self.tolerance, self.max_rounds)
+        if state.gap() > self.tolerance and (self.raises_multipliers or state.best is None):
             state.raise_multipliers()
-        if state.best is None:
-            self._find_any(state, find_small_peak)
-        if state.gap() > finest_gap:
+        if state.best is None and find_small_peak is not None and (choice := find_small_peak()):
+            state.offer(choice)
+            if state.best is not None:  # the cost of a choice that fits limits the multipliers
+                state.run(self.tolerance, self.max_rounds)
+        if state.gap() > self.tolerance:
             state.repair()
-        if state.gap() > self.merges_above:
-            merge(state, self.merges_above)
         state.polish()
         return state.solution()
-
-    def _find_any(self, state: DualState, find_small_peak: Callable[[], Sequence[int]] | None) -> None:
-        """Look for a choice that fits: combine the seen choices, and if that fails, call `find_small_peak`.
-
-        The cost of a choice that fits limits the multipliers, so further rounds come closer to the optimum.
-        """
-        if self.merges_above < math.inf:
-            merge(state, self.merges_above)
-        choice = find_small_peak() if state.best is None and find_small_peak is not None else ()
-        if choice:
-            state.offer(choice)
-        if state.best is not None and state.gap() > self.tolerance:
-            state.run(self.tolerance, self.max_rounds)

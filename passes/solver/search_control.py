@@ -1,6 +1,6 @@
 """Show the progress of a running search to its user, and let the user end it.
 
-Searches end by counted work (rounds, nodes of a tree, attempts), so every machine finds the same plan. The user's time
+Searches end by counted work (rounds, attempts), so every machine finds the same plan. The user's time
 budget is a ceiling over all searches for a plan. If the ceiling ends a search early, `Ceiling.has_cut` is set, because
 a faster machine may then find another plan.
 """

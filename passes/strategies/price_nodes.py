@@ -55,8 +55,8 @@ class NodePrices:
         """
         if exchanges(node):
             links = self.cluster.group_links(dict(self.mesh.axes), group_axes(str(node.args[-1])))
-            computed_s, overlap = self.computed_s(node), overlap_of(self.cluster)
-            return sum(each.waited_s(links, computed_s, overlap) for each in exchanged(node))
+            computed_s, slowdown = self.computed_s(node), overlap_of(self.cluster)
+            return sum(each.waited_s(links, computed_s, slowdown) for each in exchanged(node))
         return collective_time(node, self.mesh, self.cluster) if is_collective(node) else 0.0
 
     def computed_s(self, node: fx.Node) -> float:

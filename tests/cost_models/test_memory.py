@@ -14,17 +14,11 @@ from cost_models.memory import (
 from cost_models.units import KIB, MIB
 
 
-def test_workspaces_are_those_of_the_architecture():
-    """Workspaces are 8 MiB and 128 KiB on Ampere and 32 MiB on Hopper, for each of two threads."""
-    assert workspace_bytes("ampere") == 2 * (8 * MIB + 128 * KIB)
-    assert workspace_bytes("hopper", handles=1) == 32 * MIB
-    with pytest.raises(UnknownHardwareError, match=r"'maxwell'.*hopper"):
-        workspace_bytes("maxwell")
-
-
 def test_communicators_hold_a_buffer_of_each_protocol():
     """A communicator holds 4 MiB of Simple, 512 KiB of LL and 4.7 MiB of LL128 per channel and connection."""
-    assert communicator_bytes(1, channels=1, connections=1) == 4 * MIB + 512 * KIB + 120 * 640 * 8 * 8
+    nccl = load("software", "nccl")
+    pairs = nccl.number("channels", "1") * nccl.number("connections", "1")
+    assert communicator_bytes(1) == pairs * (4 * MIB + 512 * KIB + 120 * 640 * 8 * 8)
     assert communicator_bytes(3) == 3 * communicator_bytes(1)
     assert communicator_bytes(0) == 0
 
@@ -32,7 +26,7 @@ def test_communicators_hold_a_buffer_of_each_protocol():
 def test_room_is_what_a_device_has_less_what_lies_beside() -> None:
     """An H100 reserves 3.1 GiB on three axes, and a fifteenth for fragmentation; a CPU reserves its file's value."""
     h100, cpu = device("h100_sxm"), device("cpu_laptop")
-    beside = context_bytes() + communicator_bytes(6) + workspace_bytes("hopper")
+    beside = context_bytes() + communicator_bytes(6) + workspace_bytes()
     assert room_bytes(h100, 3) == int((h100.memory_bytes - beside) / 1.07)
     assert room_bytes(h100, 0) > room_bytes(h100, 1) > room_bytes(h100, 3) > 0.85 * h100.memory_bytes
     assert room_bytes(cpu, 3) == cpu.memory_bytes

@@ -6,7 +6,6 @@ import pytest
 
 from cost_models.exchanges import EXCHANGES, WORKSPACE_BYTES, Exchanged
 from cost_models.operators import work
-from cost_models.streams import Overlap
 from cost_models.topology import GroupLinks, Link
 from cost_models.work import AttentionShape, TensorInfo
 
@@ -69,11 +68,11 @@ def test_what_is_sent_beside_computation_is_not_waited_for() -> None:
     """Messages beyond the computation are waited for, and all messages without computation beside them."""
     links = GroupLinks(4, 4, 1, Link(1e9, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0), None)
     hop, rest = Exchanged(1e9, True, overlapped_share=0.25), Exchanged(1e9, True)
-    hidden = Overlap(slowdown=0.0)
+    hidden = 0.0
     assert hop.waited_s(links, 8.0, None) == rest.waited_s(links, 8.0, hidden) == pytest.approx(1.0)
     assert hop.waited_s(links, 8.0, hidden) == 0.0
     assert hop.waited_s(links, 2.0, hidden) == pytest.approx(0.5)
-    assert hop.waited_s(links, 2.0, Overlap(slowdown=0.1)) == pytest.approx(0.55)
+    assert hop.waited_s(links, 2.0, 0.1) == pytest.approx(0.55)
     assert (hop.sent_bytes(4), Exchanged(1e9).sent_bytes(4)) == (1e9, 0.75e9)
 
 

@@ -18,7 +18,6 @@ from autoshard.testing import check_plan
 from passes.driver import plan_and_lower as pipeline
 from passes.driver.candidates import meshes_for
 from passes.driver.progress import interruptible, search_bar
-from passes.planning import search as search_module
 from passes.solver.search_control import SearchControl
 from tests.passes.blocks import Blocks
 
@@ -70,13 +69,6 @@ def _python_s_own_handler() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.fixture(params=["HiGHS", "duality"])
-def gear(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return a patch that solves the problem by one of the two searches."""
-    monkeypatch.setattr(search_module, "EXACT_PAIRS", 10**9 if request.param == "HiGHS" else 0)
-    return request.param
-
-
 @cache
 def uninterrupted() -> Plan:
     """The plan of a search that comes to its end."""
@@ -94,7 +86,7 @@ def at_once(what: str, best: float) -> bool:
 
 
 @pytest.mark.parametrize("when", [at_once, in_the_whole])
-def test_ctrl_c_gives_the_best_plan_so_far(monkeypatch, gear, when) -> None:
+def test_ctrl_c_gives_the_best_plan_so_far(monkeypatch, when) -> None:
     """Ctrl-C returns the best plan so far, with a true bound and a note, which a file keeps."""
     found, whole = plan_pressing(monkeypatch, 1, when), uninterrupted()
     assert not whole.was_interrupted
@@ -109,14 +101,14 @@ def test_ctrl_c_gives_the_best_plan_so_far(monkeypatch, gear, when) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_plan_of_an_interrupted_search_computes_what_one_device_does(monkeypatch, gear) -> None:
+def test_a_plan_of_an_interrupted_search_computes_what_one_device_does(monkeypatch) -> None:
     """A plan of an interrupted search computes one device's numbers."""
     found = plan_pressing(monkeypatch, 1, at_once, precision=None)
     check_plan(MODEL, MESH, INPUTS, plan=found).raise_if_different()
 
 
 @pytest.mark.parametrize("when", [at_once, in_the_whole])
-def test_a_second_ctrl_c_raises(monkeypatch, gear, when) -> None:
+def test_a_second_ctrl_c_raises(monkeypatch, when) -> None:
     """A second Ctrl-C raises, also inside the solver, and afterwards Ctrl-C has its old handler."""
     with pytest.raises(KeyboardInterrupt):
         plan_pressing(monkeypatch, 2, when)

@@ -19,7 +19,7 @@ from autoshard.ir.program import Program
 from autoshard.ir.spec import P
 from autoshard.testing.programs import programs
 from cost_models.compute import memory_time
-from cost_models.streams import Overlap, overlap_of, simulate_streams
+from cost_models.streams import overlap_of, simulate_streams
 from passes.driver.plan_of_choice import lowered_plan
 from passes.driver.plan_options import PlanOptions
 from passes.lowering.bucket_collectives import MIB, BucketCollectives
@@ -40,7 +40,8 @@ from tests.passes.deep import adamw, alike, short_step, step
 from tests.passes.drawn_choices import drawn_choice, program_of
 
 PAIR, LINE, SQUARE = Mesh({"x": 2}), Mesh({"x": 4}), Mesh({"x": 2, "y": 2})
-FREE = Overlap(prefetch=0, slowdown=0.0)
+FREE = 0.0
+"""No slowdown of computation beside communication."""
 
 
 def phased_of(planning: PlanningProblem, choice: list[int]) -> PhasedProgram:

@@ -130,7 +130,7 @@ def test_each_result_of_a_call_is_counted_as_long_as_it_or_a_view_of_it_is_there
 def test_searches_apart_do_not_get_slower_with_memory() -> None:
     """Without proof, and without the plan of a tighter limit to begin with."""
     problem = fused(LINE)
-    search = DualSearch(merges_above=1e-4)
+    search = DualSearch(tolerance=1e-4)
     found = []
     for share in (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95):
         limited = dataclasses.replace(problem.assignment, limit=share * plenty(problem))

@@ -45,7 +45,7 @@ from tests.passes.blocks import (
 )
 from tests.passes.recomputation.cheap_choices import cheapest_first, largest_table
 from tests.passes.recomputation.test_recompute_problem import chains, drawn_choice, joint
-from tests.passes.solver.test_solve_milp import assignments
+from tests.passes.solver.drawn_assignments import assignments
 
 LINE, SQUARE, THREE = Mesh({"x": 2}), Mesh({"x": 2, "y": 2}), Mesh({"x": 3})
 

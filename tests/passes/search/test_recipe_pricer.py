@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from dataclasses import replace
 
@@ -23,7 +22,6 @@ from passes.search.recipe_space import POLICIES, ActivationPolicy, Pipe, RecipeS
 from tests.passes.decoders import priced_dense, priced_sparse
 from tests.passes.executions import under
 from tests.passes.pipes import recipe_of
-from tests.passes.search.problems import RUNTIMES
 
 NAMES = (BEFORE, "a", "b", AFTER)
 SECONDS = st.integers(0, 16).map(lambda number: number / 8)
@@ -118,25 +116,3 @@ def test_no_recipe_takes_less_memory_than_the_floors_of_its_layout_and_pipeline(
                 assert floors[sharding.zero] <= own * (1 + 1e-12)
                 decided_by[policy == ActivationPolicy()] += 1
     assert min(decided_by[True], decided_by[False]) > 0
-
-
-@pytest.mark.parametrize("name", list(MODELS))
-@settings(max_examples=15)
-@given(st.builds(Execution, global_batch=st.sampled_from([6, 12, 32]), runtime=RUNTIMES), st.data())
-def test_no_size_of_micro_batches_is_faster_than_the_bound_of_all_sizes(
-    name: str, base: Execution, data: st.DataObject
-) -> None:
-    """One large micro-batch bounds all recipes whose layouts differ only in the micro-batch, whatever the runtime."""
-    pricer = RecipePricer(MODELS[name]().counted, Cluster("h100_sxm", 2, 2))
-    space = RecipeSpace(MODELS[name]().counted, 4, base, offloads=True)
-    layouts = data.draw(st.sampled_from([each for each in space.layouts() if len(each) > 1]))
-    size = math.lcm(*(layout.micro_batch for layout in layouts))
-    policy, sharding = space.policies(layouts[0])[0], Sharding(min(1, space.most_zero))
-    first = next(space.pipelines(layouts[0]))
-    whole = space.recipe(layouts[0], policy, Pipe(first, "1F1B") if first > 1 else Pipe(), sharding)
-    bound = pricer.least_time_in_sizes(whole, size)
-    for layout in layouts:
-        for own, ranks in itertools.product(space.policies(layout), space.pipelines(layout)):
-            for pipe, shards in itertools.product(space.pipes(layout, ranks), space.shardings(layout, ranks)):
-                recipe = space.recipe(layout, own, pipe, shards)
-                assert not space.admits(recipe) or bound <= pricer.time_s(recipe)

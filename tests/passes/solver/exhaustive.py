@@ -1,4 +1,4 @@
-"""Solve an assignment by trying every choice, as the reference of the other solver."""
+"""Solve an assignment by trying every choice, as the reference of the search."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from passes.solver.dual_state import Usage
 from passes.solver.messages import Messages
 from passes.solver.search_control import SearchControl, SearchProgress
 from passes.solver.smallest_peak import choice_of_smallest_peak
+from tests.passes.solver.drawn_assignments import assignments
 from tests.passes.solver.exhaustive import solve_exhaustive
-from tests.passes.solver.test_solve_milp import assignments
 
 
 def usage_of(problem: Assignment):
