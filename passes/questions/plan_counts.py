@@ -4,8 +4,8 @@
 2. Lower the plan at its own sizes. Lower it again with each input size and each mesh axis changed alone, and with all
    of them changed. Reshards always take the steps that they take at the plan's own sizes.
 3. Read the parts of a quantity off these lowered programs (`lowered_parts`). A part depends on dims on a rank, which
-   are numbers in each program. Find an expression for each dim that agrees with all programs. If the part has a spec,
-   the spec gives the expressions. Otherwise each is a global dim, divided by mesh axes.
+   are numbers in each program. Find an expression for each dim that agrees with all programs: the dim of the value's
+   spec if the part has one, or else a global dim, divided by mesh axes.
 4. Count the parts with these expressions.
 """
 
