@@ -41,7 +41,7 @@ def repeated_intervals(
     """
     gaps = _gaps(liveness, repeated, space)
     standing: dict[str | int, int] = {sites.names[AFTER_GAP]: sites.left_out for sites in repeated.sites}
-    standing |= {links.stand_in: links.left_out for links in repeated.links}
+    standing |= repeated.links
     found: dict[Key, tuple[Interval, int]] = {}
     for (keeper, which), interval in intervals.items():
         if keeper in standing:

@@ -75,30 +75,20 @@ class AlikeSites:
 
 
 @dataclass(frozen=True, slots=True)
-class AlikeLinks:
-    """Four links between sites, at the same place in each of the four units that a repeat keeps.
-
-    `stand_in` is the index of the link that also stands for the links in the `left_out` units that the program lacks.
-    """
-
-    stand_in: int
-    left_out: int
-
-
-@dataclass(frozen=True, slots=True)
 class RepeatedUnits:
     """The repeated units of a search space.
 
     Args:
         sites: the sites of the four units of each repeat, one entry for each place.
-        links: the links into these sites, one entry for the four links that correspond to each other.
+        links: index of a link → the number of equal links in the left-out units for which it also stands. Each four
+            links that correspond to each other have one entry.
         spots: position of each site of a repeated unit, by the site's name.
         starts: (`Spot.repeat`, `Spot.place`) → a site. The sites at this place of the two units beside the gap lie in
             two neighbouring runs of calls. The value is the first site of the later run.
     """
 
     sites: tuple[AlikeSites, ...] = ()
-    links: tuple[AlikeLinks, ...] = ()
+    links: Mapping[int, int] = field(default_factory=dict)
     spots: Mapping[str, Spot] = field(default_factory=dict, repr=False)
     starts: Mapping[tuple[int, int], str] = field(default_factory=dict, repr=False)
 
@@ -114,7 +104,7 @@ class RepeatedUnits:
 
         An absent link stands for itself alone.
         """
-        return {alike.stand_in: 1 + alike.left_out for alike in self.links}
+        return {link: 1 + left_out for link, left_out in self.links.items()}
 
 
 NO_REPEATED_UNITS = RepeatedUnits()
@@ -135,16 +125,16 @@ def find_repeated(space: SearchSpace, paths: Mapping[str, str] | None = None) ->
     paths = module_paths(space.program) if paths is None else paths
     order = {name: point for point, name in enumerate(space.sites)}
     sites: list[AlikeSites] = []
-    links: list[AlikeLinks] = []
+    links: dict[int, int] = {}
     spots: dict[str, Spot] = {}
     starts: dict[tuple[int, int], str] = {}
     for number, repeat in enumerate(space.program.repeats):
         units = _Units(space, number, repeat, paths)
         sites += units.sites()
-        links += units.links()
+        links |= dict.fromkeys(units.links(), repeat.left_out)
         spots |= units.spots
         starts |= {(number, place): later for places, later in units.runs(order) for place in places}
-    return RepeatedUnits(tuple(sites), tuple(links), spots, starts)
+    return RepeatedUnits(tuple(sites), links, spots, starts)
 
 
 def paths_where_run(space: SearchSpace, paths: Mapping[str, str], again: Collection[str]) -> dict[str, str]:
@@ -262,14 +252,14 @@ class _Units:
     def sites(self) -> list[AlikeSites]:
         return [AlikeSites(names, self.repeat.left_out) for names in zip(*self.columns, strict=True)]
 
-    def links(self) -> Iterator[AlikeLinks]:
-        """Yield the four corresponding links for each operand of the sites at each place, in order of the places."""
+    def links(self) -> Iterator[int]:
+        """Yield the link that stands for the left-out ones, for each operand of the sites at each place."""
         for names in zip(*self.columns, strict=True):
             for alike in zip(*(self.incoming[name] for name in names), strict=True):
                 indices, found = zip(*alike, strict=True)
                 tail = self.spots.get(found[BEFORE_GAP].tail)
                 stand_in = BEFORE_GAP if tail is not None and tail.unit == AFTER_GAP else AFTER_GAP
-                yield AlikeLinks(indices[stand_in], self.repeat.left_out)
+                yield indices[stand_in]
 
     def runs(self, order: Mapping[str, int]) -> Iterator[tuple[list[int], str]]:
         """Yield the places of each two neighbouring runs of the units beside the gap, and the later run's first site.
