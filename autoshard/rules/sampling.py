@@ -173,9 +173,12 @@ class Sampler:
     def _values(self, like: Tensor, shape: Sequence[int], scale: float | None) -> Tensor:
         if not _is_float(like):
             return self._chosen(like, shape)
+        dtype, like = like.dtype, computable(like)
         if scale is None and bool(like.any()) and bool(like.isfinite().all()):
-            return self._chosen(like, shape) * self.noise(like, shape).sigmoid().add(0.5)
-        return self.noise(like, shape) * (scale or 1.0)
+            drawn = self._chosen(like, shape) * self.noise(like, shape).sigmoid().add(0.5)
+        else:
+            drawn = self.noise(like, shape) * (scale or 1.0)
+        return drawn.to(dtype)
 
     def _chosen(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         if like.numel() == 0:
@@ -210,6 +213,7 @@ def agree(found: Tensor, expected: Tensor) -> bool:
     """
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
+    found, expected = computable(found), computable(expected)
     if not _is_float(expected):
         return bool(torch.equal(found, expected))
     relative, absolute = (1e-7, 1e-11) if expected.dtype in (torch.float64, torch.complex128) else (1e-3, 1e-5)
@@ -219,8 +223,13 @@ def agree(found: Tensor, expected: Tensor) -> bool:
 
 
 def is_additive(x: Tensor) -> bool:
-    """Whether `x` has floats or complex numbers. Such a tensor can be written as a sum of random tensors."""
-    return _is_float(x)
+    """Whether `x` has floats or complex numbers of more than 8 bits, so that random tensors can add up to `x`."""
+    return _is_float(x) and computable(x) is x
+
+
+def computable(x: Tensor) -> Tensor:
+    """Return the values of `x` in a dtype in which torch computes: float32 for floats of 8 bits, or else `x` itself."""
+    return x.float() if x.is_floating_point() and x.itemsize == 1 else x
 
 
 def _is_float(x: Tensor) -> bool:
