@@ -419,7 +419,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 def _reaches_across(node: fx.Node, rule: BoundRule, factor: BatchFactor) -> bool:
     """Whether results for one sample may depend on other samples. Samples lie along `factor` of the sharding rule."""
     is_reduced = factor.name in rule.whole and rule.local is not None and node.target not in (*_MEANS, *_COUNTED)
-    is_rewritten = rule.local is not None and _kind(node) not in (aten.view.default, *_MEANS, *_SUMS)
+    is_rewritten = rule.local is not None and _kind(node) not in _OF_ROWS
     return factor.name in rule.exchanged or is_reduced or (factor.before > 1 and is_rewritten)
 
 
@@ -469,6 +469,12 @@ _MEAN_REDUCTION = 1
 _MEANS = (aten.mean.default, aten.mean.dim)
 _SUMS = (aten.sum.default, aten.sum.dim_IntList)
 _COUNTED = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+_OF_ROWS = (
+    *(aten.view.default, aten.embedding.default, aten.native_layer_norm.default, *_MEANS, *_SUMS),
+    torch.ops.autoshard.cross_entropy.default,
+)
+"""Operators with rewrites that do not depend on the order of samples in a dim."""
+
 _USE_CROSS_ENTROPY = "divides by a count of its own: use cross_entropy, or divide nll_loss(reduction='sum') by a count"
 _QUOTIENTS = (aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor)
 _PRODUCTS = (*_QUOTIENTS, aten.mul.Tensor, aten.mul.Scalar)

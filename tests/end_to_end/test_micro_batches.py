@@ -109,6 +109,11 @@ OWN_SAMPLES: dict[str, Loss] = {
     "instance norm": lambda m, z, x, y: F.instance_norm(z[:, :4].view(-1, 2, 2) * x[:, :4].view(-1, 2, 2)).tanh().sum(),
     "frozen batch norm": frozen,
     "new tensors": lambda m, z, x, y: (z * z.new_ones(len(x), 1) + x.new_full((1,), 0.5)).square().sum(),
+    "rows of times": lambda m, z, x, y: F.cross_entropy(
+        m.layer(F.layer_norm(x.view(-1, 1, WIDTH).expand(-1, 2, -1).transpose(0, 1), (WIDTH,))).reshape(-1, CLASSES),
+        y[:, None].expand(-1, 2).T.reshape(-1),
+        ignore_index=0,
+    ),
     "columns first": lambda m, z, x, y: (z.T.reshape(-1, 1) * z.new_ones(1, 3)).tanh().mean(),
     "products behind columns": lambda m, z, x, y: (
         (F.linear(x.view(-1, 2, 4).transpose(0, 1).reshape(-1, 4), m.layer.weight[:, :4]).view(2, -1, 5).tanh().sum(0))
