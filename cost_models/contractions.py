@@ -157,7 +157,7 @@ def bilinear(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
     return _products(inputs, outputs, (MatmulShape(rows, out * right, left), MatmulShape(out, 1, right, rows)))
 
 
-@operator_cost("aten._cdist_forward.default")
+@operator_cost("aten._cdist_forward.default", "aten._euclidean_dist.default")
 def cdist(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
     """Return the work of the distances from [..., p, m] to [..., r, m]: a product of 2 * p * r * m FLOPs.
 

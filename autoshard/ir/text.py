@@ -58,6 +58,17 @@ def format_bytes(size: float) -> str:
     return f"{size:.2f} TiB"
 
 
+def memory_limit_in_words(limit_bytes: float | None, *, is_given: bool) -> str:
+    """Return the limit of a device's memory as words of an error.
+
+    For example: `memory_budget=100 bytes (100 B) per device`. `is_given` says whether the user gave the limit.
+    """
+    if limit_bytes is None:
+        return "any memory"
+    size = format_bytes(limit_bytes)
+    return f"memory_budget={limit_bytes:.0f} bytes ({size}) per device" if is_given else f"a device's memory ({size})"
+
+
 def format_time(seconds: float) -> str:
     """Return a time in seconds as text with a suitable unit: `12.3 ms`."""
     if abs(seconds) >= 999.5:

@@ -27,7 +27,17 @@ from autoshard.errors import OperatorError, RuleInferenceError
 from autoshard.ir.text import first_line
 from autoshard.rules.notation import Dims, OperandCondition, Rule, bind, parse, render
 from autoshard.rules.registry import checked_operator, has_rule, mark_inferred, sharding_rule, tensor_operands
-from autoshard.rules.sampling import REFUSALS, SampledCall, Sampler, TiedDims, Trial, agree, call_of, is_additive
+from autoshard.rules.sampling import (
+    REFUSALS,
+    SampledCall,
+    Sampler,
+    TiedDims,
+    Trial,
+    agree,
+    call_of,
+    computable,
+    is_additive,
+)
 
 Outcome = int | str
 """The way in which the pieces of a result make up the whole result.
@@ -205,10 +215,14 @@ def _check_operator(call: SampledCall, sample: Sequence[Tensor]) -> None:
     results, again = _run(call, sample), _run(call, sample)
     if not results:
         raise RuleInferenceError(f"{name} gives no tensors ({schema}); there is nothing to split.")
-    if not all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(before, sample, strict=True)):
+    if not all(_are_equal(x, y) for x, y in zip(before, sample, strict=True)):
         raise RuleInferenceError(f"{name} changes its operands, though its schema does not say so ({schema}).")
     if not all(agree(x, y) for x, y in zip(results, again, strict=True)):
         raise RuleInferenceError(f"{name} gives other results when it is run again: it is random. {_BY_HAND}")
+
+
+def _are_equal(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(computable(x).nan_to_num(), computable(y).nan_to_num())
 
 
 def _run(call: SampledCall, sample: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -255,8 +269,7 @@ def _outcomes(sampler: Sampler, tie: TiedDims, added: frozenset[int], trials: Se
     The operands `added` are cut into addends. If no two trials split `tie` at different sizes, some set is empty.
     """
     found: list[set[Outcome]] = [
-        {*range(x.dim()), "whole", *(_REDUCTIONS if x.dtype != torch.bool and not x.is_complex() else ())}
-        for x in trials[0].results
+        {*range(x.dim()), "whole", *(_REDUCTIONS if _has_order(x) else ())} for x in trials[0].results
     ]
     sizes = set()
     for trial in trials:
@@ -274,6 +287,11 @@ def _outcomes(sampler: Sampler, tie: TiedDims, added: frozenset[int], trials: Se
             if not all(found):
                 return found
     return found if len(sizes) > 1 else [set() for _ in found]
+
+
+def _has_order(x: Tensor) -> bool:
+    """Whether torch computes maxima and sums of the elements of `x`. Booleans and floats of 8 bits are left out."""
+    return x.dtype != torch.bool and not x.is_complex() and computable(x) is x
 
 
 def _piece_counts(size: int) -> list[int]:

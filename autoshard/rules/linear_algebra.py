@@ -145,8 +145,8 @@ def trilinear(
     return Rule((operands, (without(dims, sumdim),)), reduce=reduce, linear=[(0,), (1,), (2,)])
 
 
-@sharding_rule(aten._cdist_forward.default)
-def cdist(a: torch.Tensor, b: torch.Tensor, p: float, mode: int | None) -> Rule:
+@sharding_rule(aten._cdist_forward.default, aten._euclidean_dist.default)
+def cdist(a: torch.Tensor, b: torch.Tensor, p: float = 2.0, mode: int | None = None) -> Rule:
     """Return a rule that may split the points of both operands, but not the coordinates of a point."""
     batch = named(max(a.dim(), b.dim()) - 2, "b")
     left, right = broadcast_dims(a.shape[:-2], batch), broadcast_dims(b.shape[:-2], batch)

@@ -148,7 +148,7 @@ class Sampler:
 
         If the sample has integers, which may index the dims, draw a multiple of the sample's size instead.
         """
-        if any(not is_additive(x) for x in self.sample):
+        if any(not _is_float(x) for x in self.sample):
             return self._multiple(tie)
         return _SMALL_SIZES[self._integer(len(_SMALL_SIZES))]
 
@@ -171,11 +171,14 @@ class Sampler:
         return tuple(self._values(x, shape, scale) for x, shape in zip(self.sample, shapes, strict=True))
 
     def _values(self, like: Tensor, shape: Sequence[int], scale: float | None) -> Tensor:
-        if not is_additive(like):
+        if not _is_float(like):
             return self._chosen(like, shape)
+        dtype, like = like.dtype, computable(like)
         if scale is None and bool(like.any()) and bool(like.isfinite().all()):
-            return self._chosen(like, shape) * self.noise(like, shape).sigmoid().add(0.5)
-        return self.noise(like, shape) * (scale or 1.0)
+            drawn = self._chosen(like, shape) * self.noise(like, shape).sigmoid().add(0.5)
+        else:
+            drawn = self.noise(like, shape) * (scale or 1.0)
+        return drawn.to(dtype)
 
     def _chosen(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         if like.numel() == 0:
@@ -210,7 +213,8 @@ def agree(found: Tensor, expected: Tensor) -> bool:
     """
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
-    if not is_additive(expected):
+    found, expected = computable(found), computable(expected)
+    if not _is_float(expected):
         return bool(torch.equal(found, expected))
     relative, absolute = (1e-7, 1e-11) if expected.dtype in (torch.float64, torch.complex128) else (1e-3, 1e-5)
     finite = expected[expected.isfinite()]
@@ -219,7 +223,16 @@ def agree(found: Tensor, expected: Tensor) -> bool:
 
 
 def is_additive(x: Tensor) -> bool:
-    """Whether `x` has floats or complex numbers. Such a tensor can be written as a sum of random tensors."""
+    """Whether `x` has floats or complex numbers of more than 8 bits, so that random tensors can add up to `x`."""
+    return _is_float(x) and computable(x) is x
+
+
+def computable(x: Tensor) -> Tensor:
+    """Return the values of `x` in a dtype in which torch computes: float32 for floats of 8 bits, or else `x` itself."""
+    return x.float() if x.is_floating_point() and x.itemsize == 1 else x
+
+
+def _is_float(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 

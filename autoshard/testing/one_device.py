@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 from torch.fx.node import Argument, Target
 
-from autoshard.rules.emit_local import stride_free
+from autoshard.rules.local import stride_free
 
 
 class OneDevice(fx.Interpreter):

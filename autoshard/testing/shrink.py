@@ -24,8 +24,8 @@ from autoshard.errors import AutoshardError
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, Program
 from autoshard.ir.spec import PartitionSpec
-from autoshard.rules.emit_local import stride_free
 from autoshard.rules.fan_out import fan_out
+from autoshard.rules.local import stride_free
 from autoshard.rules.registry import author_of_rule
 from autoshard.testing.calls import check_calls
 from autoshard.testing.one_device import OneDevice

@@ -115,7 +115,7 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
         DearMeshError: each solution is slower than a plan on another mesh, and each known recipe on this mesh is much
             slower.
     """
-    search = Search(options.memory_budget, control=options.control)
+    search = Search(options.memory_budget, is_given=options.is_budget_given, control=options.control)
     peak_of = peak_under(options)
     quick = replace(search, tolerance=1e-2, max_rounds=_BASELINE_ROUNDS, is_thorough=False, says_smallest=False)
     baselines: Mapping[str, Solution | None] = {}

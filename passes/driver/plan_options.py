@@ -22,6 +22,7 @@ class PlanOptions:
     Args:
         constraints: pattern (glob) of qualified names → the spec that matching values must have.
         memory_budget: bytes on each device; None: no limit.
+        is_budget_given: whether the user gave `memory_budget`. Otherwise it is the memory of the device.
         time_budget_s: seconds that all searches together may take. If a search may need more, mesh axes are tied
             (`space_in_time`). `control` ends the searches.
         state_bytes_per_parameter_byte: optimizer state as a multiple of the parameters' bytes (2 for Adam in float32).
@@ -47,6 +48,7 @@ class PlanOptions:
 
     constraints: Mapping[str, PartitionSpec] = field(default_factory=dict)
     memory_budget: float | None = None
+    is_budget_given: bool = True
     time_budget_s: float = 60.0
     state_bytes_per_parameter_byte: float = 0.0
     strict: bool = False

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -330,6 +329,7 @@ class Planner:
         return PlanOptions(
             constraints={**constraints, **_within(program, placed)},
             memory_budget=self.limit_bytes(mesh),
+            is_budget_given=self.memory_budget is not None,
             time_budget_s=self.time_budget_s,
             state_bytes_per_parameter_byte=0.0 if updates(program) else self.state_ratio,
             strict=self.strict,
@@ -346,12 +346,11 @@ class Planner:
             offload=self.change.without != "offload",
         )
 
-    def limit_bytes(self, mesh: Mesh) -> float | None:
-        """Return the most bytes that the tensors of a rank may take; None without a limit."""
-        budget: float | None = self.memory_budget
-        if budget is None:
-            budget = room_bytes(self.cluster_for(mesh).device, sum(size > 1 for size in mesh.shape))
-        return None if budget is None or math.isinf(self.change.memory) else budget * self.change.memory
+    def limit_bytes(self, mesh: Mesh) -> float:
+        """Return the most bytes that the tensors of a rank may take."""
+        room = room_bytes(self.cluster_for(mesh).device, sum(size > 1 for size in mesh.shape))
+        budget = room if self.memory_budget is None else self.memory_budget
+        return budget * self.change.memory
 
     def search_meshes(self, program: Program, meshes: Sequence[Mesh]) -> Plan:
         """Return the fastest plan on any of `meshes`; if no mesh has a plan, raise the last error.

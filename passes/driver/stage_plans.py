@@ -27,7 +27,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, OutputKind, Program, describe
 from autoshard.ir.request import Request
 from autoshard.ir.staged import CutProgram, StagedProgram, StageProgram
-from autoshard.ir.text import format_bytes
+from autoshard.ir.text import format_bytes, memory_limit_in_words
 from autoshard.ir.verification_report import VerificationReport
 from autoshard.runtime.stages.stage_messages import find_slot
 from autoshard.tracing.update import append_update
@@ -217,11 +217,11 @@ class StagePlans:
             try:
                 stages |= {number: search.stage(number, limits[number]) for number in waiting}
             except DoesNotFitError as error:
-                raise self._does_not_fit(error.smallest_bytes, self.planner.memory_budget, order) from error
+                raise self._does_not_fit(error.smallest_bytes, budget, order) from error
             found = [stages[number] for number in range(len(cut.stages))]
             staged = _staged(cut, order, found, program)
             predicted = predict_pipeline(staged, self.pipeline.mesh, cluster, clips_norm=clips)
-            over = [0 if budget is None else memory.peak_bytes - budget for memory in predicted.memory]
+            over = [memory.peak_bytes - budget for memory in predicted.memory]
             if max(over) <= 0:
                 return found, predicted
             if predicted.whole.peak_memory_bytes >= needed:
@@ -242,20 +242,18 @@ class StagePlans:
                 break
         raise self._does_not_fit(needed, budget, order)
 
-    def _does_not_fit(self, needed: float, budget: float | None, order: PipelineOrder) -> DoesNotFitError:
+    def _does_not_fit(self, needed: float, budget: float, order: PipelineOrder) -> DoesNotFitError:
         flight = max(self._in_flight(order))
         late = (
             " time_budget_s was up before the search ended: give it more time."
             if self.planner.begun()[1].has_cut
             else ""
         )
-        given = self.planner.memory_budget
-        own = "this device" if budget is None else f"a device's memory, {format_bytes(budget)},"
-        limit = own if given is None else f"memory_budget={given:.0f}"
+        limit = memory_limit_in_words(budget, is_given=self.planner.memory_budget is not None)
         needs = f"{format_bytes(needed)} per device or more" if needed else "more memory per device"
         return DoesNotFitError(
             f"The pipeline needs {needs}, with up to {flight} micro-batches in "
-            f"flight on a rank (schedule={self.pipeline.schedule!r}), and {limit} is less. Use more micro-batches, "
+            f"flight on a rank (schedule={self.pipeline.schedule!r}). This exceeds {limit}. Use more micro-batches, "
             f"which are smaller, another schedule, or more ranks.{late}",
             smallest_bytes=int(needed),
         )
@@ -271,7 +269,6 @@ class StagePlans:
         plans = tuple(replace(stage.plan, predicted=own) for stage, own in zip(stages, predicted.stages, strict=True))
         crossing = {item.name for item in cut.crossings}
         nodes = program.nodes_by_name()
-        limit = self.planner.limit_bytes(self.pipeline.mesh)
         return Plan(
             mesh=self.pipeline.mesh,
             program_digest=program.digest(),
@@ -289,7 +286,7 @@ class StagePlans:
             lower_bound=None,
             search_time_s=0.0,
             hardware=self.planner.cluster_for(self.pipeline.mesh).name,
-            memory_budget=None if limit is None else int(limit),
+            memory_budget=int(self.planner.limit_bytes(self.pipeline.mesh)),
             precision=self.planner.precision,
             recipe=self.planner.recipe,
             replicated_operators=tuple(dict.fromkeys(item for plan in plans for item in plan.replicated_operators)),

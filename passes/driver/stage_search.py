@@ -12,7 +12,7 @@ from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.pipeline_order import PipelineOrder
 from autoshard.ir.plan import Plan
-from autoshard.ir.program import InputKind, OutputKind, Program
+from autoshard.ir.program import Program
 from autoshard.ir.request import Request
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.staged import CutProgram, StageProgram
@@ -24,7 +24,7 @@ from passes.lowering.lower_program import prepare
 from passes.lowering.order import Moment, run_at
 from passes.memory.stage_load import StageLoad
 from passes.planning.build_assignment import PlanningProblem
-from passes.planning.constraints import whole_outputs
+from passes.planning.constraints import matching, whole_outputs
 from passes.strategies.repeated import NotAlikeError
 
 _LOGGER = logging.getLogger(__name__)
@@ -193,11 +193,4 @@ def lowered_stage(phased: PhasedProgram, plan: Plan, order: PipelineOrder) -> St
 
 def constraints_of(stage: Program, constraints: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
     """Return the constraints that match an input, output, parameter or state of a stage."""
-    state = {slot.name for slot in stage.inputs_of(InputKind.STATE)}
-    names = {name for slot in stage.inputs for name in (slot.name, *slot.aliases)}
-    names |= {slot.name for slot in stage.outputs_of(OutputKind.OUTPUT)}
-    return {
-        pattern: spec
-        for pattern, spec in constraints.items()
-        if any(fnmatchcase(name, pattern) and (":" in pattern or name not in state) for name in names)
-    }
+    return {pattern: spec for pattern, spec in constraints.items() if matching(stage, pattern)}

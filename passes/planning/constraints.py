@@ -15,6 +15,7 @@ from autoshard.errors import InvalidSpecError
 from autoshard.ir.program import InputKind, OutputKind, Program
 from autoshard.ir.repeat import names_represented_by
 from autoshard.ir.spec import PartitionSpec
+from autoshard.ir.staged import crosses_stages
 from autoshard.ir.update import names_state
 from passes.planning.build_assignment import PlanningProblem
 from passes.strategies.enumerate_strategies import SearchSpace, Site
@@ -28,11 +29,10 @@ def allowed_options(planning: PlanningProblem, constraints: Mapping[str, Partiti
             other.
     """
     names = constrainable(planning.space)
-    state = {slot.name for slot in planning.space.program.inputs_of(InputKind.STATE)}
     allowed: dict[int, np.ndarray] = {}
     layouts: dict[int, str] = {}
     for pattern, spec in constraints.items():
-        matches = [name for name in names if fnmatchcase(name, pattern) and (":" in pattern or name not in state)]
+        matches = [name for name in matching(planning.space.program, pattern) if name in names]
         if not matches:
             raise InvalidSpecError(
                 f"constraints[{pattern!r}] matches no parameter, buffer, input or output; there are: "
@@ -89,19 +89,31 @@ def split_outputs(program: Program, constraints: Collection[str], *, gather: boo
 
 
 def constrainable(space: SearchSpace) -> dict[str, str]:
-    """Return the name of the site of each value that a constraint may name, by the value's name.
+    """Return the name of the site of each value that a constraint may name, by the value's name."""
+    return {name: site for name, site in _named(space.program, with_state=True).items() if site in space.sites}
 
-    A tied parameter has all its names. If equal blocks are planned once, the values of the other blocks have the sites
-    of the planned block.
+
+def matching(program: Program, pattern: str) -> list[str]:
+    """Return the names of the values that a constraint's pattern stands for."""
+    return [name for name in _named(program, with_state=":" in pattern) if fnmatchcase(name, pattern)]
+
+
+def _named(program: Program, *, with_state: bool) -> dict[str, str]:
+    """Return the node, or the output, of each value that a constraint may name, by the value's name.
+
+    A tied parameter has all its names. If equal blocks are planned once, the values of the other blocks have the nodes
+    of the planned block. Values that pipeline stages send to each other are left out.
     """
+    left_out = (InputKind.SQUARES,) if with_state else (InputKind.SQUARES, InputKind.STATE)
     names = {
         alike: slot.node
-        for slot in space.program.inputs
+        for slot in program.inputs
+        if slot.kind not in left_out
         for name in (slot.name, *slot.aliases)
-        for alike in names_represented_by(space.program.repeats, name)
+        for alike in names_represented_by(program.repeats, name)
     }
-    names |= {slot.name: slot.name for slot in space.program.outputs_of(OutputKind.OUTPUT)}
-    return {name: site for name, site in names.items() if site in space.sites}
+    names |= {slot.name: slot.name for slot in program.outputs_of(OutputKind.OUTPUT)}
+    return {name: node for name, node in names.items() if not crosses_stages(name)}
 
 
 def _mask(planning: PlanningProblem, name: str, site_name: str, spec: PartitionSpec) -> np.ndarray:

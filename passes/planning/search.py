@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from autoshard.errors import DoesNotFitError
-from autoshard.ir.text import format_bytes
+from autoshard.ir.text import format_bytes, memory_limit_in_words
 from passes.memory.liveness import Liveness
 from passes.solver.assignment import Assignment, MemoryRow, Solution
 from passes.solver.dual_search import DualSearch
@@ -64,6 +64,7 @@ class Search:
         max_rounds: greatest number of rounds of message passing (`DualSearch`).
         is_thorough: continue the search after a choice fits (`DualSearch.raises_multipliers`).
         says_smallest: name a sufficient memory limit in the error, even if it is proven that no choice fits.
+        is_given: whether the user gave the limit, as `memory_budget`. Otherwise it is the memory of the device.
         control: receives the progress, and may stop the search.
     """
 
@@ -72,6 +73,7 @@ class Search:
     max_rounds: int = 100
     is_thorough: bool = True
     says_smallest: bool = True
+    is_given: bool = True
     control: SearchControl = dataclasses.field(default_factory=SearchControl)
 
     def __call__(
@@ -113,14 +115,13 @@ class Search:
 
         `least` is a sufficient limit of each rank's memory, in bytes; None if no sufficient limit is known.
         """
-        limit = self.memory_limit_bytes or 0
         if least is None:
             would_do = "A sufficient budget is not known."
         else:
             would_do = f"{least:.0f} bytes ({format_bytes(least)}) are enough; fewer may be."
         return DoesNotFitError(
-            f"No plan was found that fits for {planning.space.mesh} in memory_budget={limit:.0f} bytes "
-            f"({format_bytes(limit)}) per device. "
+            f"No plan was found that fits for {planning.space.mesh} in "
+            f"{memory_limit_in_words(self.memory_limit_bytes, is_given=self.is_given)}. "
             f"{would_do} {_largest(planning)} Use more devices, a smaller batch, or fewer constraints.",
             smallest_bytes=0 if least is None else int(np.ceil(least)),
         )

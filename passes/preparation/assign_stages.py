@@ -240,6 +240,7 @@ class _Assigning:
             wants = [wanted[user] for user in node.users if user in wanted]
             wants += [homes[node]] if node in homes else []
             wanted[node] = min(self.stage[node], max(wants, default=self.stage[node]))
+        before = dict(self.stage)
         for node in backward:
             at = wanted[node]
             if at == self.stage[node] or not isinstance(node.meta.get("val"), torch.Tensor):
@@ -252,6 +253,9 @@ class _Assigning:
             )
             if comes and all(leaf in self.there[at] for leaf in self._leaves(node, flows)):
                 self.stage[node] = at
+        for node in reversed(backward):  # a call that stays reads no call that moved
+            if any(self.stage[user] > self.stage[node] for user in node.users if user in flows):
+                self.stage[node] = before[node]
 
     def _place_results(self) -> None:
         names = self.program.nodes_by_name()

@@ -7,7 +7,7 @@ more memory, or for hardware with one part a tenth faster. So each figure in an 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import permutations
 from typing import Any
@@ -15,9 +15,7 @@ from typing import Any
 from autoshard.errors import DoesNotFitError, InvalidSpecError, NotAvailableError, RecipeError
 from autoshard.ir.answers import Alternative, Explanation, Limits, Outcome, Variant, WhyNot
 from autoshard.ir.plan import Plan
-from autoshard.ir.program import InputKind
 from autoshard.ir.spec import PartitionSpec
-from autoshard.ir.staged import crosses_stages, is_of_weights
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import constrainable, own_specs
 from passes.planning.restrictions import ROLES
@@ -27,7 +25,7 @@ from passes.questions.features import FEATURES, feature_named
 from passes.questions.roles import SpecOf, has_role
 
 MORE_MEMORY, TWICE, UNLIMITED = f"{SHARE} more memory", "twice the memory", "memory without limit"
-_MEMORY = {MORE_MEMORY: MORE, TWICE: 2.0, UNLIMITED: float("inf")}
+_MEMORY = {MORE_MEMORY: MORE, TWICE: 2.0, UNLIMITED: 2.0**20}
 """The memory limits that `limits` tries: change in words → factor on the plan's limit."""
 
 _SAVINGS = ("recompute", "offload")
@@ -125,15 +123,19 @@ class Questions:
 
         A way says which mesh axis has which role. The list has None for each way that cannot apply to the model.
         """
-        specs = [_specs_of(each) for each in plan.stages or (plan,)]
-        pairs = list(zip(problems, specs, strict=True))
-        used = [_over(way) for way in ways if all(has_role(pairs, axis, role) for axis, role in way.items())]
+        used = [_over(way) for way in ways if _has_roles(plan, problems, way)]
         found = [
-            self._variant(plan, f"{feature} {_over(way)}", Change(roles={axis: ROLES[way[axis]] for axis in way}))
-            for way in ways
-            if _over(way) not in used
+            self._in_roles(plan, problems, f"{feature} {_over(way)}", way) for way in ways if _over(way) not in used
         ]
         return ", ".join(used), found
+
+    def _in_roles(self, plan: Plan, problems: Sequence[PlanningProblem], name: str, way: Way) -> Variant | None:
+        """Return the cost of the fastest plan whose axes have the roles of `way`; None if there is none.
+
+        A recipe or constraints may exclude a role. The search then returns a plan without the role.
+        """
+        change = Change(roles={axis: ROLES[role] for axis, role in way.items()})
+        return self._variant(plan, name, change, lambda found: _has_roles(found, problems, way))
 
     def _tried(self, plan: Plan, ways: Sequence[tuple[str, Fields]]) -> tuple[list[Variant | None], str]:
         """Return the best plan under each entry of `ways`, and the message of the last `NotAvailableError`, or "".
@@ -148,13 +150,15 @@ class Questions:
                 missing = str(error)
         return found, missing
 
-    def _variant(self, plan: Plan, name: str, change: Change) -> Variant | None:
+    def _variant(
+        self, plan: Plan, name: str, change: Change, is_meant: Callable[[Plan], bool] = lambda found: True
+    ) -> Variant | None:
         """Return the cost of the fastest plan with a change, under the name `name`.
 
-        The result is None if the change cannot apply to the model.
+        The result is None if the change cannot apply to the model, or if `is_meant` is false for the plan.
         """
         try:
-            found = self._plan_again(plan, change)
+            found = self._plan_again(plan, change, is_meant)
         except RecipeError:
             return None
         words = f"{name}: {found.recipe.words}" if change.fields and found.recipe is not None else name
@@ -166,11 +170,14 @@ class Questions:
         except RecipeError:
             return Outcome(fits=False)
 
-    def _plan_again(self, plan: Plan, change: Change) -> Outcome:
+    def _plan_again(self, plan: Plan, change: Change, is_meant: Callable[[Plan], bool] = lambda found: True) -> Outcome:
         try:
-            return outcome_of(self.replan(plan, change))
+            found = self.replan(plan, change)
         except DoesNotFitError as error:
             return Outcome(fits=False, smallest_bytes=error.smallest_bytes)
+        if not is_meant(found):
+            raise RecipeError(f"{change} has no plan.")
+        return outcome_of(found)
 
 
 def outcome_of(plan: Plan) -> Outcome:
@@ -245,6 +252,11 @@ def _alternative(spec: PartitionSpec, found: Outcome) -> Alternative:
     return Alternative(spec, **_figures(found))
 
 
+def _has_roles(plan: Plan, problems: Sequence[PlanningProblem], way: Way) -> bool:
+    pairs = list(zip(problems, map(_specs_of, plan.stages or (plan,)), strict=True))
+    return all(has_role(pairs, axis, role) for axis, role in way.items())
+
+
 def _specs_of(plan: Plan) -> SpecOf:
     return lambda name: (plan.nodes[name].inputs, plan.nodes[name].outputs)
 
@@ -261,16 +273,11 @@ def _site_named(problems: Sequence[PlanningProblem], name: str) -> tuple[int, st
         sites = {**{site: site for site in planning.space.sites}, **constrainable(planning.space)}
         if isinstance(name, str) and name in sites:
             return stage, sites[name]
-    known = [each for planning in problems for each in constrainable(planning.space) if not _is_between_stages(each)]
+    known = [each for planning in problems for each in constrainable(planning.space)]
     raise InvalidSpecError(
         f"explain({name!r}): the plan has no parameter, buffer, input, output or node of that name; there are "
         f"{', '.join(known[:8])}{', ...' if len(known) > 8 else ''}, and the nodes of plan.nodes."
     )
-
-
-def _is_between_stages(name: str) -> bool:
-    """Whether a name was made up for the cut into stages, as for a value that one stage sends to another."""
-    return crosses_stages(name) or is_of_weights(name) or name.startswith(InputKind.SQUARES)
 
 
 def _chosen(plan: Plan, planning: PlanningProblem, site_name: str) -> PartitionSpec:

@@ -27,7 +27,7 @@ class Change:
         roles: mesh axis → the role that it must have, in all stages.
         without: "recompute" or "offload"; the plan must not use it.
         fields: recipe field → its allowed values. The new plan may be for another mesh.
-        memory: factor on the memory limit; infinite for no limit.
+        memory: factor on the memory limit.
         faster: function that returns a copy of a cluster with one part faster, or None if the cluster lacks the part.
     """
 

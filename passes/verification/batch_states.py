@@ -19,13 +19,15 @@ class Same:
 
 @dataclass(frozen=True, slots=True)
 class SlicedDim:
-    """Each of the m parts has the slice of its own samples, along dim `dim`.
+    """Each of the m parts has its own samples, which lie along dim `dim`.
 
-    It is a slice of the batch's value, multiplied by m ** exponent.
+    They are a part of the batch's value, multiplied by m ** exponent. The dim has `before` equal blocks, each with all
+    samples. For example, `x.transpose(0, 1).flatten(0, 1)` has a block for each time.
     """
 
     dim: int
     exponent: int = 0
+    before: int = 1
 
 
 @dataclass(frozen=True, slots=True)

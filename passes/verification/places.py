@@ -45,7 +45,8 @@ def read_at_places(node: fx.Node, states: Mapping[fx.Node, Sequence[State]]) -> 
     (state,) = states[source]
     given = {dim: index for dim, index in enumerate(indices) if isinstance(index, fx.Node)}
     values = {dim: index.meta["val"] for dim, index in given.items()}
-    if not isinstance(state, SlicedDim) or any(value.dtype in (torch.bool, torch.uint8) for value in values.values()):
+    has_masks = any(value.dtype in (torch.bool, torch.uint8) for value in values.values())
+    if not isinstance(state, SlicedDim) or state.before > 1 or has_masks:
         return None
     place = states[given[state.dim]][0] if state.dim in given else None
     if not isinstance(place, BatchIndices) or place.size != source.meta["val"].shape[state.dim]:

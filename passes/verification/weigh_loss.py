@@ -34,6 +34,7 @@ from autoshard.ir.spec import Reduction
 from autoshard.kernels.checks import checked
 from autoshard.rules.notation import BoundRule
 from passes.strategies.enumerate_strategies import operands_of, resolve, rule_of
+from passes.verification.batch_factor import BatchFactor, batch_factor
 from passes.verification.batch_states import BatchIndices, Mixed, OfInputs, Same, SlicedDim, State, Sum
 from passes.verification.combine_branches import combine_branches
 from passes.verification.places import (
@@ -253,7 +254,8 @@ class _LossWalk:
         if len(given) > 1 or rule is None or not rule.transparent or not isinstance(place, BatchIndices):
             return None
         (moved,) = self._split(node, [SlicedDim(place.dim)], 0)
-        return BatchIndices(moved.dim, place.size) if isinstance(moved, SlicedDim) else None
+        is_moved = isinstance(moved, SlicedDim) and moved.before == 1
+        return BatchIndices(moved.dim, place.size) if is_moved else None
 
     def _reads_seed(self, node: fx.Node) -> bool:
         seeds = {slot.node for slot in self.program.inputs if slot.kind == InputKind.SEED}
@@ -266,10 +268,10 @@ class _LossWalk:
         """
         rule = rule_of(self.twins[node])
         count = len(tensor_values(node))
-        factor = None if rule is None else _factor(rule, given)
-        if rule is None or factor is None or factor in rule.blocked or _reaches_across(node, rule, factor):
+        factor = None if rule is None else batch_factor(rule, given)
+        if rule is None or factor is None or factor.name in rule.blocked or _reaches_across(node, rule, factor):
             return [Mixed(node, "mixes samples across the batch")] * count
-        if knows_places(node, rule, factor):
+        if knows_places(node, rule, factor.name):
             return [Mixed(node, _OF_PLACE)] * count
         exponent = self._exponent(node, rule, given)
         if exponent is None:
@@ -280,20 +282,20 @@ class _LossWalk:
             made[place] = self._result(node, rule, factor, (index, place), exponent + scale)
         return made
 
-    def _result(self, node: fx.Node, rule: BoundRule, factor: str, at: tuple[int, int], exponent: int) -> State:
+    def _result(self, node: fx.Node, rule: BoundRule, factor: BatchFactor, at: tuple[int, int], exponent: int) -> State:
         """Return the state of one result. `at` is its index in the rule, and its index among the call's results."""
         index, place = at
         for dim, factors in enumerate(rule.outputs[index]):
-            if factor in factors:
+            if factor.name in factors:
                 grown = _grown(tensor_values(node)[place], tensor_values(self.twins[node])[place])
-                is_first = factors[0] == factor and grown == dim
-                return SlicedDim(dim, exponent) if is_first else Mixed(node, "mixes samples across the batch")
-        if rule.local is None and index in rule.whole.get(factor, ()):  # independent of the batch
+                sliced = SlicedDim(dim, exponent, factor.blocks_in(factors, rule.sizes))
+                return sliced if grown == dim else Mixed(node, "mixes samples across the batch")
+        if rule.local is None and index in rule.whole.get(factor.name, ()):  # independent of the batch
             return Same()
         if node.target in _MEANS or argument(node, "reduction") == _MEAN_REDUCTION:
             is_counted = node.target in _COUNTED
             return Mixed(node, _USE_CROSS_ENTROPY) if is_counted else Sum(frozenset({(None, exponent + 1)}))
-        is_sum = rule.is_reduced(factor, index) and rule.reduce[factor] is Reduction.SUM
+        is_sum = rule.is_reduced(factor.name, index) and rule.reduce[factor.name] is Reduction.SUM
         if is_sum and (rule.local is None or node.target in _SUMS):
             return Sum(frozenset({(None, exponent)}))
         return Mixed(node, "is computed over the whole batch")
@@ -414,26 +416,11 @@ def _are_equal(one: Any, other: Any) -> bool:
     return are_known and one.dtype == other.dtype and torch.equal(one, other)
 
 
-def _factor(rule: BoundRule, given: Sequence[State]) -> str | None:
-    """Return the factor along which all operands of state `SlicedDim`, and no other operands, are split; else None."""
-    found: str | None = None
-    for state, dims in zip(given, rule.inputs, strict=True):
-        if isinstance(state, SlicedDim):
-            own = next(iter(dims[state.dim]), None)
-            if own is None or (found is not None and own != found):
-                return None
-            found = own
-    is_alone = all(
-        isinstance(state, SlicedDim) or all(found not in dim for dim in dims)
-        for state, dims in zip(given, rule.inputs, strict=True)
-    )
-    return found if is_alone else None
-
-
-def _reaches_across(node: fx.Node, rule: BoundRule, factor: str) -> bool:
-    """Whether results for one sample depend on other samples. Samples lie along `factor` of the sharding rule."""
-    is_reduced = factor in rule.whole and rule.local is not None and node.target not in (*_MEANS, *_COUNTED)
-    return factor in rule.exchanged or is_reduced
+def _reaches_across(node: fx.Node, rule: BoundRule, factor: BatchFactor) -> bool:
+    """Whether results for one sample may depend on other samples. Samples lie along `factor` of the sharding rule."""
+    is_reduced = factor.name in rule.whole and rule.local is not None and node.target not in (*_MEANS, *_COUNTED)
+    is_rewritten = rule.local is not None and _kind(node) not in _OF_ROWS
+    return factor.name in rule.exchanged or is_reduced or (factor.before > 1 and is_rewritten)
 
 
 def _passes(rule: BoundRule, places: frozenset[int]) -> bool:
@@ -482,6 +469,12 @@ _MEAN_REDUCTION = 1
 _MEANS = (aten.mean.default, aten.mean.dim)
 _SUMS = (aten.sum.default, aten.sum.dim_IntList)
 _COUNTED = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+_OF_ROWS = (
+    *(aten.view.default, aten.embedding.default, aten.native_layer_norm.default, *_MEANS, *_SUMS),
+    torch.ops.autoshard.cross_entropy.default,
+)
+"""Operators with rewrites that do not depend on the order of samples in a dim."""
+
 _USE_CROSS_ENTROPY = "divides by a count of its own: use cross_entropy, or divide nll_loss(reduction='sum') by a count"
 _QUOTIENTS = (aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor)
 _PRODUCTS = (*_QUOTIENTS, aten.mul.Tensor, aten.mul.Scalar)

@@ -243,6 +243,7 @@ def test_an_orthogonalisation_has_three_products_a_step():
         ("aten.tensordot.default", [(4, 8, 3), (3, 8, 2)], (None, None, (2, 1), (0, 1)), 2 * 4 * 24 * 2),
         ("aten.bilinear.default", [(7, 4), (7, 5), (3, 4, 5)], (), 2 * 7 * 15 * 4 + 2 * 7 * 3 * 5),
         ("aten._cdist_forward.default", [(2, 4, 8), (2, 6, 8)], (), 2 * 2 * 4 * 6 * 8),
+        ("aten._euclidean_dist.default", [(2, 4, 8), (2, 6, 8)], (), 2 * 2 * 4 * 6 * 8),
         ("aten._cdist_backward.default", [(4, 6), (4, 8), (6, 8), (4, 6)], (), 2 * 2 * 4 * 6 * 8),
     ],
 )

@@ -115,6 +115,17 @@ OWN_SAMPLES: dict[str, Loss] = {
     "instance norm": lambda m, z, x, y: F.instance_norm(z[:, :4].view(-1, 2, 2) * x[:, :4].view(-1, 2, 2)).tanh().sum(),
     "frozen batch norm": frozen,
     "new tensors": lambda m, z, x, y: (z * z.new_ones(len(x), 1) + x.new_full((1,), 0.5)).square().sum(),
+    "rows of times": lambda m, z, x, y: F.cross_entropy(
+        m.layer(F.layer_norm(x.view(-1, 1, WIDTH).expand(-1, 2, -1).transpose(0, 1), (WIDTH,))).reshape(-1, CLASSES),
+        y[:, None].expand(-1, 2).T.reshape(-1),
+        ignore_index=0,
+    ),
+    "columns first": lambda m, z, x, y: (z.T.reshape(-1, 1) * z.new_ones(1, 3)).tanh().mean(),
+    "products behind columns": lambda m, z, x, y: (
+        (F.linear(x.view(-1, 2, 4).transpose(0, 1).reshape(-1, 4), m.layer.weight[:, :4]).view(2, -1, 5).tanh().sum(0))
+        .square()
+        .mean()
+    ),
 }
 """Losses that read each sample alone, by its place in the batch or by an operator that knows the batch size."""
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -224,6 +235,13 @@ REFUSED: dict[str, tuple[Loss, str]] = {
         "place of a sample",
     ),
     "first": (lambda m, z, x, y: z[0].sum(), "mixes samples|place"),
+    "softmax of merged rows": (
+        lambda m, z, x, y: z.T.reshape(-1).softmax(0).square().sum(),
+        "softmax.*mixes|softmax.*whole",
+    ),
+    "running sum of merged rows": (lambda m, z, x, y: z.T.reshape(-1).cumsum(0).square().sum(), "cumsum.*mixes"),
+    "rows in two orders": (lambda m, z, x, y: (z.T.reshape(-1) * z.reshape(-1)).sum(), "mul.*mixes samples"),
+    "merged and split otherwise": (lambda m, z, x, y: z.T.reshape(2, -1).tanh().sum(1).square().mean(), "view.*mixes"),
 }
 
 
@@ -258,6 +276,27 @@ def test_a_report_says_how_the_loss_was_weighed() -> None:
     (said,) = (item for item in autoshard.verify(step).assumptions if "micro-batches" in item)
     assert "divided by a count" in said
     assert "test_micro_batches.py" in said
+
+
+class Encoder(nn.Module):
+    """Layers of torch, whose attention computes with times before samples."""
+
+    def __init__(self, *, is_cut: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, 0.0, batch_first=is_cut)
+        self.layers, self.is_cut = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), is_cut
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_cut:
+            return self.layers(x).mean(1).tanh().mean()
+        return self.layers(x.transpose(0, 1)).mean(0).tanh().mean()
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_attention_of_torch_trains_on_micro_batches(is_cut: bool) -> None:
+    """`nn.TransformerEncoder` trains on parts of a batch, with samples or times in front."""
+    compare(Encoder(is_cut=is_cut), [(torch.randn(ROWS, 3, WIDTH),)], OPTIMIZERS["sgd"])
 
 
 def test_a_causal_model_of_transformers_trains_like_one_device() -> None:

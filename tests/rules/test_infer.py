@@ -302,3 +302,21 @@ def test_an_overload_must_be_named_where_there_are_several() -> None:
     """An operator of several overloads is refused with their list."""
     with pytest.raises(OperatorError, match=r"aten.add has \d+ overloads; name one of them: aten.add.Tensor"):
         autoshard.infer_rule(torch.ops.aten.add, (_draw(4), _draw(4)))
+
+
+def _dequantized(x: Tensor, scale: Tensor) -> Tensor:
+    return x.float() * scale[:, None]
+
+
+def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.abs().amax(1) / 448
+    return (x / scale[:, None]).to(torch.float8_e4m3fn), scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_operands_and_results_of_8_bits_have_rules(dtype: torch.dtype) -> None:
+    """Torch computes nothing in 8 bits, so operands are drawn in float32, and results are compared in float32."""
+    names = f"{dtype}".rpartition("_")[2]
+    read, made = _custom(f"read_{names}", _dequantized), _custom(f"made_{names}", _quantized)
+    assert autoshard.infer_rule(read, (_draw(6, 4).to(dtype), _draw(6))).notation == "a b, a -> a b"
+    assert autoshard.infer_rule(made, (_draw(6, 4),)).notation == "a _ -> a _, a"

@@ -177,6 +177,7 @@ def _linear_algebra(draw: Draw) -> Calls:
     yield aten.linalg_cholesky_ex.default, (matrix,)
     yield aten._linalg_solve_ex.default, (matrix, _floats(*batch, size, columns))
     yield aten._cdist_forward.default, (_floats(*batch, columns, 3), _floats(*batch, size, 3), 2.0, None)
+    yield aten._euclidean_dist.default, (_floats(*batch, columns, 3), _floats(*batch, size, 3))
 
 
 def _creation(draw: Draw) -> Calls:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import autoshard
 from autoshard import InvalidSpecError, Mesh, P
+from autoshard.ir.program import InputKind, InputSlot
+from autoshard.ir.staged import crossing_name
+from passes.planning.constraints import matching
+from tests.passes.deep import adamw, alike, short_step, step
 
 
 @pytest.mark.parametrize("name", ["weight", "input:0", "output:0"])
@@ -38,3 +44,22 @@ def test_an_output_that_a_spec_cannot_split_is_described_by_its_own_shape(spec: 
             example_inputs=(torch.ones(4, 4),),
             constraints={"output:0": spec},
         )
+
+
+def test_no_pattern_matches_a_value_between_stages() -> None:
+    """The value of a node "blocks_relu" has a name of its own where stages send it, and keeps all its specs."""
+    program = step(alike(1))
+    sent = InputSlot("received", InputKind.INPUT, crossing_name("blocks_relu", is_of_weights=False))
+    squares = InputSlot("squares", InputKind.SQUARES, "squares:all")
+    cut = replace(program, inputs=(*program.inputs, sent, squares))
+    for pattern in ("*", "*blocks*", "*:*"):
+        assert matching(cut, pattern) == matching(program, pattern)
+    assert matching(cut, "*blocks*") == [name for name in matching(cut, "*") if name.startswith("blocks.")]
+
+
+def test_a_pattern_without_a_colon_matches_no_optimizer_state_of_left_out_blocks() -> None:
+    """Only a pattern with a colon names state, also in a deep model that is planned without its inner blocks."""
+    model = alike(8)
+    short = short_step(model, adamw(model))
+    assert sorted(matching(short, "*up.weight")) == sorted(f"blocks.{number}.up.weight" for number in range(8))
+    assert len(matching(short, "*:*up.weight")) == 2 * 8  # two moments

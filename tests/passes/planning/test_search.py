@@ -135,3 +135,12 @@ def test_a_problem_that_does_not_fit_says_what_would() -> None:
     with pytest.raises(DoesNotFitError) as caught:
         Search(1e4)(planning)
     assert Search(caught.value.smallest_bytes)(planning).cost > 0
+
+
+def test_a_limit_that_no_user_gave_is_the_memory_of_a_device() -> None:
+    """The error names `memory_budget` only if it was given."""
+    planning = problem_of(perceptron_program(batch=4096), Mesh({"x": 2}))
+    with pytest.raises(DoesNotFitError, match=r"in memory_budget=2048 bytes \(2\.00 KiB\) per device\. "):
+        Search(2048)(planning)
+    with pytest.raises(DoesNotFitError, match=r"in a device's memory \(2\.00 KiB\)\. "):
+        Search(2048, is_given=False)(planning)

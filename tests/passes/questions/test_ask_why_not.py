@@ -201,3 +201,25 @@ def test_what_no_value_can_do_has_no_variants() -> None:
     answer = plan.why_not("zero-1")
     assert answer.variants == ()
     assert "no axis of the mesh" in str(answer)
+
+
+def test_a_role_that_the_recipe_excludes_is_no_answer() -> None:
+    """With ZeRO-1 in the recipe, no plan is plain data parallelism."""
+    mesh, tokens = Cluster("h100_sxm", 1, 2).mesh({"data": 2}), torch.zeros(4, 8, dtype=torch.int64)
+    recipe = Recipe(data=2, zero=1)
+    plan = autoshard.plan(Model(8), mesh, example_inputs=(tokens,), optimizer="adamw", recipe=recipe)
+    assert plan.why_not("zero-1").used == "over data"
+    answer = plan.why_not("data")
+    assert not answer.variants
+    assert answer.missing == "no axis of the mesh can be used so"
+
+
+def test_memory_without_limit_keeps_gathered_parameters_over_micro_batches() -> None:
+    """No amount of further memory makes a step of micro-batches longer."""
+    mesh, tokens = Cluster("h100_sxm", 1, 2).mesh({"data": 2}), torch.zeros(16, 8, dtype=torch.int64)
+    recipe = Recipe(data=2, zero=3, micro_batch=2)
+    plan = autoshard.plan(Model(64), mesh, example_inputs=(tokens,), optimizer="adamw", recipe=recipe, global_batch=16)
+    assert plan.micro_batches == 4
+    (free,) = (item for item in plan.limits().variants if item.name == "memory without limit")
+    assert free.step_time_s is not None
+    assert free.step_time_s <= plan.predicted.step_time_s * 1.001
