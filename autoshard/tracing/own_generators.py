@@ -25,7 +25,7 @@ _make = np.random.default_rng
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _DrawPlace:
     """A variable that holds a generator, or the function that makes one: an item of a dict, or a closure's cell."""
 
     holder: dict[str, Any] | CellType
@@ -88,7 +88,7 @@ class OwnGenerators:
             yield
 
     @contextlib.contextmanager
-    def _replaced(self, replacement: Callable[[_Place], Any]) -> Iterator[None]:
+    def _replaced(self, replacement: Callable[[_DrawPlace], Any]) -> Iterator[None]:
         for place in self._places:
             place.put(replacement(place))
         try:
@@ -101,20 +101,20 @@ class OwnGenerators:
         return [content_text(_state_of(place.value)) for place in self._places if place.is_generator]
 
 
-def _places(model: nn.Module, functions: Sequence[Any]) -> Iterator[_Place]:
+def _places(model: nn.Module, functions: Sequence[Any]) -> Iterator[_DrawPlace]:
     modules = list(model.modules())
     kinds = {type(module) for module in modules}
     files = {kind.__module__ for kind in kinds} | {getattr(function, "__module__", None) for function in functions}
     known = [sys.modules[name] for name in files if name in sys.modules and not name.startswith("torch.")]
-    yield _Place(vars(np.random), "default_rng", _make)
+    yield _DrawPlace(vars(np.random), "default_rng", _make)
     for holder in (*map(vars, known), *map(vars, modules)):
-        yield from (_Place(holder, name, value) for name, value in list(holder.items()) if _is_of_interest(value))
+        yield from (_DrawPlace(holder, name, value) for name, value in list(holder.items()) if _is_of_interest(value))
     for function in (*(kind.forward for kind in kinds), *functions):
         closure = function.__closure__ if isinstance(function, FunctionType) else None
         for cell in closure or ():
             with contextlib.suppress(ValueError):  # an empty cell
                 if _is_of_interest(cell.cell_contents):
-                    yield _Place(cell, "", cell.cell_contents)
+                    yield _DrawPlace(cell, "", cell.cell_contents)
 
 
 def _is_of_interest(value: Any) -> bool:

@@ -15,6 +15,7 @@ import autoshard
 from autoshard import Mesh
 from autoshard.runtime.engine import SimulatorEngine
 from autoshard.runtime.sharded_module import ShardedModule
+from cost_models.errors import UnknownHardwareError
 
 MESH = Mesh({"data": 2, "model": 2})
 
@@ -149,3 +150,13 @@ def test_a_call_without_targets_returns_the_outputs() -> None:
     for wrong in (lambda: step(x), lambda: step.sharded(), lambda: step.sharded(x, y, y)):
         with pytest.raises(autoshard.TraceError, match="loss_fn"):
             wrong()
+
+
+def test_errors_of_cost_models_have_a_public_class_at_calls_too() -> None:
+    """A call plans too, and the cost models have error classes of their own."""
+
+    def plan() -> None:
+        raise UnknownHardwareError("no host_link")
+
+    with pytest.raises(autoshard.errors.UnknownHardwareError, match="no host_link"):
+        SimulatorEngine(MESH).share(plan)
