@@ -143,7 +143,8 @@ def count_targets(model: nn.Module, loss_fn: Callable[..., Any], count: int) -> 
         parameters = inspect.signature(function).parameters.values()
     except ValueError as error:
         raise TraceError(
-            f"loss_fn={loss_fn!r} does not say how many targets it takes. Wrap it, e.g. lambda outputs: loss(outputs)."
+            f"loss_fn={_name_of(loss_fn)} does not say how many targets it takes. Wrap it, e.g. lambda outputs: "
+            "loss(outputs)."
         ) from error
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         taken = inspect.signature(model.forward).parameters.values()
@@ -153,10 +154,15 @@ def count_targets(model: nn.Module, loss_fn: Callable[..., Any], count: int) -> 
         wanted = max(0, len(required) - 1)
     if wanted > count:
         raise TraceError(
-            f"loss_fn={loss_fn!r} takes {wanted} targets after the outputs, but the model is called with only "
+            f"loss_fn={_name_of(loss_fn)} takes {wanted} targets after the outputs, but the model is called with only "
             f"{count} positional arguments. Pass the targets as the last positional arguments."
         )
     return wanted
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """Return a function's name, or an object's class, without an address: all ranks raise the same message."""
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def has_targets(
