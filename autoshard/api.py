@@ -80,7 +80,7 @@ def compile(
             other optimizer runs its own `step`. If its update is not elementwise, parameters stay whole. LBFGS and
             SparseAdam are refused; see docs/how_to/optimizers.md. `JoinedOptimizer` joins several optimizers.
         loss_fn: `loss_fn(outputs, *targets)` for a model that does not return its loss. The targets are the last
-            positional arguments of a call.
+            positional arguments of a call. A call of `step.sharded` without targets returns the outputs.
         plan: a plan, or the path of a saved plan, for calls with gradients, which must have its input shapes. Nothing
             is searched for them. Other calls keep the plan's specs of parameters, and search the rest. If the plan is
             for another mesh, a search on this mesh starts from it, and its result is at least as fast.

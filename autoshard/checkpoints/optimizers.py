@@ -64,6 +64,11 @@ class NamedOptimizer:
         parameter). "other" has the state under keys of the optimizer's own.
         """
         found, names = self.optimizer.state_dict(), list(self.parameters)
+        if not found.keys() >= {"state", "param_groups"}:
+            raise CheckpointError(
+                f"The state_dict of {type(self.optimizer).__name__} has the keys {[*found][:4]}, without 'state' and "
+                "'param_groups'. Return a result of torch.optim.Optimizer.state_dict, with your own keys beside these."
+            )
         of_parameters = {key for key in found["state"] if isinstance(key, int)}  # torch numbers the parameters
         state = {names[number]: dict(found["state"][number]) for number in sorted(of_parameters)}
         other = {key: held for key, held in found["state"].items() if key not in of_parameters}

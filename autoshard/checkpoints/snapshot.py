@@ -123,8 +123,8 @@ def take(parts: Sequence[Part], ranks: Ranks, *, copies: bool) -> list[PartSnaps
     choice = _WriterChoice(ranks)
     known: dict[Any, torch.Tensor] = {}
     taken = [_take(part, choice, known, copies=copies) for part in parts]
-    if any(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in known.values()):
-        torch.accelerator.synchronize()
+    for device in {device for _, device, _ in known if device.type != "cpu"}:
+        torch.accelerator.synchronize(device)
     return taken
 
 

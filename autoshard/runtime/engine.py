@@ -20,6 +20,7 @@ from torch import fx, nn
 from autoshard.errors import MeshError
 from autoshard.graphs.name_ranges import phase_of, range_name
 from autoshard.ir.boundary import shard_all, unshard
+from autoshard.ir.cost_errors import errors_of_ours
 from autoshard.ir.lowered import LocalSlot
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import PartitionSpec
@@ -330,7 +331,8 @@ class SimulatorEngine:
         """Do nothing: one process agrees with itself."""
 
     def share(self, compute: Callable[[], T]) -> T:
-        return compute()
+        with errors_of_ours():
+            return compute()
 
 
 def _sums(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> list[torch.Tensor]:

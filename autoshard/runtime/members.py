@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import NotAvailableError
+from autoshard.runtime.transforms import refuse_transforms
 
 _FLAGS = attrgetter("training", "_parameters", "_buffers", "_modules")
 _TRAITS = attrgetter("dtype", "shape", "requires_grad")
@@ -58,6 +59,7 @@ class Members:
         self._storages = [*map(_STORAGE, self._dtensors)]
         self._tensors = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
         self._traits = [*map(_TRAITS, self._tensors)]
+        refuse_transforms(self._tensors)
         self._model = model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Members:

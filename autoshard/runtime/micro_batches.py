@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import AutoshardError, NotAvailableError, TraceError
+from autoshard.ir.dataclass_nodes import register_dataclasses
 from autoshard.ir.loss import no_loss
 from autoshard.ir.loss_weights import LossWeights, ReadInput
 from autoshard.ir.program import InputKind
@@ -82,6 +83,8 @@ def parts_of(args: Sequence[Any], kwargs: Mapping[str, Any], parts: int) -> Micr
     Raises:
         TraceError: the tensors differ in the size of dim 0, or `parts` does not divide it.
     """
+    given = pytree.tree_leaves((tuple(args), dict(kwargs)))
+    register_dataclasses([leaf for leaf in given if not isinstance(leaf, CutBatch)])
     leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
     if parts == 1 and not any(isinstance(leaf, CutBatch) for leaf in leaves):
         return MicroBatches([(tuple(args), dict(kwargs))], (1,))

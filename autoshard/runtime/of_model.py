@@ -111,7 +111,19 @@ def _class_for(kind: type[OfModel], model_class: type[nn.Module]) -> type[OfMode
         return kind.forward(self, *args, **kwargs)
 
     whole = torch.compiler.disable(forward, reason="autoshard has compiled the module: leave fullgraph=True out")
-    return type(kind.__name__, (kind,), {"forward": whole, "__module__": kind.__module__})
+    of_container = {name: _of_original(name) for name in _OF_CONTAINERS if hasattr(model_class, name)}
+    return type(kind.__name__, (kind,), {"forward": whole, "__module__": kind.__module__, **of_container})
+
+
+_OF_CONTAINERS = ("__getitem__", "__setitem__", "__delitem__", "__len__", "__iter__", "__contains__", "__reversed__")
+"""Special methods of containers such as `nn.Sequential`. Python looks them up on the class, not by `__getattr__`."""
+
+
+def _of_original(name: str) -> Callable[..., Any]:
+    def call(self: OfModel, *args: Any) -> Any:
+        return getattr(self._original[0], name)(*args)
+
+    return call
 
 
 def refuse_capture(captured: str) -> NoReturn:

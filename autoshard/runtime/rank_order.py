@@ -1,4 +1,4 @@
-"""Rewrite reductions to add in the order of ranks: for Gloo, and for gradients sent in 16 bits.
+"""Rewrite reductions to add in the order of ranks: for Gloo, for gradients sent in 16 bits, and for maxima of floats.
 
 Reduce-scatter: Gloo runs an all-reduce and slices its result. An all-to-all and a local sum send half as many bytes.
 
@@ -7,7 +7,8 @@ so on its bucket. An all-to-all, a local sum and an all-gather send as many byte
 ranks, narrow dtypes in float32, so the result equals the simulator's bit by bit.
 
 Other backends round each partial sum to the dtype that they send. So gradients that the user sends in 16 bits
-(`passes/lowering/narrow_reductions.py`) are reduced in this way on all backends.
+(`passes/lowering/narrow_reductions.py`) are reduced in this way on all backends. So are maxima and minima of floats,
+because Gloo and NCCL drop a NaN, and one device returns it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from autoshard.ir.reduction import combine
 from autoshard.ir.spec import Reduction
 
 _c10d = torch.ops._c10d_functional
-_ORDERLESS = (Reduction.MAX, Reduction.MIN)
+_EXTREMES = (Reduction.MAX, Reduction.MIN)
 
 SMALL_BYTES = 2**12
 """An all-reduce of at most this many bytes becomes an all-gather of all addends and a local sum.
@@ -45,7 +46,7 @@ def reduce_in_rank_order(graph_module: fx.GraphModule, mesh: Mesh, *, of_gloo: b
       with the all-gather issued midway; a small `x` is gathered whole and reduced at once.
 
     If `of_gloo` is false, another backend runs the collectives. Then only reductions of gradients in 16 bits are
-    rewritten.
+    rewritten, and maxima and minima of floats.
     """
     rewriter = _Rewriter(mesh, graph_module.graph, of_gloo)
     return lazy_module(graph_module, rewriter.rewritten())
@@ -87,10 +88,11 @@ class _Rewriter:
         return copy_node(self._graph, node, self._copies.__getitem__)
 
     def _is_ours(self, node: fx.Node) -> bool:
-        return self._of_gloo or str(node.args[-1]).endswith(f"/{Purpose.NARROW_GRADIENTS}")
+        is_narrow = str(node.args[-1]).endswith(f"/{Purpose.NARROW_GRADIENTS}")
+        return self._of_gloo or is_narrow or _may_lose_nan(node)
 
     def _depends_on_order(self, node: fx.Node) -> bool:
-        return node.args[1] not in _ORDERLESS and self._size_of(node) > 2
+        return _may_lose_nan(node) or (node.args[1] not in _EXTREMES and self._size_of(node) > 2)
 
     def _start_reduce_scatter(self, node: fx.Node) -> fx.Node:
         value, reduction, size, group = cast(tuple[fx.Node, str, int, str], node.args)
@@ -152,6 +154,13 @@ def _wait_of(start: fx.Node) -> fx.Node:
     (wait,) = start.users
     assert wait.target is _c10d.wait_tensor.default, f"{start} must be waited for before it is read"
     return wait
+
+
+def _may_lose_nan(reduction: fx.Node) -> bool:
+    """Whether a reduction takes maxima or minima of floats. Backends drop the NaN of some ranks."""
+    value = cast(fx.Node, reduction.args[0]).meta.get("val")
+    is_known_integer = isinstance(value, Tensor) and not value.is_floating_point()
+    return reduction.args[1] in _EXTREMES and not is_known_integer
 
 
 def _is_small(value: fx.Node) -> bool:

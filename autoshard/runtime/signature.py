@@ -16,6 +16,7 @@ from autoshard.errors import TraceError
 from autoshard.ir.derivative import Derivatives
 from autoshard.ir.outputs import Outputs
 from autoshard.runtime.members import Members
+from autoshard.runtime.transforms import refuse_transforms
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,9 @@ class FlatCall:
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Outputs = Outputs.AS_PLANNED) -> FlatCall:
-        """Flatten the arguments of a call."""
+        """Flatten the arguments of a call; raise `NotAvailableError` for tensors under a transform of `torch.func`."""
         leaves, tree = pytree.tree_flatten((tuple(args), dict(sorted(kwargs.items()))))
+        refuse_transforms(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         return cls(tuple(leaves), tree, outputs)
 
     @property

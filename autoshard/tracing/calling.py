@@ -11,7 +11,7 @@ import enum
 import inspect
 import logging
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import TraceError
+from autoshard.ir.dataclass_nodes import register_dataclasses
 from autoshard.ir.loss import find_loss
 from autoshard.ir.precision import widen
 
@@ -116,41 +117,6 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedCall:
     return TracedCall(tensors, constants, tree, tuple(_path_text(path) for path, _ in leaves))
 
 
-def register_dataclasses(value: Any) -> None:
-    """Register the types of all dataclasses nested in `value` as pytree nodes, so that their fields become leaves."""
-    for leaf in pytree.tree_leaves(value):
-        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
-            continue
-        _register_dataclass(type(leaf))
-        register_dataclasses([getattr(leaf, item.name) for item in dataclasses.fields(leaf)])
-
-
-def _register_dataclass(kind: type) -> None:
-    if kind in pytree.SUPPORTED_NODES:
-        return
-    names = [item.name for item in dataclasses.fields(kind)]
-
-    def flatten(value: Any) -> tuple[list[Any], Any]:
-        return [getattr(value, name) for name in names], None
-
-    def flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
-        return [(pytree.GetAttrKey(name), getattr(value, name)) for name in names], None
-
-    def unflatten(children: Iterable[Any], _: Any) -> Any:
-        value = object.__new__(kind)
-        for name, child in zip(names, children, strict=True):
-            object.__setattr__(value, name, child)
-        return value
-
-    pytree.register_pytree_node(
-        kind,
-        flatten,
-        unflatten,
-        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
-        flatten_with_keys_fn=flatten_with_keys,
-    )
-
-
 def _path_text(path: Sequence[Any]) -> str:
     """Return a readable path, such as "args[0]['mask']", of a leaf of `(args, kwargs)`.
 
@@ -177,7 +143,8 @@ def count_targets(model: nn.Module, loss_fn: Callable[..., Any], count: int) -> 
         parameters = inspect.signature(function).parameters.values()
     except ValueError as error:
         raise TraceError(
-            f"loss_fn={loss_fn!r} does not say how many targets it takes. Wrap it, e.g. lambda outputs: loss(outputs)."
+            f"loss_fn={_name_of(loss_fn)} does not say how many targets it takes. Wrap it, e.g. lambda outputs: "
+            "loss(outputs)."
         ) from error
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         taken = inspect.signature(model.forward).parameters.values()
@@ -187,10 +154,34 @@ def count_targets(model: nn.Module, loss_fn: Callable[..., Any], count: int) -> 
         wanted = max(0, len(required) - 1)
     if wanted > count:
         raise TraceError(
-            f"loss_fn={loss_fn!r} takes {wanted} targets after the outputs, but the model is called with only "
+            f"loss_fn={_name_of(loss_fn)} takes {wanted} targets after the outputs, but the model is called with only "
             f"{count} positional arguments. Pass the targets as the last positional arguments."
         )
     return wanted
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """Return a function's name, or an object's class, without an address: all ranks raise the same message."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def has_targets(
+    model: nn.Module, loss_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether a call has targets for `loss_fn`. False if the model needs all arguments of the call itself."""
+    try:
+        check_fits(model, args, kwargs, count_targets(model, loss_fn, len(args)))
+    except TraceError:
+        return not _fits(model, args, kwargs)
+    return True
+
+
+def _fits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    try:
+        check_fits(model, args, kwargs, 0)
+    except TraceError:
+        return False
+    return True
 
 
 def check_fits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: int) -> None:

@@ -1,5 +1,6 @@
 """Raises `TraceError` if a model's results depend on numbers from Python's `random` or NumPy, drawn in `forward`.
 
+The numbers may come from a global generator, or from a generator of the model's own (`own_generators`).
 A trace would freeze these numbers. If a trace has changed a generator's state, the call is traced three times more. The
 generators then draw only their smallest number, only their largest, or only one between. If all traces give one
 program, the numbers do not matter (a layer drop of probability 0). Otherwise the error is raised.
@@ -18,6 +19,7 @@ from torch import nn
 
 from autoshard.errors import TraceError
 from autoshard.ir.program import Program
+from autoshard.tracing.own_generators import OwnGenerators
 from autoshard.tracing.provenance import user_line
 from autoshard.tracing.replaced import replaced
 
@@ -39,7 +41,7 @@ def host_generators() -> Sequence[Any]:
 
 
 def refuse_host_numbers(
-    model: nn.Module, before: Sequence[Any], program: Program, trace_again: Callable[[], Program]
+    model: nn.Module, before: Sequence[Any], own: OwnGenerators, program: Program, trace_again: Callable[[], Program]
 ) -> None:
     """Raise `TraceError` if the model drew numbers since `before`, and its program depends on these numbers.
 
@@ -47,17 +49,20 @@ def refuse_host_numbers(
 
     Args:
         model: the traced model.
-        before: the generators' states before the trace.
+        before: the states of the global generators before the trace.
+        own: the generators of the model's own, which watched the trace.
         program: the program of the trace.
         trace_again: traces the same call once more.
     """
     names = ("Python's random", "numpy.random")
     moved = [name for name, old, new in zip(names, before, host_generators(), strict=True) if old != new]
+    moved += ["a generator of its own"] if own.have_drawn else []
     if not moved:
         return
     lines: list[str] = []
     for number, bits in _TRIED:
-        with _giving(number, lines), _drawing(bits), _choosing(number):
+        words = [*[_untempered(bits)] * _FORCED, *range(1, _WORDS - _FORCED + 1)]
+        with _giving(number, lines), _drawing(bits), _choosing(number), own.drawing(words, lines):
             other = trace_again()
         if other.digest() != program.digest():
             where = f" ({lines[0]})" if lines else ""

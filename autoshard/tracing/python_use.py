@@ -97,13 +97,15 @@ class Accesses:
             names.append((title, module, tuple(sorted(filter(_matters, found)))))
         classes = _class_attributes(names)
         members = [(f"{title}._modules", module._modules) for title, module, _ in names]
+        outside = [(title, module) for title, module, _ in names if id(module) not in titles]  # such as a loss
         settings = tuple(
             (module, name, value)
             for module, name, value in self._set
             if id(module) in titles and _matters(name) and (titles[id(module)], name) not in counting
         )
         ignored = frozenset(f"{title}.{name}".removeprefix(".") for title, name in counting)
-        return PythonUse((*names, *classes), (*members, *_global_hooks()), settings, counting=ignored)
+        containers = (*members, *_tensors_of(outside), *_global_hooks())
+        return PythonUse((*names, *classes), containers, settings, counting=ignored)
 
 
 class _Noted(dict[int, tuple[nn.Module, set[str]]]):
@@ -138,6 +140,11 @@ def _class_attributes(names: list[tuple[str, nn.Module, tuple[str, ...]]]) -> li
         if owner is not None:
             found.setdefault(owner, set()).add(looked_up)
     return [(kind.__qualname__, kind, tuple(sorted(held))) for kind, held in found.items()]
+
+
+def _tensors_of(named: list[tuple[str, nn.Module]]) -> list[tuple[str, Any]]:
+    """Return (path, dict) for each dict of parameters or buffers of the modules."""
+    return [(f"{title}.{kind}", vars(module)[kind]) for title, module in named for kind in ("_parameters", "_buffers")]
 
 
 def _global_hooks() -> list[tuple[str, Any]]:

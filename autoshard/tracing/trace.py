@@ -35,6 +35,7 @@ from autoshard.tracing.calling import (
     check_fits,
     check_layouts,
     count_targets,
+    has_targets,
     take_apart,
     warn_of_dropped,
 )
@@ -43,6 +44,7 @@ from autoshard.tracing.dynamo import capture_with_dynamo
 from autoshard.tracing.hooks import hooks_note, refuse_idle_hooks, watching_hooks
 from autoshard.tracing.host_numbers import host_generators, refuse_host_numbers
 from autoshard.tracing.joint import JointGraph, Known, TraceOptions, export_joint
+from autoshard.tracing.own_generators import OwnGenerators
 from autoshard.tracing.precision import Casts
 from autoshard.tracing.provenance import line_of_error, module_of_error
 from autoshard.tracing.python_state import counting_note, python_state, refuse_counting
@@ -72,6 +74,7 @@ def trace(
     values: LendValues = lambda model: contextlib.nullcontext(),
     derivatives: Sequence[Derivative] = (),
     loss_only: bool = False,
+    targets_optional: bool = False,
     forward_only: bool = False,
     as_compiled: bool = False,
     whole_experts: bool = True,
@@ -100,6 +103,7 @@ def trace(
             the outermost derivative, as in `autoshard.ir.derivative`.
         loss_only: the program returns only the first floating scalar of the model's outputs, without the nodes that
             only other outputs need.
+        targets_optional: for a call without targets, the program returns the model's outputs, without `loss_fn`.
         forward_only: the program has no backward, but the model runs as if gradients were wanted.
         as_compiled: `torch.compiler.is_compiling()` is true for the model's code. By default it is true only if the
             model cannot be traced otherwise.
@@ -117,6 +121,8 @@ def trace(
     call = take_apart(args, kwargs)
     casts = None if compute_dtype is None else Casts.of(model, compute_dtype)
     own_args, own_kwargs = innermost_arguments(args, kwargs, len(derivatives))
+    if targets_optional and loss_fn is not None and not has_targets(model, loss_fn, own_args, own_kwargs):
+        loss_fn = None
     targets = 0 if loss_fn is None else count_targets(model, loss_fn, len(own_args))
     check_layouts(model)
     check_apart(model)
@@ -128,8 +134,8 @@ def trace(
     options = TraceOptions(grad=grad, all_tangents=all_tangents, call=model_call, casts=casts, seed=seed, device=device)
     options = replace(options, keeps_gradients=update is None, whole_experts=whole_experts, forward_only=forward_only)
     options = replace(options, as_compiled=as_compiled)
-    before, generators = python_state(model), host_generators()
-    with watching_hooks(model) as hooks:
+    before, generators, own = python_state(model), host_generators(), OwnGenerators(model, (loss_fn,))
+    with watching_hooks(model) as hooks, own.watching():
         joint = _capture(model, call, options, values)
     warn_of_dropped(joint.result)
     program = assemble_program(joint, model, call)
@@ -138,7 +144,7 @@ def trace(
         with watching_hooks(model, without):
             return assemble_program(_capture(model, call, options, values), model, call)
 
-    refuse_host_numbers(model, generators, program, trace_again)
+    refuse_host_numbers(model, generators, own, program, trace_again)
     counting = refuse_counting(model, before, program, trace_again)
     refuse_idle_hooks(model, hooks, program, trace_again)
     use = all_reads(model) if joint.accesses is None else joint.accesses.use(model, counting)
@@ -255,6 +261,12 @@ def _refusal(model: nn.Module, failures: list[tuple[_WayOfTracing, Exception]]) 
             f"{where or 'the model'} reads a value from a tensor, or makes a tensor whose shape depends on values, "
             f"that the trace does not have. Give real example inputs (and parameters) instead of meta tensors, or "
             f"use an operator in place of the Python branch (torch.where)."
+        )
+    elif "mutating a non-functional tensor" in str(first):
+        cause = (
+            f"{where or 'the model'} changes a tensor in place that is neither an input nor a buffer of the model. "
+            "Register the tensor as a buffer of the model; if a loss function holds the tensor, make the loss a "
+            "submodule, and call it in forward."
         )
     else:
         place = module_of_error(first, model)

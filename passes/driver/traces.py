@@ -54,6 +54,7 @@ def trace_call(request: Request, loss_fn: LossFunction | None, precision: str | 
         values=request.values,
         derivatives=request.derivatives,
         loss_only=request.outputs is Outputs.LOSS,
+        targets_optional=request.outputs is not Outputs.LOSS,
         forward_only=request.forward_only,
         as_compiled=request.as_compiled,
     )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
+from autoshard.checkpoints import snapshot
 from autoshard.checkpoints.snapshot import Part, take
 
 
@@ -40,3 +42,17 @@ def test_a_view_of_other_values_has_a_copy_of_its_own() -> None:
     (part,) = take([Part("object", state)], ranks, copies=True)
     for name, tensor in state.items():
         torch.testing.assert_close(part.items[f"object.{name}"].value, tensor)
+
+
+def test_every_device_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies from several GPUs of one process are complete when the snapshot returns."""
+
+    def copy(part: Part, choice: Any, known: dict[Any, torch.Tensor], *, copies: bool) -> None:
+        known.update({(0, torch.device(name), ()): torch.ones(1) for name in ("cuda:0", "cuda:1", "cpu")})
+
+    waited: list[torch.device] = []
+    monkeypatch.setattr(snapshot, "_take", copy)
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    ranks: Any = OneOfTwo(0)
+    take([Part("object", {})], ranks, copies=True)
+    assert set(waited) == {torch.device("cuda:0"), torch.device("cuda:1")}

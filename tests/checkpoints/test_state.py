@@ -89,3 +89,17 @@ def test_extra_state_of_a_compiled_model_is_loaded(tmp_path: Path) -> None:
     checkpoints.load(plain)
     torch.testing.assert_close([fresh.get_extra_state()["model"], plain.extra], [{"a": torch.ones(2)}] * 2)
     assert torch.equal(fresh.seeds.state(), saved.seeds.state())
+
+
+class Odd(torch.optim.SGD):
+    """An optimizer whose state dict is not that of torch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mine": 3}
+
+
+def test_a_state_dict_of_another_form_is_refused(tmp_path: Path) -> None:
+    """The error names the optimizer and the keys that it has."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(autoshard.CheckpointError, match=r"Odd has the keys \['mine'\], without 'state'"):
+        Checkpoints(tmp_path, asynchronous=False).save(model, at=1, optimizer=Odd(model.parameters(), lr=0.1))

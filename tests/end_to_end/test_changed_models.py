@@ -291,6 +291,25 @@ def test_the_whole_step_notices() -> None:
     torch.testing.assert_close(dict(model.named_parameters()), dict(reference.named_parameters()))
 
 
+def test_a_loss_with_another_tensor_is_noticed() -> None:
+    """New tensors and options of a loss, and changes in place, count from the next step on."""
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(8, 3), torch.randn(4, 8), torch.tensor([0, 1, 2, 1])
+    loss_fn = nn.CrossEntropyLoss(weight=torch.rand(3))
+    step = autoshard.compile(model, MESH, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=loss_fn)
+
+    for change in (
+        lambda: None,
+        lambda: loss_fn.weight.mul_(torch.tensor([1.0, 2.0, 3.0])),
+        lambda: setattr(loss_fn, "weight", torch.rand(3)),
+        lambda: setattr(loss_fn, "label_smoothing", 0.1),
+    ):
+        change()
+        expected = loss_fn(model(x), y).detach()
+        torch.testing.assert_close(step(x, y), expected)
+    assert len(step.sharded.programs) == 4
+
+
 def test_numpy_arguments_are_told_apart_by_all_their_elements() -> None:
     """The text of a large array is shortened."""
     model = Settled()

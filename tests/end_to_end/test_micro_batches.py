@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -304,3 +305,28 @@ def test_a_causal_model_of_transformers_trains_like_one_device() -> None:
     model, batch = build("llama", layers=1, width=16, inner=32, heads=2, words=32), words(PARTS, 8, 32)
     batch["labels"][0, :5] = -100
     compare(model, [batch], OPTIMIZERS["sgd"])
+
+
+@dataclass
+class Batch:
+    """Features and targets."""
+
+    x: Tensor
+    y: Tensor
+
+
+class OfBatch(Model):
+    """A model of one argument."""
+
+    def forward(self, batch: Batch) -> Tensor:  # type: ignore[override]
+        return super().forward(batch.x, batch.y)
+
+
+def test_dataclasses_are_split() -> None:
+    """A dataclass of tensors is split at the first call already."""
+    model = OfBatch(lambda model, logits, x, y: F.cross_entropy(logits, y))
+    batch = Batch(*inputs(ignored=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = autoshard.compile(model, MESH, optimizer=optimizer, micro_batches=PARTS)
+    expected = model(batch).detach()
+    torch.testing.assert_close(step(batch), expected)

@@ -99,9 +99,25 @@ def written_bytes() -> int:
     return int(fields["wchar"])
 
 
+def check_a_nan_of_any_rank_is_kept() -> None:
+    """The largest and the smallest of numbers and a NaN is NaN, as on one device, on small and large tensors."""
+    size, rank, here = dist.get_world_size(), dist.get_rank(), engine()
+    for reduction in ("max", "min"):
+        for shape in ((3,), (2 * SMALL_BYTES,)):
+            program = reducing(_c10d.all_reduce.default, reduction, "data", known=torch.ones(shape))
+            for holder in range(size):
+                value = torch.full(shape, torch.nan if rank == holder else 1.0)
+                assert here.load(program)([value, torch.ones(1)])[0].isnan().all(), (reduction, shape, holder)
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     check.__name__: check
-    for check in (check_bits_are_the_simulators, check_bits_do_not_depend_on_the_bucket, check_bytes)
+    for check in (
+        check_bits_are_the_simulators,
+        check_bits_do_not_depend_on_the_bucket,
+        check_a_nan_of_any_rank_is_kept,
+        check_bytes,
+    )
 }
 
 
@@ -139,5 +155,7 @@ def test_what_is_sent_is_issued_at_the_start() -> None:
 
 
 def test_orders_that_do_not_matter_are_left() -> None:
-    """The largest of some numbers is the same in any order."""
-    assert called(reducing(_c10d.all_reduce.default, "max", "data"), 4)[0] == "all_reduce"
+    """The largest of some integers is the same in any order. Floats are reduced by autoshard, which keeps a NaN."""
+    for kind, first in ((torch.int32, "all_reduce"), (torch.float32, "_flat")):
+        program = reducing(_c10d.all_reduce.default, "max", "data", known=torch.ones(3, dtype=kind))
+        assert called(program, 4)[0] == first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import autoshard
 from autoshard import Mesh
 from autoshard.runtime.engine import SimulatorEngine
 from autoshard.runtime.sharded_module import ShardedModule
+from cost_models.errors import UnknownHardwareError
 
 MESH = Mesh({"data": 2, "model": 2})
 
@@ -119,3 +121,43 @@ def test_module_is_loaded_with_its_signature() -> None:
     loaded = pickle.loads(pickle.dumps(sharded))
     assert [*inspect.signature(loaded.forward).parameters] == ["input"]
     assert torch.equal(loaded(torch.ones(4, 4)), sharded(torch.ones(4, 4)))
+
+
+def test_containers_are_read_and_changed_like_the_model() -> None:
+    """`sharded[0]`, slices, lengths and loops are those of an `nn.Sequential`; other models have no length."""
+    model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 3))
+    x, sharded = torch.randn(4, 3), cast(Any, autoshard.compile(model, MESH))
+    assert sharded[0] is model[0]
+    assert list(sharded) == list(model)
+    assert len(sharded) == 3
+    assert len(sharded[:2]) == 2
+    assert sharded(x).shape == (4, 3)
+    sharded[1] = nn.Tanh()
+    torch.testing.assert_close(sharded(x), model(x))
+    with pytest.raises(TypeError, match="has no len"):
+        len(cast(Any, autoshard.compile(nn.Linear(3, 6), MESH)))
+
+
+def test_a_call_without_targets_returns_the_outputs() -> None:
+    """With `loss_fn`, a step is evaluated by the outputs of its model. A step itself needs targets."""
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(3, 6), torch.randn(4, 3), torch.randint(6, (4,))
+    optimizer, loss_fn = torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.cross_entropy
+    step: Any = autoshard.compile(model, MESH, optimizer=optimizer, loss_fn=loss_fn, micro_batches=2)
+    step(x, y)
+    for outputs in (step.sharded(x), step.sharded(input=x)):
+        torch.testing.assert_close(outputs, model(x))
+    torch.testing.assert_close(step.sharded(x, y), loss_fn(model(x), y))
+    for wrong in (lambda: step(x), lambda: step.sharded(), lambda: step.sharded(x, y, y)):
+        with pytest.raises(autoshard.TraceError, match="loss_fn"):
+            wrong()
+
+
+def test_errors_of_cost_models_have_a_public_class_at_calls_too() -> None:
+    """A call plans too, and the cost models have error classes of their own."""
+
+    def plan() -> None:
+        raise UnknownHardwareError("no host_link")
+
+    with pytest.raises(autoshard.errors.UnknownHardwareError, match="no host_link"):
+        SimulatorEngine(MESH).share(plan)

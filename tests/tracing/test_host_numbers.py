@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from autoshard.errors import TraceError
 from autoshard.tracing import trace
 
 _draw_by_another_name = random.random
+_make_by_another_name = np.random.default_rng
+_of_this_file = np.random.default_rng(0)
 
 
 class Draws(nn.Module):
@@ -36,15 +39,48 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "a rare number by another name": lambda h: h if _draw_by_another_name() < 0.01 else 2 * h,
     "a rare number of a distribution": lambda h: h if np.random.binomial(1, 0.01) else 2 * h,
     "a number": lambda h: h * random.uniform(0.9, 1.1),
+    "a rare number of a new generator": lambda h: h if np.random.default_rng().random() < 0.01 else 2 * h,
+    "a number of a new generator by another name": lambda h: h * _make_by_another_name().beta(0.2, 0.2),
+    "a rare number of a generator of the file": lambda h: h if _of_this_file.random() < 0.01 else 2 * h,
 }
+
+
+class Keeps(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self, generator: Any) -> None:
+        super().__init__()
+        self.linear, self.generator, self.p = nn.Linear(4, 4), generator, 0.01
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        return (h if self.generator.random() < self.p else 2 * h).square().mean()
+
+
+def own_generators() -> tuple[Any, ...]:
+    return np.random.default_rng(0), np.random.RandomState(0), random.Random(0)
+
+
+@pytest.mark.parametrize("generator", own_generators(), ids=lambda generator: type(generator).__name__)
+def test_numbers_of_own_generators_are_refused(generator: Any) -> None:
+    """However rare another outcome is. The model keeps its generator, and numbers that do not matter may be drawn."""
+    model = Keeps(generator)
+    with pytest.raises(TraceError, match="draws from a generator of its own in forward"):
+        trace(model, (torch.randn(8, 4),))
+    assert model.generator is generator
+    model.p = 0.0
+    trace(model, (torch.randn(8, 4),))
+
+
+def test_numbers_of_a_seed_are_let_pass() -> None:
+    """A generator that each call makes with the same seed gives the same numbers."""
+    trace(Draws(lambda h: h * np.random.default_rng(3).random()), (torch.randn(8, 4),))
 
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_numbers_of_other_generators_are_refused(name: str) -> None:
     """However rare another outcome is; generators give their own numbers afterwards."""
-    with pytest.raises(
-        TraceError, match=r"Draws computes with numbers that it draws from .*random in forward.*torch\.rand"
-    ):
+    with pytest.raises(TraceError, match=r"Draws computes with numbers that it draws from .* in forward.*torch\.rand"):
         trace(Draws(DRAWS[name]), (torch.randn(8, 4),))
     assert len({random.random() for _ in range(3)}) == len({np.random.rand() for _ in range(3)}) == 3
 

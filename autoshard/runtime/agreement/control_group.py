@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from autoshard.errors import AutoshardError, LostRankError, RankMismatchError
+from autoshard.ir.cost_errors import errors_of_ours
 from autoshard.runtime.agreement.control_channel import TIMEOUT_S, ControlChannel
 from autoshard.runtime.agreement.one_thread import OneThread
 from autoshard.runtime.agreement.vector_exchange import LENGTH, VectorExchange, connect
@@ -113,7 +114,8 @@ class ControlGroup:
         if self.channel.rank == self.channel.ranks[0]:
             with self.telling_errors(), self.channel.showing_life(action):
                 try:
-                    mine = compute()
+                    with errors_of_ours():
+                        mine = compute()
                 except AutoshardError as error:
                     mine = error
         result = self.gather(mine, action)[0]

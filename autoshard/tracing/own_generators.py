@@ -1,0 +1,142 @@
+"""Finds the generators of random numbers of a model's own, and replaces them for a while.
+
+A generator is found as an attribute of a module, in a closure of a `forward`, or as a global variable beside a module's
+class. Generators that `forward` makes without a seed are found too, if `np.random.default_rng` makes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import CellType, FunctionType
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from autoshard.ir.python_values import content_text
+from autoshard.tracing.provenance import user_line
+
+_KINDS = (np.random.Generator, np.random.RandomState, random.Random)
+_make = np.random.default_rng
+
+
+@dataclass(frozen=True, slots=True)
+class _DrawPlace:
+    """A variable that holds a generator, or the function that makes one: an item of a dict, or a closure's cell."""
+
+    holder: dict[str, Any] | CellType
+    name: str
+    value: Any
+
+    @property
+    def is_generator(self) -> bool:
+        return type(self.value) in _KINDS
+
+    def put(self, value: Any) -> None:
+        if isinstance(self.holder, CellType):
+            self.holder.cell_contents = value
+        else:
+            self.holder[self.name] = value
+
+
+class OwnGenerators:
+    """The generators of a model's own.
+
+    Args:
+        model: the model.
+        functions: further functions that run with the model, such as its loss.
+
+    Attributes:
+        have_drawn: whether a run of the model within `watching` drew from one of them.
+    """
+
+    def __init__(self, model: nn.Module, functions: Sequence[Any] = ()) -> None:
+        self._places = list(_places(model, functions))
+        self.have_drawn = False
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within the context, a draw from a generator of the model's own sets `have_drawn`."""
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            self.have_drawn |= _is_unseeded(args, kwargs)
+            return _make(*args, **kwargs)
+
+        before = self._states()
+        with self._replaced(lambda place: place.value if place.is_generator else make):
+            yield
+        self.have_drawn |= self._states() != before
+
+    @contextlib.contextmanager
+    def drawing(self, words: Sequence[int], lines: list[str]) -> Iterator[None]:
+        """Within the context, the generators are Mersenne Twisters with the 624 `words` as their state.
+
+        The user's lines that make a generator are added to `lines`.
+        """
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            if not _is_unseeded(args, kwargs):
+                return _make(*args, **kwargs)
+            lines.append(user_line(sys._getframe(1)))
+            return _twister(np.random.Generator, words)
+
+        with self._replaced(lambda place: _twister(type(place.value), words) if place.is_generator else make):
+            yield
+
+    @contextlib.contextmanager
+    def _replaced(self, replacement: Callable[[_DrawPlace], Any]) -> Iterator[None]:
+        for place in self._places:
+            place.put(replacement(place))
+        try:
+            yield
+        finally:
+            for place in self._places:
+                place.put(place.value)
+
+    def _states(self) -> list[str]:
+        return [content_text(_state_of(place.value)) for place in self._places if place.is_generator]
+
+
+def _places(model: nn.Module, functions: Sequence[Any]) -> Iterator[_DrawPlace]:
+    modules = list(model.modules())
+    kinds = {type(module) for module in modules}
+    files = {kind.__module__ for kind in kinds} | {getattr(function, "__module__", None) for function in functions}
+    known = [sys.modules[name] for name in files if name in sys.modules and not name.startswith("torch.")]
+    yield _DrawPlace(vars(np.random), "default_rng", _make)
+    for holder in [vars(item) for item in (*known, *modules)]:
+        yield from (_DrawPlace(holder, name, value) for name, value in list(holder.items()) if _is_of_interest(value))
+    for function in (*(kind.forward for kind in kinds), *functions):
+        closure = function.__closure__ if isinstance(function, FunctionType) else None
+        for cell in closure or ():
+            with contextlib.suppress(ValueError):  # an empty cell
+                if _is_of_interest(cell.cell_contents):
+                    yield _DrawPlace(cell, "", cell.cell_contents)
+
+
+def _is_of_interest(value: Any) -> bool:
+    return type(value) in _KINDS or value is _make
+
+
+def _is_unseeded(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return all(value is None for value in (*args, *kwargs.values()))
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state(legacy=False)
+
+
+def _twister(kind: type, words: Sequence[int]) -> Any:
+    """Return a generator of a kind, whose Mersenne Twister is at the begin of the state `words`."""
+    if kind is random.Random:
+        made = random.Random()
+        made.setstate((3, (*words, 0), None))
+        return made
+    bits = np.random.MT19937()
+    bits.state = {"bit_generator": "MT19937", "state": {"key": np.array(words, dtype=np.uint32), "pos": 0}}
+    return kind(bits)
