@@ -40,8 +40,8 @@ def repeated_intervals(
     or the memory of a link (`numbered`).
     """
     gaps = _gaps(liveness, repeated, space)
-    standing: dict[str | int, int] = {sites.names[AFTER_GAP]: sites.left_out for sites in repeated.sites}
-    standing |= repeated.links
+    of_sites = {sites.names[AFTER_GAP]: sites.left_out for sites in repeated.sites}
+    standing: dict[str | int, int] = {**of_sites, **repeated.links}
     found: dict[Key, tuple[Interval, int]] = {}
     for (keeper, which), interval in intervals.items():
         if keeper in standing:

@@ -254,8 +254,9 @@ class _LossWalk:
         if len(given) > 1 or rule is None or not rule.transparent or not isinstance(place, BatchIndices):
             return None
         (moved,) = self._split(node, [SlicedDim(place.dim)], 0)
-        is_moved = isinstance(moved, SlicedDim) and moved.before == 1
-        return BatchIndices(moved.dim, place.size) if is_moved else None
+        if not isinstance(moved, SlicedDim) or moved.before != 1:
+            return None
+        return BatchIndices(moved.dim, place.size)
 
     def _reads_seed(self, node: fx.Node) -> bool:
         seeds = {slot.node for slot in self.program.inputs if slot.kind == InputKind.SEED}
