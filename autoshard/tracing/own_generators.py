@@ -106,7 +106,7 @@ def _places(model: nn.Module, functions: Sequence[Any]) -> Iterator[_DrawPlace]:
     kinds = {type(module) for module in modules}
     files = {kind.__module__ for kind in kinds} | {getattr(function, "__module__", None) for function in functions}
     known = [sys.modules[name] for name in files if name in sys.modules and not name.startswith("torch.")]
-    yield _DrawPlace(vars(np.random), "default_rng", _make)
+    yield _DrawPlace(np.random.__dict__, "default_rng", _make)
     for holder in [item.__dict__ for item in (*known, *modules)]:
         yield from (_DrawPlace(holder, name, value) for name, value in list(holder.items()) if _is_of_interest(value))
     for function in (*(kind.forward for kind in kinds), *functions):
