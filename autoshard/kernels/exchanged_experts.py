@@ -4,13 +4,18 @@ Lepikhin et al., "GShard" (2020), section 3.2, without capacities. A rank sends 
 once for each expert, and receives the experts' results. The first experts are on the first rank. Ranks first exchange
 the numbers of rows, so no row is dropped or padded. The host waits for these numbers once in each call.
 
-Operands and results are those of `autoshard::experts`, for a rank's own tokens and its own experts. `index` counts
-experts over the whole group, and `experts` is their number in the whole group.
+Operands and results are those of `autoshard::experts`, for a rank's own tokens and its own experts. Letters of shapes
+are those of `autoshard.kernels.experts`. The operand `index` counts experts over the whole group of ranks. The operand
+`experts` is the number of experts of the whole group.
 
-`exchanged_experts_keeping` also returns values that spare `exchanged_experts_kept_backward` an exchange and a product.
-They are the R rows that arrived [R, H], and their products u with `gate_up` [R, g I], both sorted by expert. The third
-value has the numbers of sent and arrived rows, [2, ranks, experts of a rank], in the host's memory. R depends on the
-routers' choices. Fake tensors have the R of routers that choose all experts equally often.
+`exchanged_experts_keeping` also returns three values for the backward. With them, `exchanged_experts_kept_backward`
+needs one exchange and one product less:
+
+* the R rows that arrived, sorted by expert: [R, H];
+* the product of these rows with `gate_up`: [R, g I];
+* the numbers of sent and arrived rows, in the host's memory: [2, ranks, experts of a rank].
+
+R depends on the routers' choices. In fake tensors, R is its value if all experts are chosen equally often.
 """
 
 from __future__ import annotations

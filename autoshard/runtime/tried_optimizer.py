@@ -75,7 +75,12 @@ def _is_elementwise(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
 
 
 def _moves_parts_alone(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], rank: int) -> bool:
-    """Whether trial steps move half of a parameter with `rank` dims (along dim 0 or 1) as they move this half alone."""
+    """Whether trial steps update half of a parameter as they update a parameter that is this half.
+
+    The parameter has `rank` dims. It is halved along each of its first two dims in turn.
+
+    Raises:
+        NotAvailableError: the optimizer draws random numbers."""
     shape = (_SIDE,) * rank if rank <= 2 else (_SIDE // 4, _SIDE // 4, *(4,) * (rank - 2))
     generator = torch.Generator().manual_seed(0)
     value, *grads = torch.randn(1 + _STEPS, *shape, generator=generator, dtype=torch.float64)

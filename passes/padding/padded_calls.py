@@ -151,7 +151,9 @@ def results_of(call: PaddedCall, by_rule: CallFunction) -> Results:
 
 
 def _check_arguments(call: PaddedCall, sizes: Collection[int | str]) -> None:
-    """Raise `ReachedError` if a constant argument outside `sizes` differs between the padded and the exact call."""
+    """Raise `ReachedError` if a constant argument differs between the padded and the exact call.
+
+    `sizes` has the positions or names of arguments that may differ."""
     pairs = [*enumerate(zip(call.node.args, call.exact.args, strict=True))]
     named = [(name, (value, call.exact.kwargs[name])) for name, value in call.node.kwargs.items()]
     for place, (padded, exact) in [*pairs, *named]:

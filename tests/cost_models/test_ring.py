@@ -36,7 +36,10 @@ def name_of(name: str) -> str:
 
 @pytest.mark.parametrize("name", OPERANDS)
 def test_all_wait_for_the_rank_with_most_work(name: str) -> None:
-    """The last rank sees all keys but half of its own; with paired blocks each rank sees half of all keys."""
+    """Under a causal mask, the last rank multiplies its queries with most keys, and all ranks wait for it.
+
+    It leaves out half of its own keys. With an early and a late block, each rank leaves out half of all keys.
+    """
     whole = AttentionShape(BATCH * HEADS, PIECE, RANKS * PIECE, DEPTH, DEPTH, False, name.endswith("backward")).flops
 
     def flops(is_causal: bool, is_paired: bool) -> float:

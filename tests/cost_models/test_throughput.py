@@ -25,7 +25,7 @@ def test_more_bytes_take_no_less_time(points, left, right):
 
 @given(POINTS)
 def test_a_curve_gives_back_what_it_is_made_of(points):
-    """A curve meets times that grow with size, and raises a time below a smaller size's time."""
+    """At each measured size, the curve gives the longest time that was measured up to this size."""
     longest = 0.0
     for size, seconds in sorted(points):
         longest = max(longest, seconds)

@@ -98,7 +98,7 @@ def test_so_does_any_legal_plan(build: Callable[[], nn.Module], x: Tensor, c: Te
 
 
 def test_a_plan_from_before_is_refused_by_name() -> None:
-    """An old plan that moves a sum past a quotient by a possible zero is refused by name."""
+    """A plan that divides partial sums by a possible zero is refused, and the error names the division."""
     build, x, c = CASES[0]
     plan = autoshard.plan(build(), MESH, example_inputs=(x, c), constraints={"input:0": P("a", None)})
     pending, (name,) = P(partial={"a": "sum"}), (name for name in plan.nodes if name.startswith("div"))

@@ -19,7 +19,7 @@ _REDUCERS = [aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.d
 
 @given(st.data())
 def test_reductions(data: st.DataObject) -> None:
-    """Reductions over any dims, kept or not, of any shape give the call's results."""
+    """Under every strategy, a reduction over any dims, with `keepdim` or without, has its results of one device."""
     shape = data.draw(st.lists(st.sampled_from([1, 2, 4, 6]), min_size=1, max_size=3))
     dims = data.draw(st.lists(st.sampled_from(range(-len(shape), len(shape))), unique_by=lambda d: d % len(shape)))
     if not dims:
@@ -165,7 +165,7 @@ def test_truths_over_no_dims() -> None:
 
 
 def test_means_of_nothing() -> None:
-    """Pieces of an empty tensor have a mean as the whole has: not a number."""
+    """The mean of an empty tensor is NaN, also under every strategy that splits the tensor."""
     check_splits(aten.mean.dim, torch.zeros(4, 0), [1])
 
 

@@ -16,7 +16,7 @@ def test_a_layer_norm_of_split_rows(dtype: torch.dtype) -> None:
 
 
 def test_a_group_norm_of_an_empty_batch() -> None:
-    """Planes may be split although the batch has no element, forward and backward."""
+    """A group norm may be split over its channels, forward and backward, although the batch is empty."""
     x, weight = torch.randn(0, 4, 8, requires_grad=True), torch.rand(4, requires_grad=True)
     tried = check_recorded(lambda: torch.nn.functional.group_norm(x, 2, weight))
     assert "aten.native_group_norm_backward.default" in tried

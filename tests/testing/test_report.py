@@ -25,6 +25,6 @@ def test_an_infinity_hides_no_difference(other: list[float]) -> None:
 
 
 def test_imaginary_parts_are_compared() -> None:
-    """Complex numbers of equal real parts differ."""
+    """Complex numbers with equal real parts and other imaginary parts differ."""
     found = compare("output:0", torch.tensor([3.0 + 2.0j]), torch.tensor([3.0 + 4.0j]))
     assert (found.difference, found.scale) == (2.0, 5.0)

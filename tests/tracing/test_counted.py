@@ -84,7 +84,7 @@ def test_a_sharded_selection_equals_one_device(name: str) -> None:
 
 
 def test_the_count_is_guarded() -> None:
-    """A mask with equally many elements fits the program, and a mask with more elements does not."""
+    """A mask that selects as many elements fits the program, and a mask that selects more elements does not."""
     x, mask = _inputs()
     program = trace(Selects(SELECTIONS["index by a mask"]), (x, mask), {})
     assert [slot.kind for slot in program.inputs_of(InputKind.INPUT)] == [InputKind.INPUT] * 2

@@ -97,7 +97,7 @@ def test_a_hook_on_every_module_is_refused() -> None:
 
 
 def test_hooks_that_act_are_traced() -> None:
-    """A hook that acts in place or by an attribute is traced, or refused in a sentence."""
+    """Hooks that change an output in place, or a weight, are traced, and a note of the program names them."""
     model = Perceptron(4, 4)
     plain = trace(Perceptron(4, 4), (X,)).digest()
     model.up.register_forward_hook(scale_in_place)

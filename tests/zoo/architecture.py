@@ -124,7 +124,7 @@ class Architecture:
         return WithTargets(_without_zeros(kind(**self.config)))
 
     def batch(self, model: nn.Module, number: int = 0) -> Inputs:
-        """Return a batch for the model; batches differ in their numbers alone."""
+        """Return a batch for the model. Its values are drawn with the seed `number`, and its shapes are fixed."""
         with drawing(number):
             if not isinstance(model, WithTargets):
                 return {**self.inputs(model), **self.call}

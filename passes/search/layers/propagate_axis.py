@@ -163,12 +163,13 @@ class _Propagation:
     Args:
         whole: names of parameters that must not be split.
         operands, results, moves: the fields of `AxisLayout` for the calls visited so far.
-        state: for each value, the spec with which it was made; None for a value whose spec is open.
+        state: for each value, the spec with which it was made; None for a value whose spec is free.
         origins: for each split value, the parameters whose split was the cause.
-        viewed: for each view of a value whose spec is open, that value.
+        viewed: for each view of a value whose spec is free, that value.
         base: for each value, the value that owns its memory.
         reduced: for each partial value that was reduced, the spec after the reduction.
-        gathered: pairs of a value and the phase in which a whole copy of it exists; on the expert axis (value, "").
+        gathered: pairs of a value and the phase in which a whole copy of it exists. On the expert axis, copies exist in
+            all phases, and the phase is "".
         gradients: for each gradient of a parameter, the parameter's name.
         parameters: names of the parameters' placeholders.
     """

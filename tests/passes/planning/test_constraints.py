@@ -47,7 +47,7 @@ def test_an_output_that_a_spec_cannot_split_is_described_by_its_own_shape(spec: 
 
 
 def test_no_pattern_matches_a_value_between_stages() -> None:
-    """The value of a node "blocks_relu" has a name of its own where stages send it, and keeps all its specs."""
+    """No pattern matches a value that one stage sends to another, so no constraint restricts its specs."""
     program = step(alike(1))
     sent = InputSlot("received", InputKind.INPUT, crossing_name("blocks_relu", is_of_weights=False))
     squares = InputSlot("squares", InputKind.SQUARES, "squares:all")
