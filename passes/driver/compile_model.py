@@ -40,6 +40,7 @@ from passes.driver.pipelines import check_pipeline, pipeline_arguments, pipeline
 from passes.driver.planner import Planner
 from passes.driver.planner_for import planner_for
 from passes.driver.stage_planner import StagePlanner
+from passes.driver.traces import check_example
 from passes.padding.prove_padding import prove_padding
 from passes.planning.recipe_meshes import check_mesh
 from passes.prediction.predict_steps import predict_steps
@@ -57,6 +58,7 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
     check_of_step(optimizer, loss_scaling=options.loss_scaling)
     assert not isinstance(optimizer, str), "it was checked"
     _check_micro_batch(call)
+    check_example(call)
     precision = precision_of(model, call.precision, call.fixed)
     check_loss_scaling(options.loss_scaling, precision)
     is_scaled = scales_loss(precision, optimizer)

@@ -31,6 +31,7 @@ from passes.driver.planner_for import planner_for
 from passes.driver.price_again import price_found
 from passes.driver.pricing import price
 from passes.driver.recipe_search import optimizer_name, products_precision
+from passes.driver.traces import check_example
 from passes.questions.ask import Questions
 from passes.questions.formulas import CountsOfPlan, PlanFormulas
 
@@ -38,6 +39,7 @@ from passes.questions.formulas import CountsOfPlan, PlanFormulas
 def plan_model(call: Call) -> Plan:
     """Return the plan of a model's step with its predicted time and memory, see `autoshard.plan`."""
     _check_together(call)
+    check_example(call)
     if call.recipe is not None and call.runtime is not None:
         return _price(call)
     if call.runtime is not None:

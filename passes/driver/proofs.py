@@ -28,6 +28,7 @@ from passes.driver.plan_step import outer_search, plan_step
 from passes.driver.planner import Planner
 from passes.driver.planner_for import planner_for
 from passes.driver.stage_plans import StagePlans, check_fits
+from passes.driver.traces import check_example
 from passes.verification.verify_cut_backward import verify_cut_backward
 from passes.verification.verify_phases import verify_phases
 from passes.verification.verify_program import verify_program
@@ -71,6 +72,7 @@ def _prove_again(program: CompiledProgram, *, is_added_up: bool) -> Verification
 
 def prove_model(call: Call) -> VerificationReport:
     """Plan a call, lower the plan, and return the proof of each rank's program, see `autoshard.prove`."""
+    check_example(call)
     optimizer = call.optimizer
     if isinstance(optimizer, str):
         optimizer = named_optimizer(optimizer, call.model.parameters())

@@ -8,11 +8,12 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, fields
 
 from autoshard import tracing
-from autoshard.call import LossFunction
+from autoshard.call import Call, LossFunction
 from autoshard.ir.outputs import Outputs
 from autoshard.ir.precision import PRECISIONS
 from autoshard.ir.program import Program
 from autoshard.ir.request import Request
+from autoshard.tracing.calling import check_fits, count_targets
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -60,3 +61,10 @@ def trace_call(request: Request, loss_fn: LossFunction | None, precision: str | 
     )
     _LOGGER.debug("tracing took %.3f s", time.perf_counter() - start)
     return program
+
+
+def check_example(call: Call) -> None:
+    """Raise `TraceError` if the example call of a call with `loss_fn` lacks targets, or does not fit the model."""
+    if call.example_inputs is not None and call.loss_fn is not None:
+        args, kwargs = call.inputs
+        check_fits(call.model, args, kwargs, count_targets(call.model, call.loss_fn, len(args)))

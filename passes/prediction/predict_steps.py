@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import fx
@@ -30,9 +31,9 @@ from cost_models.hardware import Cluster
 from cost_models.operators import work
 from cost_models.refit import constant_of_link, constant_of_memory, constant_of_work
 from cost_models.streams import Segment, overlap_of, simulate_streams
-from cost_models.timeline import COMPUTE, Span
+from cost_models.timeline import COMPUTE
 from passes.prediction.predict_pipeline import WORKS, predict_pipeline, runs_of_phases, segments_of_stage
-from passes.prediction.walk_program import ADDING_UP, walk_program
+from passes.prediction.walk_program import ACCUMULATION, ADDING_UP, walk_program
 from passes.strategies.collective_nodes import collective_of, exchanges
 from passes.strategies.local_tracer import IS_RESHARD
 from passes.strategies.price_nodes import STRIDED_COPY, NodePrices
@@ -130,23 +131,31 @@ def _moved(span: RangeSpan, by_ns: int) -> RangeSpan:
     return RangeSpan(span.name, span.start_ns + by_ns, span.end_ns + by_ns)
 
 
-def _names_of(phased: PhasedProgram) -> dict[str, str]:
-    """Return the range of each node of a program, by the node's name."""
-    graphs = [*phased.phases.values(), *((phased.halves.inputs, phased.halves.weights) if phased.halves else ())]
-    calls = (node for module in graphs for node in module.graph.nodes if node.op == "call_function")
-    return {ADDING_UP: f"{_BACKWARD}: {ADDING_UP}"} | {node.name: range_name(node) for node in calls}
+def _names_of(phased: PhasedProgram) -> dict[str, dict[str, str]]:
+    """Return the range of each node of a program, by the names of its phase and of the node.
+
+    Nodes of different phases may have the same name.
+    """
+    halves = (phased.halves.inputs, phased.halves.weights) if phased.halves else ()
+    adding = {ADDING_UP: f"{_BACKWARD}: {ADDING_UP}"}
+    found: dict[str, dict[str, str]] = {ACCUMULATION: adding, _BACKWARD: dict(adding)}
+    for phase, module in (*phased.phases.items(), *((_BACKWARD, half) for half in halves)):
+        calls = (node for node in module.graph.nodes if node.op == "call_function")
+        found.setdefault(phase, {}).update({node.name: range_name(node) for node in calls})
+    return found
 
 
-def _step(segments: Iterable[Segment], names: Mapping[str, str], cluster: Cluster) -> StepSpans:
-    dispatch_s = cluster.device.dispatch("eager")
-    times = simulate_streams(tuple(segments), overlap_of(cluster), dispatch_s=dispatch_s)
-    spans = (_named(span, names) for span in times.timeline.spans if span.end_s > span.start_s)
-    return StepSpans(round(times.total_s * 1e9), tuple(span for span in spans if span.name))
+def _step(segments: Iterable[Segment], names: Mapping[str, Mapping[str, str]], cluster: Cluster) -> StepSpans:
+    named = [_named(segment, names[segment.name]) for segment in segments]
+    times = simulate_streams(named, overlap_of(cluster), dispatch_s=cluster.device.dispatch("eager"))
+    spans = (span for span in times.timeline.spans if span.end_s > span.start_s and span.name)
+    made = (RangeSpan(span.name, round(span.start_s * 1e9), round(span.end_s * 1e9)) for span in spans)
+    return StepSpans(round(times.total_s * 1e9), tuple(made))
 
 
-def _named(span: Span, names: Mapping[str, str]) -> RangeSpan:
-    node = span.name if span.stream == COMPUTE else span.name.partition(" over ")[0]
-    return RangeSpan(names[node], round(span.start_s * 1e9), round(span.end_s * 1e9))
+def _named(segment: Segment, names: Mapping[str, str]) -> Segment:
+    """Return a segment whose operations have the names of their ranges."""
+    return replace(segment, ops=tuple(op._replace(name=names[op.name.partition(" over ")[0]]) for op in segment.ops))
 
 
 class _Priced(NamedTuple):

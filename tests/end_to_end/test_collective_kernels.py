@@ -157,7 +157,9 @@ def test_what_follows_a_partial_sum_is_one_kernel(norm: str) -> None:
             frozen.requires_grad_(False)
         built[0].down.bias.requires_grad_(False)
     program = traced_of(*built, updates=False)
-    plan = plan_program(program, mesh, h100s(mesh), PlanOptions(constraints=TENSOR_PARALLEL, with_baselines=False))
+    whole = {name: P() for name in ("add_tensor_1", "view_3", "add")}  # sums over ranks, and no pieces of them
+    options = PlanOptions(constraints=TENSOR_PARALLEL, specs=whole, with_baselines=False)
+    plan = plan_program(program, mesh, h100s(mesh), options)
     fused = lower_program(program, plan, options=LoweringOptions(with_kernels=True))
     verify_phases(fused)
     plain = SplitPhases()(fused.lowered)

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autoshard.runtime.weights.local_part import LocalPart
+
 RELATIVE, FLOOR = 1e-5, 1e-6
 
 
@@ -112,3 +114,8 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None
     excess = difference - (RELATIVE * expected.abs()).clamp(min=FLOOR)
     count = int((excess > 0).sum())
     assert count == 0, f"{what}: {count} elements are off, the worst by {difference.max().item():.3g}"
+
+
+def index_of(part: LocalPart) -> tuple[slice, ...]:
+    """Return the position of a rank's part in its whole tensor, as slices."""
+    return tuple(slice(first, first + size) for first, size in zip(part.offset, part.tensor.shape, strict=True))

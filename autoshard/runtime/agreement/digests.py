@@ -78,7 +78,12 @@ def sample_of(words: torch.Tensor, most: int, turn: int) -> torch.Tensor:
         return words
     rows = min(_PIECES, most)
     width, length = most // rows, len(words) // rows
-    return words[: rows * length].view(rows, length).narrow(1, turn * width % (length - width + 1), width).reshape(-1)
+    return (
+        words.narrow(0, 0, rows * length)
+        .view(rows, length)
+        .narrow(1, turn * width % (length - width + 1), width)
+        .reshape(-1)
+    )
 
 
 def digest_of_bytes(data: bytes) -> int:
