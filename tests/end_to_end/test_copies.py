@@ -127,7 +127,7 @@ def check_deepcopy_of_a_training_step() -> None:
 
 
 def check_pickle() -> None:
-    """A simulated model is pickled with its state; on processes, pickling raises an error that names the alternative."""
+    """A simulated model is pickled with its state; on processes, pickling raises an error that names the way out."""
     torch.manual_seed(5)
     sharded = compiled(Net(rate=0.5))
     train(sharded)
