@@ -82,7 +82,7 @@ def check_kept(*, has_loss: bool) -> None:
 
 @pytest.mark.parametrize("has_loss", [True, False])
 def test_scalars_are_left_with_their_gradients(has_loss: bool) -> None:
-    """An auxiliary loss in an attribute gives gradients as on one device, whether the model returns a loss or logits."""
+    """An auxiliary loss in an attribute has gradients as on one device, whether the model returns a loss or logits."""
     check_kept(has_loss=has_loss)
 
 

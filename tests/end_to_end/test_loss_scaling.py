@@ -38,7 +38,7 @@ from tests.samples import examples
 
 F16 = torch.float16
 JUMPS = LossScaling(init_scale=2.0**60, growth_factor=2.0**50, backoff_factor=2.0**-50, growth_interval=2)
-"""Scaling whose scale is either 2^10, at which nothing overflows, or 2^60, at which all does; rounding decides nothing."""
+"""Scaling whose scale is 2^10, at which nothing overflows, or 2^60, at which all does; rounding decides nothing."""
 SCALES = [2.0**60, *[2.0**10, 2.0**10, 2.0**60] * 3]
 
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -328,7 +328,7 @@ def test_a_checkpoint_has_the_scale(mesh: Mesh, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_precision_loads(tmp_path: Path) -> None:
-    """A checkpoint without a scale leaves a step's scale unchanged, and a step without scaling ignores a saved scale."""
+    """A checkpoint without a scale leaves a step's scale as it is, and a step without scaling ignores a saved scale."""
     model = Net()
     step = autoshard.compile(model, PAIR, optimizer=OPTIMIZERS["adamw"](model.parameters()), example_inputs=batch(0))
     checkpoints = autoshard.Checkpoints(tmp_path, asynchronous=False)
