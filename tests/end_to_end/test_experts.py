@@ -91,7 +91,7 @@ def test_layers_of_experts_that_are_split_equal_one_device(way: str) -> None:
 @pytest.mark.parametrize("memory_bytes", [None, ROOMY])
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_tokens_are_sent_to_the_experts_of_other_models(name: str, memory_bytes: int | None) -> None:
-    """Models with shared experts, grouped routing, biases or interleaved gates equal one device if tokens are exchanged."""
+    """Models with shared experts, grouped routing, biases or interleaved gates exchange tokens and equal one device."""
     model, inputs = built(name)
     plan = replace(plan_with(EXCHANGED, model, inputs, PAIR), memory_budget=memory_bytes)
     check_plan(model, PAIR, inputs, plan=plan, steps=2, precise=torch.float64).raise_if_different()

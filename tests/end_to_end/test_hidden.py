@@ -93,7 +93,7 @@ def measured(name: str, rig: Rig) -> list[Transfer]:
 
 
 def check(name: str) -> None:
-    """Check that a process waits exactly where its program predicts, and hides most of the communication that it can."""
+    """Check that a process waits exactly where its program predicts, and hides most hideable communication."""
     made, plain = programs_of(compiled(name, Mesh({AXIS: 2})))
     rig = rig_of(plain)
     said, found = walk(made, rig), measured(name, rig)

@@ -162,7 +162,7 @@ def check_same(step: TrainStep, plain: nn.Module, reference: torch.optim.Optimiz
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_under_every_layout(name: str, layout: str) -> None:
-    """Traced optimizers run under every layout, elementwise ones without stages, all others on whole parameters alone."""
+    """Traced optimizers run under every layout, elementwise ones not in stages, all others on whole parameters only."""
     mesh, options = LAYOUTS[layout]
     if name in WHOLE and layout in SPLIT:
         with pytest.raises(NotAvailableError, match=f"optimizer={name} needs each parameter whole"):
