@@ -1,4 +1,4 @@
-"""QLoRA, adapters of peft beside 4-bit weights of bitsandbytes, trains as on one device; ranks gather packed weights."""
+"""QLoRA, adapters of peft beside 4-bit weights of bitsandbytes, equals one device, and ranks gather packed weights."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def test_blocks_that_a_model_has_not_are_refused() -> None:
     ],
 )
 def test_recipes_with_experts_run(recipe: Recipe, split: set[str], within: set[str]) -> None:
-    """Axis "expert" splits experts, "model" splits each expert only as the recipe says, and a step equals one device."""
+    """Axis "expert" splits experts, "model" splits each expert if the recipe says so, and a step equals one device."""
     model, inputs = ARCHITECTURES["mixtral"].build()
     inputs = {name: torch.cat([value] * 2) for name, value in inputs.items()}
     alone = copy.deepcopy(model)

@@ -49,7 +49,7 @@ def narrow(mesh: Any, layout: str, **options: Any) -> Any:
 
 
 def compare(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """Check that gradients are float32 and differ from the wanted ones as by bfloat16 rounding, and more than by float32's."""
+    """Check that float32 gradients differ from the wanted ones by bfloat16 rounding, and by more than float32's."""
     for name, want in wanted.items():
         assert found[name].dtype is torch.float32
         torch.testing.assert_close(found[name], want, rtol=2**-7, atol=2**-8 * float(want.abs().max()))

@@ -113,7 +113,7 @@ def check_bytes_on_the_wire() -> None:
 
 
 def check_whole() -> None:
-    """With `gather_outputs=True`, outputs are plain tensors, except for outputs in constraints, and train as one device."""
+    """With `gather_outputs=True`, outputs that no constraint names are plain tensors, and train as one device."""
     sharded, plain = compiled(
         {name: spec for name, spec in BY_ROWS.items() if name != "output:1"},
         options=autoshard.Options(gather_outputs=True),
