@@ -79,7 +79,7 @@ def chosen_plan(data: st.DataObject, most_plans: int = 1) -> int:
 
 
 def any_pipeline(data: st.DataObject, most_plans: int = 1) -> int:
-    """Check two or three stages under drawn schedules, beside other mesh axes, over two steps with micro-batches."""
+    """Check two or three pipeline ranks under drawn schedules, beside other mesh axes, over two steps."""
     program = data.draw(programs(whole_steps=True).filter(_has_parts))
     assert program.whole_step is not None, "it is a whole step"
     rest = data.draw(st.sampled_from(({}, {"x": 2}, {"x": 2, "y": 2})))

@@ -101,7 +101,7 @@ def test_ranks_agree_on_what_they_run_and_with_what(monkeypatch: pytest.MonkeyPa
 
 
 def test_forward_has_the_signature_of_the_model() -> None:
-    """`forward` of a compiled module, its class and a copy have the model's signature, as transformers' Trainer needs."""
+    """`forward` of a compiled module, of its class and of a copy has the model's signature, as Trainer needs."""
 
     class Answering(nn.Module):
         def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
@@ -139,7 +139,7 @@ def test_containers_are_read_and_changed_like_the_model() -> None:
 
 
 def test_a_call_without_targets_returns_the_outputs() -> None:
-    """With `loss_fn`, a call without targets returns the model's outputs, and a training step without targets raises."""
+    """With `loss_fn`, a call without targets returns the model's outputs; a training step without targets raises."""
     torch.manual_seed(0)
     model, x, y = nn.Linear(3, 6), torch.randn(4, 3), torch.randint(6, (4,))
     optimizer, loss_fn = torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.cross_entropy

@@ -49,7 +49,7 @@ def test_parameters_are_constrained_by_name() -> None:
 )
 @pytest.mark.parametrize("make", [torch.optim.Adafactor, torch.optim.Rprop, Shampoo])
 def test_arguments_that_split_are_refused_at_compile(make: Any, options: dict[str, Any], splits: str) -> None:
-    """Constraints or a recipe that split parameters raise an error that names optimizer, argument and an alternative."""
+    """Constraints or a recipe that split parameters raise an error that names the optimizer and the argument."""
     name = make.__name__
     with pytest.raises(NotAvailableError, match=f"optimizer={name} needs each parameter whole.*{splits}.*or use AdamW"):
         _compiled(make, **options)

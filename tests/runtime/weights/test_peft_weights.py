@@ -99,7 +99,7 @@ def assert_same_loss(plain: Any, step: Any) -> None:
 
 
 def check_adapter() -> None:
-    """The exported folder has peft's names, trained weights, `modules_to_save` and configuration, and no base weights."""
+    """The exported folder has peft's names and configuration, adapters and `modules_to_save`, and no base weights."""
     step = trained(adapted(Net(), modules_to_save=["head"]))
     expected = wholes(step)
     with shared_folder() as folder:
@@ -190,7 +190,7 @@ def check_no_adapters() -> None:
 
 
 def check_what_peft_computes() -> None:
-    """An adapter that is no set of weights, such as prompts, raises an error with its name on both ranks."""
+    """An adapter whose file only peft can compute, such as prompts, raises an error with its name on both ranks."""
     step = trained(adapted(Net()))
     step.sharded.peft_config["default"] = SimpleNamespace(is_prompt_learning=True, peft_type="PROMPTS")
     with shared_folder() as folder:
