@@ -1,4 +1,4 @@
-"""Gloo processes hide the communication that can be hidden, by a clock that counts products.
+"""Two Gloo processes hide the communication that their products can hide; a clock that counts products measures it.
 
 The clock makes the waits of a slow network exact. A wait depends only on the order in which a process issues, computes
 and waits, and never on the load of the machine. Each plan splits another part of a Llama over the axis.

@@ -1,4 +1,4 @@
-"""A killed rank ends every other rank with one clear error, never a hang."""
+"""A killed or stopped rank ends every other rank with one clear error, never a hang."""
 
 from __future__ import annotations
 

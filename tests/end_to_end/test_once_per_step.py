@@ -95,7 +95,7 @@ def test_the_bits_do_not_depend_on_what_is_held() -> None:
 
 
 class Calls(TorchDispatchMode):
-    """Counts the calls of operators by name."""
+    """A mode that counts the calls of operators by name."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""On eight tiny clusters, `plan(global_batch=)` chooses each kind of split somewhere, and every plan trains right."""
+"""On eight tiny clusters, `plan(global_batch=)` picks each kind of split somewhere, and all plans equal one device."""
 
 from __future__ import annotations
 

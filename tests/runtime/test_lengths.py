@@ -268,7 +268,7 @@ class Masked(Tagger):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("how", MASKS)
 def test_rows_of_padding_whose_scores_are_all_masked_are_not_padded(how: str) -> None:
-    """Masks that leave a padded row no key run at their own lengths; all other masks share one padded program.
+    """Calls whose masks leave a padded row no key run unpadded; calls with other masks share one padded program.
 
     A softmax over such a row is NaN, and so would be all gradients.
     """
@@ -302,7 +302,7 @@ class Shaped(nn.Module):
 
 @pytest.mark.parametrize("how", SHAPES)
 def test_padding_without_a_gradient_is_none(how: str) -> None:
-    """Functions with an infinite derivative at padding run at their own lengths, and equal one device.
+    """Models with an infinite derivative at padding run at their own lengths, and equal one device.
 
     That derivative times a mask of zero is NaN, although the loss is finite.
     """

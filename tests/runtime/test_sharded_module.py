@@ -101,7 +101,7 @@ def test_ranks_agree_on_what_they_run_and_with_what(monkeypatch: pytest.MonkeyPa
 
 
 def test_forward_has_the_signature_of_the_model() -> None:
-    """`forward` of a compiled module, of its class and of a copy has the model's signature, as Trainer needs."""
+    """The compiled module, its class and a copy have the model's `forward` signature, for transformers' Trainer."""
 
     class Answering(nn.Module):
         def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
