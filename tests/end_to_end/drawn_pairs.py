@@ -31,7 +31,7 @@ def any_plan(data: st.DataObject, most_plans: int = 1) -> int:
 
 
 def any_plan_of_a_whole_step(data: st.DataObject, most_plans: int = 1) -> int:
-    """Check loss, parameters, buffers and optimizer state after two steps, with clipping and micro-batches."""
+    """Check that two steps with clipping and micro-batches leave the parameters and state of one device."""
     mesh = data.draw(meshes(max_ranks=4, max_axes=2))
     program = data.draw(programs(max_blocks=3, whole_steps=True, draws=True))
     pairs = 0
@@ -44,7 +44,7 @@ def any_plan_of_a_whole_step(data: st.DataObject, most_plans: int = 1) -> int:
 
 
 def any_plan_in_bf16(data: st.DataObject, most_plans: int = 1) -> int:
-    """Check that drawn plans in bfloat16, whose programs contain casts, equal one device in bfloat16."""
+    """Check that drawn plans in bfloat16, whose programs contain casts, equal one device with the same casts."""
     mesh, program = (
         data.draw(meshes(max_ranks=4, max_axes=2)),
         data.draw(programs().filter(partial(runs_in, torch.bfloat16))),
@@ -58,7 +58,7 @@ def any_plan_in_bf16(data: st.DataObject, most_plans: int = 1) -> int:
 
 
 def any_plan_of_a_step_in_f16(data: st.DataObject, most_plans: int = 1) -> int:
-    """Check two float16 steps with loss scaling; one device uses torch's `GradScaler`."""
+    """Check that two float16 steps with loss scaling equal one device with torch's `GradScaler`."""
     mesh = data.draw(meshes(max_ranks=4, max_axes=2))
     program = data.draw(programs(max_blocks=2, whole_steps=True).filter(partial(runs_in, torch.float16)))
     assert program.whole_step is not None, "it is a whole step"
@@ -79,7 +79,7 @@ def chosen_plan(data: st.DataObject, most_plans: int = 1) -> int:
 
 
 def any_pipeline(data: st.DataObject, most_plans: int = 1) -> int:
-    """Check two or three pipeline ranks under drawn schedules, beside other mesh axes, over two steps."""
+    """Check that two steps on two or three pipeline ranks, under drawn schedules and other axes, equal one device."""
     program = data.draw(programs(whole_steps=True).filter(_has_parts))
     assert program.whole_step is not None, "it is a whole step"
     rest = data.draw(st.sampled_from(({}, {"x": 2}, {"x": 2, "y": 2})))

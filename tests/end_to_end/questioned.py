@@ -56,7 +56,7 @@ OWN: Mapping[str, Callable[[], Built]] = {
 OTHERS: Mapping[str, Callable[[], Built]] = {
     name: ARCHITECTURES[name].build for name in ("gpt2", "t5", "mixtral", "vit", "resnet")
 }
-"""Models of transformers."""
+"""Models of `tests.zoo`, from public libraries."""
 
 
 @cache
@@ -116,7 +116,7 @@ def plan_of_specs(name: str, cluster: PricedCluster, mesh: str, **options: Any) 
 
 
 def replan_of(plan: Plan) -> PlanAgain:
-    """Return the callable that makes the plan again after a change of the question."""
+    """Return the callable that plans the plan's model again with one `Change`."""
     assert isinstance(plan.alternatives, Questions)
     assert isinstance(plan.alternatives.replan, PlanAgain)
     return plan.alternatives.replan

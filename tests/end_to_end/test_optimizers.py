@@ -244,7 +244,7 @@ def test_ranks_share_large_matrices() -> None:
 
 
 def check_on_gloo(name: str, layout: str) -> None:
-    """Check steps on ranks; optimizer state of a parameter's shape must be a DTensor."""
+    """Check that steps on ranks equal one device; optimizer state of a parameter's shape must be a DTensor."""
     mesh, options = LAYOUTS[layout]
     step = check_steps(OPTIMIZERS[name], mesh, **options) if layout != "pipeline" else _check_stages(name)
     for parameter, state in step.optimizer.state.items():

@@ -105,7 +105,7 @@ def compiled(name: str, mesh: Mesh | DeviceMesh, **options: Any) -> tuple[Any, n
 
 
 def check_equal(name: str, mesh: Mesh | DeviceMesh, **options: Any) -> Any:
-    """Check losses, first gradients and final parameters against one device; a process compares those of its stages."""
+    """Check that losses, first gradients and final parameters equal one device; a process has those of its stages."""
     step, model, inputs = compiled(name, mesh, **options)
     found, expected = trained(model, step.optimizer, partial(step, **inputs)), on_one_device(name)
     assert found.parameters, "a rank holds the parameters of its stage"

@@ -99,7 +99,10 @@ def check_step(
     outputs: int = 5,
     **options: Any,
 ) -> TrainStep:
-    """Check losses, parameters, buffers and optimizer state of three steps with a schedule; return the step."""
+    """Check that three steps with a schedule leave the losses, parameters, buffers and state of one device.
+
+    Return the step.
+    """
     optimizer, reference = two_groups(make, model), two_groups(make, plain)
     step = autoshard.compile(model, mesh, optimizer=optimizer, loss_fn=F.mse_loss, max_grad_norm=limit, **options)
     assert isinstance(step, TrainStep)

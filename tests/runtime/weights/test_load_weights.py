@@ -152,7 +152,7 @@ def test_parameters_stay_the_objects_that_optimizers_hold(tmp_path: Path) -> Non
 
 
 def _changed(folder: Path, change) -> tuple[Tied, Tied]:
-    """Return a model, a copy of it, and write a file of other weights that `change` has modified."""
+    """Return a model and its copy; write a file of other weights, after `change` has modified them."""
     model = Tied()
     stored = {name: value.clone() for name, value in Tied().state_dict().items()}
     change(stored)

@@ -15,7 +15,7 @@ from autoshard.runtime.weights.local_part import LocalPart, index_of
 
 
 def _chunk_of(whole: torch.Tensor, placements: list, sizes: list[int], coordinate: tuple[int, ...]) -> torch.Tensor:
-    """Return the part of DTensor's rank at a coordinate: for each mesh dim in turn, a chunk of the last chunk."""
+    """Return a rank's part of a DTensor: for each mesh dim in turn, take the rank's chunk of the part so far."""
     for placement, size, place in zip(placements, sizes, coordinate, strict=True):
         if isinstance(placement, Shard):
             chunks = whole.chunk(size, placement.dim)
