@@ -122,7 +122,7 @@ def _admitted(ranks: int, micro_batches: int) -> list[tuple[str, int]]:
 
 
 def runs_in(dtype: torch.dtype, program: DrawnProgram) -> bool:
-    """Return whether one device runs the program in a type; operators that want equal types may refuse it."""
+    """Return whether one device runs the program in a type; an operator may refuse operands of different types."""
     try:
         run_in_precision(program.model, dtype, *program.inputs)
     except (RuntimeError, ValueError) as error:

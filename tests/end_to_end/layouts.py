@@ -1,4 +1,4 @@
-"""Meshes and constraints for small models that produce the layouts that experts write by hand."""
+"""Meshes and constraints for small models that produce the layouts that human experts write by hand."""
 
 from __future__ import annotations
 

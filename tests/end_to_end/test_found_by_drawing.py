@@ -146,7 +146,7 @@ def test_the_rounding_of_a_mean_near_zero_is_no_difference() -> None:
 
 
 def test_a_batch_norm_whose_weights_are_cast_runs_over_a_split_batch() -> None:
-    """In bfloat16, a batch norm whose weights are cast as its input is equals one device, over a split batch."""
+    """In bfloat16, a batch norm whose weights and input are both cast equals one device, with the batch split."""
     mesh, program = Mesh({"data": 4}), run_source(_HEAD + _BATCH_NORM)
     traced = traced_call(program, "bf16")
     plan = replace(greedy_plan(traced, mesh, _rows_split), precision="bf16")

@@ -110,7 +110,7 @@ def init_without_table(step: Any, seed: int) -> None:
 
 
 def check_llama() -> None:
-    """Under each layout of experts and under the planner's, a Llama's weights equal those of one device."""
+    """Under hand-written layouts and under the planner's choice, a Llama's weights equal those of one device."""
     model, inputs = llama()
     config = model.config
 
