@@ -1,4 +1,4 @@
-"""A small Llama of the published runs' decoder, with drawn weights and a batch."""
+"""Build a small Llama with drawn weights and a batch, from the decoder that the published benchmarks use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LLAMA = replace(
 
 
 def decoder(shape: DecoderShape, seed: int = 0) -> tuple[nn.Module, dict[str, Any]]:
-    """A decoder with drawn weights, and a batch of eight."""
+    """Return a decoder with drawn weights, and a batch of eight sequences of drawn tokens and targets."""
     model, generator = Decoder(shape), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Properties of drawn programs under drawn plans, each of which counts its pairs of program and plan."""
+"""Properties that plans of drawn programs must have; each function checks some plans and returns their number."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cost_models.schedule_orders import SCHEDULES, admits
 
 
 def any_plan(data: st.DataObject, most_plans: int = 1) -> int:
-    """Every strategy of every node, on any mesh; half of the plans recompute."""
+    """Check that drawn plans compute the outputs and gradients of one device; return the number of plans."""
     mesh, program = data.draw(meshes(max_ranks=4, max_axes=2)), data.draw(programs(draws=True))
     pairs = 0
     for plan in _some_plans(data, program, mesh, most_plans):
@@ -31,7 +31,7 @@ def any_plan(data: st.DataObject, most_plans: int = 1) -> int:
 
 
 def any_plan_of_a_whole_step(data: st.DataObject, most_plans: int = 1) -> int:
-    """Loss, parameters, buffers and optimizer state after two steps, with clipping and micro-batches."""
+    """Check that two steps with clipping and micro-batches leave the parameters and state of one device."""
     mesh = data.draw(meshes(max_ranks=4, max_axes=2))
     program = data.draw(programs(max_blocks=3, whole_steps=True, draws=True))
     pairs = 0
@@ -44,7 +44,7 @@ def any_plan_of_a_whole_step(data: st.DataObject, most_plans: int = 1) -> int:
 
 
 def any_plan_in_bf16(data: st.DataObject, most_plans: int = 1) -> int:
-    """Casts among the nodes."""
+    """Check that drawn plans in bfloat16, whose programs contain casts, equal one device with the same casts."""
     mesh, program = (
         data.draw(meshes(max_ranks=4, max_axes=2)),
         data.draw(programs().filter(partial(runs_in, torch.bfloat16))),
@@ -58,7 +58,7 @@ def any_plan_in_bf16(data: st.DataObject, most_plans: int = 1) -> int:
 
 
 def any_plan_of_a_step_in_f16(data: st.DataObject, most_plans: int = 1) -> int:
-    """A loss with a scale, whose gradients one device unscales by torch's scaler."""
+    """Check that two float16 steps with loss scaling equal one device with torch's `GradScaler`."""
     mesh = data.draw(meshes(max_ranks=4, max_axes=2))
     program = data.draw(programs(max_blocks=2, whole_steps=True).filter(partial(runs_in, torch.float16)))
     assert program.whole_step is not None, "it is a whole step"
@@ -72,14 +72,14 @@ def any_plan_of_a_step_in_f16(data: st.DataObject, most_plans: int = 1) -> int:
 
 
 def chosen_plan(data: st.DataObject, most_plans: int = 1) -> int:
-    """The plan that the planner picks, over two steps."""
+    """Check that the plan that the planner picks equals one device over two steps; return 1."""
     mesh, program = data.draw(meshes(max_ranks=4, max_axes=2)), data.draw(programs(draws=True))
     check_plan(program.model, mesh, program.inputs, steps=2, precise=torch.float64).raise_if_different()
     return 1
 
 
 def any_pipeline(data: st.DataObject, most_plans: int = 1) -> int:
-    """Stages of any number under any schedule, beside other axes, over two steps with clipping and micro-batches."""
+    """Check that two steps on two or three pipeline ranks, under drawn schedules and other axes, equal one device."""
     program = data.draw(programs(whole_steps=True).filter(_has_parts))
     assert program.whole_step is not None, "it is a whole step"
     rest = data.draw(st.sampled_from(({}, {"x": 2}, {"x": 2, "y": 2})))
@@ -111,18 +111,18 @@ def any_pipeline(data: st.DataObject, most_plans: int = 1) -> int:
 
 
 def _has_parts(program: DrawnProgram) -> bool:
-    """Whether the batch may be cut into micro-batches: no block mixes samples."""
+    """Return whether the batch may be cut into micro-batches, which holds if no block mixes samples."""
     return program.whole_step is not None and program.whole_step.micro_batches > 1
 
 
 def _admitted(ranks: int, micro_batches: int) -> list[tuple[str, int]]:
-    """Schedules, with virtual stages, that so many micro-batches can run."""
+    """Return pairs of a schedule and its virtual stages that can run the number of micro-batches."""
     pairs = product(SCHEDULES, (1, 2))
     return [(name, stages) for name, stages in pairs if admits(name, ranks, micro_batches, stages)]
 
 
 def runs_in(dtype: torch.dtype, program: DrawnProgram) -> bool:
-    """Whether one device runs the program in a type; float32 buffers widen sums, some operators want equal types."""
+    """Return whether one device runs the program in a type; an operator may refuse operands of different types."""
     try:
         run_in_precision(program.model, dtype, *program.inputs)
     except (RuntimeError, ValueError) as error:
@@ -133,7 +133,7 @@ def runs_in(dtype: torch.dtype, program: DrawnProgram) -> bool:
 def _some_plans(
     data: st.DataObject, program: DrawnProgram, mesh: Mesh, most: int, precision: str | None = None
 ) -> Iterator[Plan]:
-    """Return up to a number of plans of one traced program; the smallest failing example has a single plan."""
+    """Yield one to `most` drawn plans of a program; Hypothesis shrinks a failing example to a single plan."""
     drawn = plans(program, mesh, precision=precision)
     for _ in range(data.draw(st.integers(1, most))):
         yield data.draw(drawn)

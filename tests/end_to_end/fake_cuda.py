@@ -46,16 +46,16 @@ FUSED = partial(torch.optim.AdamW, fused=True)
 
 _READS = ("aten.item", "aten._local_scalar_dense", "aten.equal", "aten.is_nonzero", "aten.nonzero", "aten.unique")
 _MOST_ON_THE_HOST = 64
-"""Largest number of elements of a CPU tensor in a step: an optimizer's options, and messages between ranks."""
+"""Most elements that a CPU tensor of a step may have; optimizer options and messages of ranks are this small."""
 
 _ASKED_BY_SEEDS = {seeds.__file__, generator_marks.__file__}
-"""Files that read the state of torch's generator on the CPU, and move the generator on: 20 us a step."""
+"""Files whose large CPU tensors are allowed, since they read and advance torch's CPU generator, in 20 us a step."""
 
 
 class DeviceUse(TorchDispatchMode):
-    """Count the operators that run, and keep operators that wait for a device, move between devices or run on the CPU.
+    """Count the operators that run, and list those that wait for a device, move between devices or run on the CPU.
 
-    Operators of autoshard's library run their implementation. A number that is read from a tensor on the CPU is 1.
+    Operators of autoshard's library run their implementation. A number that is read from a tensor is always 1.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ def _described(name: str, *tensors: Tensor) -> str:
 
 
 class OneOfMany:
-    """A `ControlGroup`, its channel and its vectors; all other ranks repeat the messages of this rank."""
+    """A fake `ControlGroup`, which is its own channel and vectors; all other ranks repeat this rank's messages."""
 
     def __init__(self, ranks: Sequence[int], timeout_s: float = 0.0) -> None:
         self.channel = self.vectors = self
@@ -120,7 +120,7 @@ class OneOfMany:
         self.one_thread = OneThread()
 
     def agree(self, facts: Callable[[], Any], what: str = "") -> None:
-        """Ask nobody."""
+        """Do nothing, since all ranks agree."""
 
     def share(self, compute: Callable[[], T], what: str = "") -> T:
         return compute()
@@ -199,7 +199,7 @@ def _move_to_cuda(graph_module: torch.fx.GraphModule) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FakeWorld:
-    """Rank 0 of a fake world, whose devices are CUDA."""
+    """Rank 0 of a fake process group, whose devices are CUDA."""
 
     fakes: FakeTensorMode
     mesh: Any
@@ -211,7 +211,7 @@ class FakeWorld:
         dtype: torch.dtype = torch.bfloat16,
         **options: Any,
     ) -> TrainStep:
-        """The training step of a model, whose parameters become fake tensors on CUDA."""
+        """Return the training step of a model, whose parameters become fake tensors on CUDA."""
         outline = copy.deepcopy(model).to(dtype).to("meta")
         known: dict[int, nn.Parameter] = {}
         for module in model.modules():
@@ -234,7 +234,7 @@ class FakeWorld:
         return FakeTensor(self.fakes, meta, CUDA)
 
     def use_of(self, step: TrainStep, batch: Mapping[str, Any]) -> DeviceUse:
-        """Return the uses of the device in a later step, which finds state and the digests of the call before."""
+        """Run four steps and return the device use of the last, in which state exists and digests are compared."""
         batch = {name: self.on_cuda(item) for name, item in batch.items()}
         step.compile_for(**batch)
         with self.fakes:
@@ -246,7 +246,7 @@ class FakeWorld:
 
 @contextmanager
 def fake_world(sizes: Mapping[str, int]) -> Iterator[FakeWorld]:
-    """Return a mesh with the given sizes of axes; this process is rank 0."""
+    """Yield a `FakeWorld` whose mesh has the given axis sizes; this process is rank 0."""
     ranks = 1
     for size in sizes.values():
         ranks *= size

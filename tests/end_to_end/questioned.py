@@ -1,4 +1,4 @@
-"""Unlike models, clusters and meshes, and their plans, for tests that ask questions of plans."""
+"""Models, clusters, meshes and plans of different kinds, for tests that ask questions of plans."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Built = tuple[nn.Module, Any]
 
 
 class Convolutions(nn.Module):
-    """Residual blocks of convolutions and group norms, behind one convolution and before a head."""
+    """A convolution, residual blocks of convolutions and group norms, and a linear head."""
 
     def __init__(self, depth: int = 3, channels: int = 16) -> None:
         super().__init__()
@@ -51,22 +51,22 @@ OWN: Mapping[str, Callable[[], Built]] = {
     "perceptron in bf16": lambda: _perceptron(torch.bfloat16),
     "convolutions": lambda: (Convolutions(), (torch.zeros(8, 3, 8, 8),)),
 }
-"""Traced in a moment."""
+"""Small models of this file, which are traced in a moment."""
 
 OTHERS: Mapping[str, Callable[[], Built]] = {
     name: ARCHITECTURES[name].build for name in ("gpt2", "t5", "mixtral", "vit", "resnet")
 }
-"""Other people's."""
+"""Models of `tests.zoo`, from public libraries."""
 
 
 @cache
 def built(name: str) -> Built:
-    """Return a model and its inputs; every call returns equal values."""
+    """Return a model and its inputs; the result is cached."""
     return {**OWN, **OTHERS}[name]()
 
 
 def _slowed(times: float = 1e4) -> Cluster:
-    """Return a cluster of four H100s, slowed by the factor by which our models are smaller than real models."""
+    """Return a cluster of four H100s whose FLOPs and memory bandwidth are divided by `times`, for small models."""
     node = node_type("h100_sxm")
     unit = node.device
     slow = replace(
@@ -87,7 +87,7 @@ MESHES: Mapping[str, Mesh] = {"square": Mesh({"data": 2, "model": 2}), "line": M
 
 @cache
 def plan_of_recipe(name: str, place: str, share: float | None = None) -> Plan:
-    """Plan within the fastest recipe, with a given share of the memory that the recipe takes."""
+    """Return the plan of the fastest recipe; `share` limits memory to that share of the unlimited plan's peak."""
     model, inputs = built(name)
     budget = None if share is None else int(share * plan_of_recipe(name, place).predicted.peak_memory_bytes)
     return autoshard.plan(
@@ -102,13 +102,13 @@ def plan_of_recipe(name: str, place: str, share: float | None = None) -> Plan:
 
 
 def price(name: str, cluster: PricedCluster, recipe: Recipe) -> Plan:
-    """Price a recipe through the public call."""
+    """Return the priced plan of a recipe, from `autoshard.price`."""
     model, inputs = built(name)
     return autoshard.price(model, cluster, recipe, example_inputs=inputs, runtime=PRICED, global_batch=8)
 
 
 def plan_of_specs(name: str, cluster: PricedCluster, mesh: str, **options: Any) -> Plan:
-    """The fastest choice of specs."""
+    """Return the fastest plan on a mesh of `MESHES`, without a search over recipes."""
     model, inputs = built(name)
     return autoshard.plan(
         model, ClusterMesh(cluster, MESHES[mesh]), example_inputs=inputs, optimizer="adamw", **options
@@ -116,7 +116,7 @@ def plan_of_specs(name: str, cluster: PricedCluster, mesh: str, **options: Any) 
 
 
 def replan_of(plan: Plan) -> PlanAgain:
-    """Return the plan's callable that plans once more after a change."""
+    """Return the callable that plans the plan's model again with one `Change`."""
     assert isinstance(plan.alternatives, Questions)
     assert isinstance(plan.alternatives.replan, PlanAgain)
     return plan.alternatives.replan

@@ -1,4 +1,4 @@
-"""Models that draw random numbers in `forward`, by families of operators; all draws of a family are in one model."""
+"""Models that draw random numbers in `forward`; one model applies all random operators of a family."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ FAMILIES: Mapping[str, Draws] = MappingProxyType(
 
 
 class Drawing(nn.Module):
-    """A module that applies a given random operator to its scaled input."""
+    """A module that applies each of several random operators to its scaled input."""
 
     def __init__(self, draws: Draws, width: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Drawing(nn.Module):
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x [rows, width]."""
+        """Return the result of each operator; x has shape [rows, width]."""
         return tuple(draw(x * self.scale) for draw in self.draws)
 
 

@@ -1,4 +1,4 @@
-"""LoRA and DoRA of peft, unmodified, train as peft trains them on one device; frozen weights cost nothing but room."""
+"""LoRA and DoRA of peft, unmodified, train as on one device; frozen weights get no gradients or optimizer state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FROZEN = "*base_layer.weight"
 
 
 def adapted(kind: str, base: nn.Module | None = None, layers: int = 1, **options: Any) -> tuple[Any, Inputs]:
-    """A small model whose adapters are not zero, and a batch."""
+    """Return a small model whose adapters are not zero, and a batch."""
     model, inputs = {"llama": llama, "gpt2": gpt2}[kind](layers)
     config = {"r": 3, "lora_alpha": 6, "target_modules": TARGETS[kind], "task_type": "CAUSAL_LM", **options}
     config["fan_in_fan_out"] = kind == "gpt2"
@@ -49,7 +49,7 @@ def trained_by(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def adamw(parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
-    """Over the adapters alone; eps is explained at `tests.end_to_end.training.train`."""
+    """Return AdamW over the trained parameters alone; `tests.end_to_end.training.train` explains its eps."""
     return torch.optim.AdamW(trained_by(parameters), lr=1e-2, eps=1e-4, **options)
 
 
@@ -59,7 +59,7 @@ def planned(model: nn.Module, inputs: Inputs, mesh: Mesh, **options: Any) -> Pla
 
 
 def check(kind: str, mesh: Mesh, settings: dict[str, Any] | None = None, **options: Any) -> Plan:
-    """Loss, all parameters and state after three steps equal those of peft on one device."""
+    """Check that loss, parameters and optimizer state after three steps equal those of peft on one device."""
     model, inputs = adapted(kind, **options)
     plan = None if settings is None else planned(model, inputs, mesh, **settings)
     whole_step = WholeStep(adamw, max_grad_norm=None, micro_batches=1)
@@ -94,14 +94,14 @@ QUICK = ("data and tensor",)
     "name", [pytest.param(each, marks=[] if each in QUICK else pytest.mark.slow) for each in CASES]
 )
 def test_adapters_train_as_on_one_device(name: str) -> None:
-    """Each kind of adapter and layout trains on four simulated ranks as peft does on one."""
+    """Each kind of adapter and layout trains on four simulated ranks as on one device."""
     CASES[name]()
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_frozen_weights_lie_sharded_and_are_gathered(use_dora: bool) -> None:
-    """ZeRO-3 of frozen weights alone: a quarter lies on each rank, and adapters are whole."""
+    """With frozen weights split over four ranks and whole adapters, training equals one device."""
     constraints = {FROZEN: P("data"), "*lora_*": P(), "input:*": P("data")}
     plan = check("llama", LINE, {"constraints": constraints}, use_dora=use_dora)
     specs = {name: item.spec for name, item in plan.parameters.items()}
@@ -111,7 +111,7 @@ def test_frozen_weights_lie_sharded_and_are_gathered(use_dora: bool) -> None:
 
 @pytest.mark.slow
 def test_stages_train_adapters() -> None:
-    """Two stages of two ranks train as one device, also with frozen weights in pieces."""
+    """Two pipeline stages of two ranks, which split the frozen weights, train as one device."""
     model, inputs = adapted("llama", layers=2, use_dora=True)
     plain = copy.deepcopy(model)
     settings = {"micro_batches": 2, "constraints": {FROZEN: P("data")}}
@@ -120,12 +120,12 @@ def test_stages_train_adapters() -> None:
 
 
 def assert_same(step: Any, inputs: Inputs, plain: nn.Module, steps: int = 3) -> None:
-    """Losses and adapters are those of peft on one device, and base weights have not moved."""
+    """Check that losses and parameters, also the frozen ones, equal those of peft on one device."""
     assert_trains_alike(step, plain, adamw(plain.parameters()), [inputs] * steps)
 
 
 def test_an_optimizer_over_all_parameters_trains_the_adapters_alone() -> None:
-    """`AdamW(model.parameters())`, as many scripts write it, skips frozen weights, and keeps no state of them."""
+    """`AdamW(model.parameters())` leaves frozen weights unchanged, and keeps state for adapters alone."""
     model, inputs = adapted("llama")
     plain = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
@@ -137,12 +137,12 @@ def test_an_optimizer_over_all_parameters_trains_the_adapters_alone() -> None:
 
 @cache
 def wide_llama() -> nn.Module:
-    """Sizes that all differ, so that a product is known by its shape."""
+    """Return a Llama whose sizes all differ, so that a matrix product is known by its shape."""
     return build("llama", layers=2, words=97, width=64, inner=136, heads=4, key_heads=2, length=16)
 
 
 def test_no_product_makes_a_gradient_of_a_frozen_weight() -> None:
-    """The program returns gradients of adapters alone, and multiplies nothing else for gradients."""
+    """The program returns gradients of adapters alone, and no matrix product has the shape of a frozen weight."""
     model, _ = adapted("llama", copy.deepcopy(wide_llama()))
     program = trace(model, (), words(4, 7, 97))
     trained = {name for name, item in model.named_parameters() if item.requires_grad}
@@ -156,7 +156,7 @@ def test_no_product_makes_a_gradient_of_a_frozen_weight() -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.NAdam])
 def test_memory_has_gradients_and_state_of_adapters_alone(optimizer: Any) -> None:
-    """The plan counts them for adapters, whether the update is in the program or the optimizer takes its own step."""
+    """Predicted memory has gradients and state of adapters alone, with a traced or an untraced optimizer."""
     model, _ = adapted("llama", copy.deepcopy(wide_llama()))
     own = optimizer(trained_by(model.parameters()), lr=1e-2)
     constraints = {"*weight": P(), "input:*": P("data")}
@@ -173,7 +173,7 @@ def test_memory_has_gradients_and_state_of_adapters_alone(optimizer: Any) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_a_base_in_16_bits_trains_with_adapters_in_float32(use_dora: bool) -> None:
-    """Peft keeps adapters of a bfloat16 model in float32; the step computes in bfloat16, or in the model's types."""
+    """A bfloat16 model with float32 adapters trains as one device, with precision "bf16" and with none."""
     model, inputs = adapted("llama", llama()[0].bfloat16(), use_dora=use_dora)
     assert {item.dtype for item in trained_by(model.parameters())} == {torch.float32}
     options = {"steps": 2, "whole_step": WholeStep(adamw)}
@@ -182,7 +182,7 @@ def test_a_base_in_16_bits_trains_with_adapters_in_float32(use_dora: bool) -> No
 
 
 def llama_3_8b() -> Any:
-    """On meta, in bfloat16, with adapters of all layers, which peft keeps in float32."""
+    """Return Llama 3 8B in bfloat16 on the meta device, with float32 adapters in all linear layers."""
     sizes = {"layers": 32, "words": 128256, "width": 4096, "inner": 14336, "heads": 32, "key_heads": 8, "length": 8192}
     with torch.device("meta"):
         config = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -197,7 +197,7 @@ def plan_for(model: nn.Module, devices: int, **options: Any) -> Plan:
 
 @pytest.mark.slow
 def test_llama_3_8b_with_adapters_is_planned_for_eight_gpus() -> None:
-    """Eight copies, which send the gradients of adapters alone."""
+    """The plan for eight GPUs has gradients and state of adapters alone, and sends only their all-reduce."""
     model = llama_3_8b()
     plan = plan_for(model, 8)
     adapters = sum(item.nbytes for item in model.parameters() if item.requires_grad)
@@ -209,7 +209,7 @@ def test_llama_3_8b_with_adapters_is_planned_for_eight_gpus() -> None:
 
 @pytest.mark.slow
 def test_frozen_weights_fit_where_trained_ones_do_not() -> None:
-    """The search over recipes counts neither gradients nor state of frozen weights."""
+    """Llama 3 8B with adapters is planned within 30 GiB on one GPU; training all weights would need 90 GiB."""
     budget = 30 * 2**30  # 15 GiB of weights; with gradients and state of all parameters, 90 GiB
     assert plan_for(llama_3_8b(), 1, memory_budget=budget).predicted.peak_memory_bytes <= budget
 
@@ -227,7 +227,7 @@ def check_training(**options: Any) -> None:
 
 
 def assert_memory(model: nn.Module, inputs: Inputs, constraints: dict[str, P]) -> None:
-    """The measured peak is the predicted peak within 5 %."""
+    """Check that the measured memory peak of a step is within 5 % of the plan's predicted peak."""
     optimizer = adamw(model.parameters())
     constraints = {**constraints, "input:*": P("data")}
     step: Any = autoshard.compile(model, PAIR, optimizer=optimizer, example_inputs=inputs, constraints=constraints)
@@ -243,7 +243,7 @@ def check_memory(frozen: P, **options: Any) -> None:
 
 
 def check_files() -> None:
-    """Peft loads the adapter, and transformers the merged model: both compute the trained model's loss."""
+    """The exported adapter, loaded by peft, and the exported merged model both compute the trained model's loss."""
     with shared_folder() as folder:
         base = llama()[0]
         if dist.get_rank() == 0:
@@ -264,7 +264,7 @@ def check_files() -> None:
 
 
 def check_resume() -> None:
-    """A checkpoint goes on under another layout as the run that did not stop."""
+    """A run resumed from a checkpoint under another layout computes the same next loss as the original run."""
 
     def made(constraints: dict[str, P]) -> Any:
         model, _ = adapted("llama")

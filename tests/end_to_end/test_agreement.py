@@ -40,7 +40,7 @@ INPUTS = {"x": torch.linspace(-1, 1, 32).view(4, 8)}
 
 
 def make_plans(folder: Path) -> None:
-    """Return three plans: bfloat16 with recomputation, bfloat16 without recomputation, and float32."""
+    """Save three plans: bfloat16 with recomputation, bfloat16 without recomputation, and float32."""
     narrow = trace(small(), (), INPUTS, compute_dtype=torch.bfloat16)
     tight = most_recomputed_plan(narrow, PAIR)
     assert tight.recompute.nodes
@@ -54,13 +54,13 @@ def make_plans(folder: Path) -> None:
 
 
 def compile_with(folder: Path, *names: str, verify: bool = True) -> Any:
-    """The model, each rank with the plan of its name."""
+    """Compile the model on each rank with the saved plan of that rank's name."""
     name = names[dist.get_rank() % len(names)]
     return autoshard.compile(small(), PAIR, plan=folder / name, example_inputs=INPUTS, verify=verify)
 
 
 def check_training(folder: Path) -> None:
-    """Ranks that recompute in bfloat16 compute the simulator's numbers under the same plan."""
+    """Two ranks that recompute in bfloat16 compute the numbers of the simulator under the same plan."""
     found = train(compile_with(folder, NAMES[0]), INPUTS)
     planner = Planner(fixed=autoshard.Plan.load(folder / NAMES[0]), precision="bf16")
     simulated = autoshard.ShardedModule(small(), SimulatorEngine(PAIR), planner)
@@ -68,7 +68,7 @@ def check_training(folder: Path) -> None:
 
 
 def check_plans_in_other_precisions(folder: Path) -> None:
-    """The traces differ, and both ranks say so before either lowers."""
+    """Ranks with plans in different precisions both raise, because their traced programs differ."""
     with pytest.raises(RankMismatchError, match="Ranks disagree about traced program"):
         compile_with(folder, NAMES[0], "f32")
 
@@ -80,7 +80,7 @@ def check_the_first_plan_is_everyones(folder: Path) -> None:
 
 
 def check_a_rank_that_cannot_lower(folder: Path) -> None:
-    """An error on the rank that cannot lower a program reaches the other rank."""
+    """If lowering fails on one rank, both ranks raise with the message of that failure."""
 
     def refuse(self: Lower, program: Any) -> Any:
         raise PlanMismatchError("not here")
@@ -92,7 +92,7 @@ def check_a_rank_that_cannot_lower(folder: Path) -> None:
 
 
 def check_programs_that_differ(folder: Path) -> None:
-    """One rank scales a value, and has not verified."""
+    """Both ranks raise if one rank's lowering scales a value, although that rank does not verify its program."""
     right = Lower.__call__
 
     def scaled(self: Lower, program: Any) -> Any:
@@ -106,7 +106,7 @@ def check_programs_that_differ(folder: Path) -> None:
 
 
 def check_collectives_in_another_order(folder: Path) -> None:
-    """A rank that issues its collectives in another order is found, although its own program is proven."""
+    """Both ranks raise if one rank's collectives have another order, although each program verifies."""
     right = lower_program.overlapped
 
     def reordered(phased: PhasedProgram, options: Any) -> PhasedProgram:
@@ -125,7 +125,7 @@ def check_collectives_in_another_order(folder: Path) -> None:
 
 
 def with_lowering(lower: Callable[[Lower, Any], Any], run: Callable[[], Any]) -> None:
-    """Run with another lowering on the last rank."""
+    """Call `run`; on the last rank, `lower` replaces the lowering."""
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(Lower, "__call__", lower)

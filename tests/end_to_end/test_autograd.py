@@ -1,4 +1,4 @@
-"""Autograd treats a compiled call as a call on one device, on the simulator and on two processes."""
+"""Autograd treats a compiled call as a call on one device, checked on the simulator and on two processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPLIT = {"up.weight": P("data"), "down.weight": P(None, "data")}
 
 
 class Net(nn.Module):
-    """Two layers with a norm, a parameter of the root's own, and a loss."""
+    """Two linear layers with a layer norm and a scale, which return a loss and the scaled output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Net(nn.Module):
 
 
 class Penalised(nn.Module):
-    """Its loss holds a gradient of its own output."""
+    """A model whose loss contains the gradient of its output with respect to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Penalised(nn.Module):
 
 
 class Detaching(nn.Module):
-    """A module with outputs that require grad, and outputs that do not: a detached value, its child, and an input."""
+    """A model that returns detached outputs, an output that requires grad, its input, and perhaps a loss."""
 
     def __init__(self, with_loss: bool) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def beside_one_device(use: Callable[[nn.Module], Any], make: Callable[[], nn.Mod
 
 
 def is_refused(loss: torch.Tensor) -> bool:
-    """Whether a backward finds that something was changed in place."""
+    """Return whether `loss.backward()` raises because a tensor was modified in place."""
     try:
         loss.backward()
     except RuntimeError as error:
@@ -120,7 +120,7 @@ def is_refused(loss: torch.Tensor) -> bool:
 
 
 def check_two_backwards() -> None:
-    """A graph is kept by retain_graph, also where another output than the loss is reached."""
+    """With `retain_graph=True`, a second backward of the loss and of another output equals one device."""
 
     def use(model: nn.Module) -> None:
         loss, y = model(data())
@@ -133,7 +133,7 @@ def check_two_backwards() -> None:
 
 
 def check_backward_of_some() -> None:
-    """`backward(inputs=...)` leaves gradients in these alone."""
+    """`backward(inputs=...)` gives gradients to the named parameters alone, as on one device."""
 
     def use(model: nn.Module) -> None:
         loss, _ = model(data())
@@ -143,7 +143,7 @@ def check_backward_of_some() -> None:
 
 
 def check_accumulation() -> None:
-    """Gradients of several calls add up, onto None and onto zeros, and no old gradient is left over."""
+    """Gradients of several calls add up, after gradients were set to None and to zero."""
 
     def use(model: nn.Module) -> None:
         for step in range(4):
@@ -157,7 +157,7 @@ def check_accumulation() -> None:
 
 
 def check_gradients_from_before() -> None:
-    """Gradients that parameters have before the model is compiled, or first called, are added to."""
+    """Gradients that parameters have before compilation are kept, and the next backward adds to them."""
     plain, model = Net(), Net()
     for network in (plain, model):
         network(data())[0].backward()
@@ -168,7 +168,7 @@ def check_gradients_from_before() -> None:
 
 
 def check_gradient_penalty() -> None:
-    """A loss of the gradient by an input, and by parameters, trains every parameter."""
+    """Gradients of a loss that contains gradients with respect to an input and a parameter equal one device."""
 
     def use(model: nn.Module) -> torch.Tensor:
         for _ in range(2):
@@ -184,7 +184,7 @@ def check_gradient_penalty() -> None:
 
 
 def check_gradient_penalty_with_loss_fn() -> None:
-    """The loss of `loss_fn` has gradients of gradients too."""
+    """A loss computed by `loss_fn` can be differentiated twice, as on one device."""
 
     def use(model: nn.Module) -> torch.Tensor:
         z, target = data().requires_grad_(), torch.ones(4, 4)
@@ -201,7 +201,7 @@ def check_gradient_penalty_with_loss_fn() -> None:
 
 
 def check_third_derivative() -> None:
-    """Gradients can be taken as often as on one device."""
+    """Three nested gradients of an output, and a backward through them, equal one device."""
 
     def use(model: nn.Module) -> torch.Tensor:
         z = data().requires_grad_()
@@ -216,7 +216,7 @@ def check_third_derivative() -> None:
 
 
 def check_gradient_inside_the_model() -> None:
-    """`torch.autograd.grad(..., create_graph=True)` in forward is traced."""
+    """A model whose forward calls `torch.autograd.grad(..., create_graph=True)` trains as on one device."""
 
     def use(model: nn.Module) -> torch.Tensor:
         loss = model(data())
@@ -227,7 +227,7 @@ def check_gradient_inside_the_model() -> None:
 
 
 def check_changed_parameters() -> None:
-    """A backward refuses parameters that changed since the forward exactly where one device does."""
+    """After a parameter changes in place, backward raises for the same parameters as on one device."""
 
     def use(model: nn.Module) -> dict[str, bool]:
         refused = {}
@@ -247,7 +247,7 @@ def check_changed_parameters() -> None:
 
 
 def check_changed_inputs() -> None:
-    """An input that changed since the forward is refused by name."""
+    """If an input changes in place after the forward, backward raises an error that names the input."""
     sharded = compiled(Net(), constraints=SPLIT)
     x = data()
     loss, _ = sharded(x)
@@ -257,7 +257,7 @@ def check_changed_inputs() -> None:
 
 
 def check_hooks() -> None:
-    """A hook on a parameter runs once for each backward until the hook is removed, whenever it was registered."""
+    """Hooks on parameters run as on one device, also those registered before compilation, until they are removed."""
     plain, model = Net(), Net()
     calls: dict[str, list[str]] = {"plain": [], "sharded": []}
 
@@ -293,7 +293,7 @@ def check_hooks() -> None:
 
 
 def check_inference_first() -> None:
-    """`torch.inference_mode` may be the first call; training follows."""
+    """Training after a first call in `torch.inference_mode` equals one device."""
 
     def use(model: nn.Module) -> torch.Tensor:
         with torch.inference_mode():
@@ -315,7 +315,7 @@ def check_inference_first() -> None:
 
 
 def check_detached_outputs() -> None:
-    """A detached output requires no grad; all other outputs require grad, also beside a detached loss."""
+    """Outputs require grad exactly where they do on one device, with and without a loss."""
 
     def use(model: nn.Module) -> list[bool]:
         return [output.requires_grad for output in model(data())]
@@ -325,7 +325,7 @@ def check_detached_outputs() -> None:
 
 
 class WithUnused(Net):
-    """Has a layer that no call uses."""
+    """A `Net` with a layer that no call uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,7 +333,7 @@ class WithUnused(Net):
 
 
 def check_hooks_on_unused_parameters() -> None:
-    """Hooks run for the parameters that get a gradient alone, also in a backward from another output than the loss."""
+    """Hooks run only for parameters that get a gradient, in a backward from the loss or another output."""
 
     def use(model: nn.Module) -> list[list[str]]:
         ran: list[list[str]] = []
@@ -365,12 +365,12 @@ CHECKS = {name.removeprefix("check_"): item for name, item in globals().items() 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_the_simulator(name: str) -> None:
-    """The check passes where all ranks are simulated."""
+    """The check passes if all ranks are simulated in this process."""
     CHECKS[name]()
 
 
 def test_a_call_on_other_values_of_parameters() -> None:
-    """`torch.func.functional_call` runs on the given tensors, and gradients flow into them, from the first call on."""
+    """`torch.func.functional_call` computes with the given tensors and gives them gradients, from the first call on."""
     model = nn.Linear(6, 2)
     sharded, start = compiled(copy.deepcopy(model)), torch.full((2, 6), 0.5, requires_grad=True)
     for _ in range(2):
@@ -395,7 +395,7 @@ test_on_two_processes = on_processes(CHECKS, ranks=2, deadline_s=200, slow=_SLOW
 
 
 def test_more_than_gradients_of_gradients_is_refused_in_other_precisions() -> None:
-    """A second derivative in another precision is refused by name at its use; the first derivative is right."""
+    """In bfloat16, the first derivative works, and a backward through it raises an error that names the alternative."""
     sharded = compiled(Net(), precision="bf16")
     z = data().requires_grad_()
     (gradient,) = torch.autograd.grad(sharded(z)[0], z, create_graph=True)

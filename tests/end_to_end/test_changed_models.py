@@ -1,4 +1,4 @@
-"""Models that are changed after `compile` compute the numbers of the changed model on one device."""
+"""A model that is changed after `compile` computes the same numbers as the changed model on one device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ X = torch.linspace(-1, 1, 32).view(4, 8)
 
 
 class Scale(nn.Module):
-    """Multiplies."""
+    """A module that multiplies its input by a class attribute."""
 
     factor = 2.0
 
@@ -35,7 +35,7 @@ class Scale(nn.Module):
 
 
 class Settled(nn.Module):
-    """A loss that depends on attributes of many kinds."""
+    """A model whose loss depends on attributes of many kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def hook_gradients(_: nn.Module, grads: Any, __: Any) -> Any:
 
 
 def _set(path: str, value: Any) -> Callable[[Settled], None]:
-    """A change that gives an attribute, named from the model, another value."""
+    """Return a change that sets the attribute at a dotted path of the model to a value."""
     owner, _, name = path.rpartition(".")
 
     def change(model: Settled) -> None:
@@ -148,7 +148,7 @@ def assert_alike(sharded: ShardedModule, model: nn.Module, *inputs: Any) -> None
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_noticed(name: str) -> None:
-    """The next call is that of the changed model, its gradients too."""
+    """After a change, loss and gradients of the compiled model equal those of the changed model on one device."""
     model = Settled()
     reference = copy.deepcopy(model)
     sharded = compiled(model)
@@ -163,7 +163,7 @@ def test_a_change_is_noticed(name: str) -> None:
 
 
 def test_a_removed_hook_is_noticed() -> None:
-    """After a hook is removed, the program from before the hook runs without a new compilation."""
+    """After a hook is removed, the compiled model equals one device and reuses the program from before the hook."""
     model = Settled()
     reference = copy.deepcopy(model)
     sharded = compiled(model)
@@ -177,7 +177,7 @@ def test_a_removed_hook_is_noticed() -> None:
 
 
 def test_a_class_that_is_changed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attributes and methods that modules have from their class."""
+    """After an attribute or method of a submodule's class changes, the compiled model equals one device."""
     model = Settled()
     sharded = compiled(model)
     assert_alike(sharded, model, X)
@@ -188,7 +188,7 @@ def test_a_class_that_is_changed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_programs_are_kept_for_states_that_come_back(caplog: pytest.LogCaptureFixture) -> None:
-    """Two values in turn give two programs, and the log names the changed value."""
+    """An attribute that alternates between two values gives two programs, and the log names the attribute once."""
     model = Settled()
     sharded = compiled(model)
     with caplog.at_level(logging.INFO, logger="autoshard"):
@@ -201,7 +201,7 @@ def test_programs_are_kept_for_states_that_come_back(caplog: pytest.LogCaptureFi
 
 
 def test_attributes_that_a_call_does_not_read_may_change(caplog: pytest.LogCaptureFixture) -> None:
-    """A change of an attribute that no call reads neither traces nor compiles anything."""
+    """A change of an attribute that no call reads causes no new trace or compilation."""
     model = Settled()
     sharded = compiled(model)
     with caplog.at_level(logging.INFO, logger="autoshard"):
@@ -212,14 +212,14 @@ def test_attributes_that_a_call_does_not_read_may_change(caplog: pytest.LogCaptu
 
 
 class TwoResults(Settled):
-    """A loss, and logits."""
+    """A model that returns a loss and logits."""
 
     def forward(self, x: torch.Tensor, weights: Any = None) -> Any:
         return super().forward(x, weights), self.up(x) * self.beta
 
 
 def test_the_loss_is_differentiated_as_it_was_called() -> None:
-    """A change between forward and backward makes no difference to the gradients of the loss."""
+    """A change of the model between forward and backward does not change the gradients of the loss."""
     model = TwoResults()
     reference = copy.deepcopy(model)
     losses = [net(X)[0] for net in (compiled(model), reference)]
@@ -232,7 +232,7 @@ def test_the_loss_is_differentiated_as_it_was_called() -> None:
 
 @pytest.mark.parametrize("name", ["beta", "training"])
 def test_a_backward_that_traces_again_refuses_a_changed_model(name: str) -> None:
-    """A backward from another output traces the model as it was called, and refuses a changed model."""
+    """A backward from logits, which traces the model again, raises if the model changed since the forward."""
     model = TwoResults()
     sharded = compiled(model)
     _, logits = sharded(X)
@@ -245,7 +245,7 @@ def test_a_backward_that_traces_again_refuses_a_changed_model(name: str) -> None
 
 
 class Stepping(nn.Module):
-    """Reads the number of the step, which its user sets: to log, and from some step on to compute."""
+    """A model that logs a step number, which its user sets, and doubles the loss from step `begin` on."""
 
     def __init__(self, *, begin: int | None) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ class Stepping(nn.Module):
 
 @pytest.mark.parametrize("begin", [None, 6])
 def test_what_is_done_with_numbers_is_guarded(begin: int | None, caplog: pytest.LogCaptureFixture) -> None:
-    """Read and changed at each call: traced anew at three values, then where a comparison gives something else."""
+    """Numbers that change at each call are traced as constants thrice, then only when a comparison's result changes."""
     model = Stepping(begin=begin)
     reference = copy.deepcopy(model)
     sharded = compiled(model)
@@ -280,7 +280,7 @@ def test_what_is_done_with_numbers_is_guarded(begin: int | None, caplog: pytest.
 
 
 def test_the_whole_step_notices() -> None:
-    """A traced training step notices a changed model."""
+    """A traced training step of a model whose attribute changes equals one device."""
     model = Settled()
     reference = copy.deepcopy(model)
     step = autoshard.compile(model, MESH, optimizer=torch.optim.SGD(model.parameters(), 0.1))
@@ -292,7 +292,7 @@ def test_the_whole_step_notices() -> None:
 
 
 def test_a_loss_with_another_tensor_is_noticed() -> None:
-    """New tensors and options of a loss, and changes in place, count from the next step on."""
+    """Changed tensors and options of `loss_fn` take effect from the next step on."""
     torch.manual_seed(0)
     model, x, y = nn.Linear(8, 3), torch.randn(4, 8), torch.tensor([0, 1, 2, 1])
     loss_fn = nn.CrossEntropyLoss(weight=torch.rand(3))
@@ -311,7 +311,7 @@ def test_a_loss_with_another_tensor_is_noticed() -> None:
 
 
 def test_numpy_arguments_are_told_apart_by_all_their_elements() -> None:
-    """The text of a large array is shortened."""
+    """Two arrays that differ in one of 5000 elements, which their text omits, get two programs."""
     model = Settled()
     sharded = compiled(model)
     weights = np.ones(5000)
@@ -323,7 +323,7 @@ def test_numpy_arguments_are_told_apart_by_all_their_elements() -> None:
 
 
 def check_changes() -> None:
-    """Changes without new parameters give the loss of the changed model; each rank counts its calls."""
+    """On two ranks, changes without new parameters give the loss of the changed model on one device."""
     model = Settled()
     reference = copy.deepcopy(model)
     sharded = compiled(model)
@@ -335,7 +335,7 @@ def check_changes() -> None:
 
 
 def check_new_parameters() -> None:
-    """An added layer is refused by name, and the model can be compiled afterwards."""
+    """A call after a layer was added raises an error that names its parameters, and the model can be compiled again."""
     model = Settled()
     sharded = compiled(model)
     sharded(X)

@@ -18,7 +18,7 @@ MESH = Mesh({"data": 2, "model": 2})
 
 
 def _covariance(h: Tensor) -> Tensor:
-    """[2, 8, 8], positive definite unless `h` has NaN."""
+    """Return a matrix of shape [2, 8, 8] that is positive definite unless `h` has NaN."""
     return h.mT @ h / 8 + torch.eye(8)
 
 
@@ -53,7 +53,7 @@ class Checked(nn.Module):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CHECKED)
 def test_a_check_that_passes_changes_nothing(name: str) -> None:
-    """A check that holds changes no result, on the chosen plan and on a plan with many splits."""
+    """A check that holds changes no result, under the chosen plan and under a plan with many splits."""
     torch.manual_seed(0)
     model, inputs = Checked(name), (torch.randn(2, 16, 8),)
     for plan in (None, most_split_plan(trace(model, inputs), MESH)):
@@ -64,7 +64,7 @@ def test_a_check_that_passes_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", ["assertion", "inverse", "solve"])
 @pytest.mark.parametrize("axis", ["data", "pipeline"])
 def test_a_check_that_fails_is_the_error_of_one_device(name: str, axis: str) -> None:
-    """A failing check raises one device's error before any update, in either micro-batch, and the next step runs."""
+    """A failed check raises the error of one device and leaves all state unchanged, and the next step runs."""
     torch.manual_seed(0)
     model, good = Checked(name), torch.randn(4, 16, 8)
     bad = good * 1e6 if name == "assertion" else good * 0

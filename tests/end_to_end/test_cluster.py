@@ -1,4 +1,4 @@
-"""With a cluster instead of a mesh, the planner picks the axes."""
+"""Given a cluster instead of a mesh, the planner picks the mesh."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.runtime.processes import on_processes
 
 
 def test_each_mesh_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan by which the mesh was chosen runs; the chosen mesh is not planned a second time."""
+    """Each candidate mesh is planned once, and the plan by which the mesh was chosen is the plan that runs."""
     meshes, planned = [], []
 
     def plan_program(program: Program, mesh: Mesh, *args: Any) -> autoshard.Plan:
@@ -59,7 +59,7 @@ def test_meshes_of_other_names_are_one(nodes: int, expected: list[dict[str, int]
 
 
 def test_a_cluster_is_put_together_from_parts() -> None:
-    """Parts describe unnamed hardware, such as 64 A100 40GB on RoCE with 200 Gbit/s each."""
+    """`Cluster.of` describes unnamed hardware, such as 64 A100 40GB on RoCE with 200 Gbit/s each."""
     cluster = autoshard.Cluster.of(
         "a100_sxm_40gb", 64, devices_per_node=8, network="roce_v2", network_bytes_per_s_per_device=25e9
     )
@@ -79,7 +79,7 @@ def test_a_cluster_is_put_together_from_parts() -> None:
     ],
 )
 def test_parts_that_do_not_exist_are_named(arguments: tuple[str, int], message: str) -> None:
-    """An unknown part of any kind raises the same kind of error."""
+    """An unknown device, an impossible device count and a missing network raise `UnknownHardwareError`."""
     with pytest.raises(autoshard.UnknownHardwareError, match=message):
         autoshard.Cluster.of(*arguments, devices_per_node=8)
 
@@ -101,7 +101,7 @@ def test_parts_that_do_not_exist_are_named(arguments: tuple[str, int], message: 
     ],
 )
 def test_this_machine_is_known_by_its_driver(monkeypatch: pytest.MonkeyPatch, driver: str, node: str) -> None:
-    """The more specific name wins: an L40S is no L4."""
+    """The driver's device name selects the node type, and the longer name wins, so an L40S is not an L4."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: driver)
     monkeypatch.setattr("autoshard.cluster.world_size", lambda: 4)
@@ -110,7 +110,7 @@ def test_this_machine_is_known_by_its_driver(monkeypatch: pytest.MonkeyPatch, dr
 
 @pytest.mark.parametrize("driver", ["NVIDIA L40", "NVIDIA GH200 480GB"])
 def test_a_machine_that_no_file_describes_is_refused(monkeypatch: pytest.MonkeyPatch, driver: str) -> None:
-    """A name counts as a whole word: an L40 is no L4, a GH200 no H200."""
+    """Only whole words of the driver's device name match, so an L40 is not an L4, nor a GH200 an H200."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: driver)
     monkeypatch.setattr("autoshard.cluster.world_size", lambda: 4)
@@ -121,7 +121,7 @@ def test_a_machine_that_no_file_describes_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_a_host_of_more_gpus_than_its_node_type_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher that does not say how many ranks a host has: all ranks count as on one host."""
+    """Without LOCAL_WORLD_SIZE, 16 ranks count as one host, which is refused for a node type of 8 GPUs."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
@@ -136,7 +136,7 @@ CLUSTER = autoshard.Cluster("cpu_laptop", 1, 2)
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", [None, Recipe(pipeline=2)], ids=["free", "pipeline"])
 def test_a_cluster_trains_as_one_device(recipe: Recipe | None) -> None:
-    """A model compiled for a cluster trains as on one device, with the plan's stages and micro-batches."""
+    """A model compiled for a cluster trains as on one device, with the stages and micro-batches of its plan."""
     model, inputs = skips()
     step = autoshard.compile(
         model, CLUSTER, optimizer=adamw(model), example_inputs=inputs, max_grad_norm=NORM, recipe=recipe
@@ -148,7 +148,7 @@ def test_a_cluster_trains_as_one_device(recipe: Recipe | None) -> None:
 
 @pytest.mark.slow
 def test_compile_finds_what_plan_finds_for_a_batch() -> None:
-    """The batch of the example inputs is that of a step."""
+    """`compile` and `plan` take the global batch from the example inputs, and find the same plan."""
     model, inputs = skips()
     asked: dict[str, Any] = {"example_inputs": inputs, "max_grad_norm": NORM, "precision": None}
     cluster = autoshard.Cluster("h100_sxm", 1, 4)
@@ -161,7 +161,7 @@ def test_compile_finds_what_plan_finds_for_a_batch() -> None:
 
 
 def check_stages_of_a_cluster() -> None:
-    """Each of two processes runs the stage that the first process's plan assigns to the process."""
+    """Two processes that run one pipeline stage each, as planned for a cluster, train as one device."""
     model, inputs = skips()
     step = autoshard.compile(
         model, CLUSTER, optimizer=adamw(model), example_inputs=inputs, max_grad_norm=NORM, recipe=Recipe(pipeline=2)

@@ -1,4 +1,4 @@
-"""Kernels at collectives: one adds and normalises the received values, one casts and splits the sent values."""
+"""Fused kernels beside collectives: one adds and normalises received values, one casts and splits values to send."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ TENSOR_PARALLEL = {
     "up.weight": P("model"), "up.bias": P("model"), "down.weight": P(None, "model"), "down.bias": P(), "norm.*": P(),
     "next.*": P(),
 }  # fmt: skip
-"""Megatron's layout: the second of two products is partial."""
+"""Megatron's layout: `down` computes partial sums, which an all-reduce adds up."""
 
 _SAVED = {"gpt": (0.6, 0.8), "llama": (0.7, 0.8), "mixture": (0.6, 0.85)}
 """For each family, the largest launches and bytes with kernels, as shares of the counts without kernels."""
 
 
 class Tail(nn.Module):
-    """The end of a block and the norm of the next block: norm(x + down(up(x)))."""
+    """The end of a block and the norm of the next block: mean square of next(norm(x + down(tanh(up(x)))))."""
 
     def __init__(self, norm: nn.Module, width: int, inner: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def _phases(built: Built, layout: Layout) -> PhasedProgram:
 
 
 def _values(phased: PhasedProgram, built: Built) -> list[Any]:
-    """The pieces that ranks have of a model's inputs and state, and of the loss's gradient."""
+    """Return the shards of each program input: model inputs, parameters and buffers, and ones for all others."""
     model, inputs = built
     state, drawn = {**dict(model.named_parameters()), **dict(model.named_buffers())}, iter(inputs)
 
@@ -127,7 +127,7 @@ def _name(node: fx.Node) -> str:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("family", _SAVED)
 def test_programs_with_kernels_at_collectives_equal_those_without(family: str) -> None:
-    """Programs with kernels under tensor and sequence parallelism verify, and keep loss and gradients.
+    """Fused programs verify, keep loss and gradients, and need fewer launches and bytes under tensor parallelism.
 
     Copies that join or split a message belong to the kernel that computes the message.
     """
@@ -149,7 +149,7 @@ def _copies_alone(phased: PhasedProgram) -> int:
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_what_follows_a_partial_sum_is_one_kernel(norm: str) -> None:
-    """Bias, residual and norm behind the collective that adds up the ranks' addends: one launch, not three."""
+    """After the all-reduce of a partial sum, one kernel computes bias, residual and norm."""
     mesh = Mesh({"model": 2})
     with torch.device("meta"):
         built = _tail(nn.LayerNorm(1024) if norm == "layer" else nn.RMSNorm(1024), 1024, 4096, (2, 512))
@@ -182,7 +182,7 @@ def _columns(_: InputSlot, shape: tuple[int, ...], __: int) -> Sequence[P]:
 
 
 def _sender(graph: fx.Graph) -> fx.Node:
-    """Return the node that computes the operand of the first exchange."""
+    """Return the node that computes the operand of the first all-to-all."""
     exchange = next(node for node in graph.nodes if "all_to_all_single" in str(node.target))
     sent = view_base(exchange.all_input_nodes[0])
     return sent.all_input_nodes[0] if sent.target is operator.getitem else sent

@@ -1,4 +1,4 @@
-"""`Plan.compare` states the difference of two calls of `price`, whichever field of the recipe differs."""
+"""`Plan.compare` states the difference of two priced recipes, whichever field of the recipes differs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     "cuda_graph": ({"cuda_graph": True},),
     "blocking_launches": ({"blocking_launches": True},),
 }
-"""Every field of executions and runtimes, with changed values, and with further fields that a change needs."""
+"""For each field of `Execution` and `Runtime`, changed values, with the values of other fields that a change needs."""
 
 OTHERS = st.fixed_dictionaries(
     {},
@@ -78,23 +78,26 @@ OTHERS = st.fixed_dictionaries(
         "gradient_dtype": st.sampled_from(["f32", "bf16"]),
     },
 )
-"""Other fields of both recipes."""
+"""Drawn values of fields that are equal in both recipes."""
 
 
 def changed(execution: Execution, change: dict[str, Any]) -> Execution:
-    """Return an execution with some fields, or fields of its runtime, replaced."""
+    """Return an execution in which some fields, or fields of its runtime, are replaced."""
     own = {item.name for item in fields(Execution)}
     ours, theirs = ({key: change[key] for key in change if (key in own) is side} for side in (True, False))
     return replace(under(execution, **theirs), **ours)
 
 
 def plan_of(recipe: Execution) -> Plan:
-    """Its price."""
+    """Return the priced plan of a recipe."""
     return price_execution(MODEL, CLUSTER, recipe, tokens())
 
 
 def check(one: Execution, other: Execution) -> None:
-    """Compare their plans, and each figure with that of a model for which nothing was priced before."""
+    """Check that the comparison of two recipes' plans has the figures of both, and that its changes add up.
+
+    Each figure must equal that of a model for which nothing was priced before.
+    """
     found = plan_of(one).compare(plan_of(other))
     differing = [item.name for item in fields(Recipe) if getattr(one, item.name) != getattr(other, item.name)]
     assert found.recipe_fields == {field: (getattr(one, field), getattr(other, field)) for field in differing}
@@ -121,14 +124,14 @@ def check(one: Execution, other: Execution) -> None:
 
 @cache
 def priced_afresh(recipe: Execution) -> Prediction:
-    """Price a recipe with no prices of the model kept from other recipes."""
+    """Return the prediction of a recipe for a model without cached prices."""
     counted = priced_sparse().counted
     unpriced = CountedModel(counted.blocks, counted.tokens, counted.count, counted.has_experts)
     return predict_recipe(unpriced, recipe, CLUSTER)
 
 
 def test_every_field_has_changes() -> None:
-    """A new field is compared too."""
+    """`CHANGES` has an entry for each field of `Execution` and `Runtime` that a price depends on."""
     known = {item.name for kind in (Execution, Runtime) for item in fields(kind)}
     restricts = {"schedules", "zero_stages", "zero_in_pipelines", "offloads_in_pipelines"}  # a price is of any recipe
     assert set(CHANGES) == known - {"runtime", "name"} - restricts
@@ -137,7 +140,7 @@ def test_every_field_has_changes() -> None:
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("field", CHANGES)
 def test_a_changed_field_makes_the_difference_that_pricing_both_makes(field: str) -> None:
-    """Changing a field gives the difference between the two prices."""
+    """Comparing the base recipe with a recipe that differs in one field gives the figures of both."""
     for change in CHANGES[field]:
         other = changed(BASE, change)
         assert other != BASE
@@ -147,7 +150,7 @@ def test_a_changed_field_makes_the_difference_that_pricing_both_makes(field: str
 @settings(max_examples=12)
 @given(st.sampled_from(sorted(CHANGES)), st.data(), OTHERS)
 def test_it_does_so_whatever_the_other_fields_are(field: str, data: st.DataObject, others: dict[str, Any]) -> None:
-    """The difference is right for any values of the unchanged fields."""
+    """The comparison is right for a drawn change and any drawn values of the other fields."""
     change = data.draw(st.sampled_from(CHANGES[field]))
     try:
         one = changed(BASE, others)

@@ -1,4 +1,4 @@
-"""`compile` runs the recipe's decisions, and searches the rest."""
+"""`compile` obeys the decisions that its recipe states, and searches all others."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SQUARE = Mesh({"data": 2, "model": 2})
 
 
 def compiled(target: Any, **options: Any) -> tuple[Any, torch.nn.Module, dict[str, Any]]:
-    """A small Llama, compiled with AdamW."""
+    """Compile a small Llama with AdamW; return the step, the model and a batch."""
     model, inputs = decoder(SHAPE)
     settings = {"optimizer": ADAMW(model.parameters()), "time_budget_s": 5.0, **options}
     return autoshard.compile(model, target, **settings), model, inputs
 
 
 def test_a_step_is_what_its_recipe_says() -> None:
-    """A step with ZeRO-3 on one axis and tensor parallelism on the other equals one device, and evaluates any batch."""
+    """Steps with ZeRO-3 and tensor parallelism equal one device, and a smaller batch can be evaluated."""
     step, model, inputs = compiled(SQUARE, recipe=Recipe(zero=3, tensor=2))
     losses, parameters = trained_alone(steps=2)
     for number, loss in enumerate(losses):
@@ -41,7 +41,7 @@ def test_a_step_is_what_its_recipe_says() -> None:
 
 
 def test_inference_is_what_its_recipe_says() -> None:
-    """Without an optimizer, and ZeRO-2 says nothing of a forward alone."""
+    """Compiled without an optimizer, ZeRO-2 splits no parameter, and the forward equals one device."""
     model, inputs = decoder(SHAPE)
     with torch.no_grad():
         expected = model(**inputs)
@@ -52,7 +52,7 @@ def test_inference_is_what_its_recipe_says() -> None:
 
 
 def test_a_micro_batch_says_how_many_a_step_has() -> None:
-    """A micro-batch on each replica determines the number of micro-batches of the example's batch."""
+    """A recipe's micro-batch of 2 samples a rank fixes the number of micro-batches of the example's batch."""
     model, inputs = decoder(SHAPE)
     settings = {"optimizer": ADAMW(model.parameters()), "example_inputs": inputs, "time_budget_s": 5.0}
     step = autoshard.compile(model, Mesh({"data": 2}), recipe=Recipe(micro_batch=2), **settings)
@@ -61,7 +61,7 @@ def test_a_micro_batch_says_how_many_a_step_has() -> None:
 
 
 def test_the_axes_of_a_cluster_are_those_of_the_recipe() -> None:
-    """The mesh of a cluster has the recipe's axes, and its plan runs."""
+    """On a cluster, the mesh has exactly the axes of the recipe, and the first loss equals one device."""
     model, inputs = decoder(SHAPE)
     settings = {"optimizer": ADAMW(model.parameters()), "example_inputs": inputs, "time_budget_s": 5.0}
     step = autoshard.compile(model, Cluster("h100_sxm", 1, 2), recipe=Recipe(tensor=2, micro_batch=4), **settings)
@@ -70,7 +70,7 @@ def test_the_axes_of_a_cluster_are_those_of_the_recipe() -> None:
 
 
 def test_a_schedule_on_a_cluster_is_of_stages_that_are_searched() -> None:
-    """A schedule on a cluster searches the number of stages and their axis."""
+    """A recipe with only a schedule gives a pipeline, whose number of stages the planner searches."""
     model, inputs = decoder(replace(LLAMA, layers=2))
     optimizer = ADAMW(model.parameters())
     cluster, recipe = Cluster("h100_sxm", 1, 4), Recipe(schedule="1F1B")
@@ -105,13 +105,13 @@ def test_a_schedule_on_a_cluster_is_of_stages_that_are_searched() -> None:
 def test_a_recipe_that_contradicts_the_call_is_refused(
     options: dict[str, Any], error: type[Exception], words: str
 ) -> None:
-    """Before anything is traced."""
+    """A recipe that contradicts the mesh or another argument raises an error that names both."""
     with pytest.raises(error, match=words):
         compiled(SQUARE, **options)
 
 
 def test_a_recipe_that_contradicts_the_plan_is_refused() -> None:
-    """A recipe that contradicts the plan is refused by its field; a recipe that agrees with the plan is accepted."""
+    """A recipe that differs from the given plan raises an error that names the field; an equal recipe runs."""
     model, inputs = decoder(SHAPE)
     asked = {"example_inputs": inputs, "precision": None, "recipe": Recipe(tensor=2), "time_budget_s": 5.0}
     plan = autoshard.plan(model, SQUARE, optimizer=ADAMW(model.parameters()), **asked)

@@ -39,11 +39,11 @@ Splits = Mapping[str, tuple[str, ...]]
 GATHERED: Splits = {"s": ("context",)}
 HEADS: Splits = {"h": ("context",)}
 RING: Splits = {"s": ("context",), "t": ("context",)}
-"""Factors of attention that the axis splits which splits tokens elsewhere."""
+"""Factors of attention that axis "context" splits: h are heads, s are queries, t are keys."""
 
 
 def built(name: str, *, is_packed: bool = False) -> tuple[nn.Module, dict[str, Any]]:
-    """A model of one layer, and its batch without padding; packed, two sequences a row."""
+    """Return a model of one layer and its batch without padding; if packed, each row holds two sequences."""
     architecture = ARCHITECTURES[name]
     layers = "n_layer" if name == "gpt2" else "num_hidden_layers"
     config = {**architecture.config, layers: 1, "use_cache": not is_packed}
@@ -57,7 +57,7 @@ def built(name: str, *, is_packed: bool = False) -> tuple[nn.Module, dict[str, A
 
 
 def plan_with(splits: Splits, model: nn.Module, inputs: dict[str, Any], mesh: Mesh) -> Plan:
-    """Plan with tokens split wherever possible, the given kind of attention, and batches on axis "data"."""
+    """Plan with tokens split where possible, attention split as `splits` says, and the batch split on "data"."""
     batch = {"b": ("data",)} if "data" in mesh.axis_names else {}
     wanted = {**batch, **splits}
 
@@ -82,7 +82,7 @@ def plan_with(splits: Splits, model: nn.Module, inputs: dict[str, Any], mesh: Me
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("splits", [GATHERED, HEADS, RING])
 def test_sequences_that_are_split_equal_one_device(splits: Splits) -> None:
-    """Proven and run: loss of shifted labels, gradients and parameters after three steps; Llama has grouped heads."""
+    """Three training steps of Llama, which has grouped heads, equal one device for each split of attention."""
     model, inputs = built("llama")
     plan = plan_with(splits, model, inputs, SQUARE)
     check_plan(model, SQUARE, inputs, plan=plan, steps=3, precise=torch.float64).raise_if_different()
@@ -99,7 +99,7 @@ def test_sequences_that_are_split_equal_one_device(splits: Splits) -> None:
     ],
 )
 def test_windows_and_packed_sequences_equal_one_device(name: str, splits: Splits, is_packed: bool) -> None:
-    """Windows and packed sequences cross the pieces of a split sequence; uneven lengths equal one device too."""
+    """Attention windows and packed sequences that span several ranks equal one device, also with uneven lengths."""
     model, inputs = built(name, is_packed=is_packed)
     plan = plan_with(splits, model, inputs, PAIR)
     check_plan(model, PAIR, inputs, plan=plan, steps=2, precise=torch.float64).raise_if_different()
@@ -110,7 +110,7 @@ def test_windows_and_packed_sequences_equal_one_device(name: str, splits: Splits
     [(1, 512, P()), (1, 65536, P(None, None, "context")), (4, 65536, P(None, "context"))],
 )
 def test_the_way_is_chosen_by_its_price(heads: int, tokens: int, split: P) -> None:
-    """Short split sequences gather keys; long sequences pass keys round a ring, or all-to-alls split the heads.
+    """Short sequences gather keys, long sequences of one head use a ring, and several heads are split.
 
     A single head cannot be split. No computation hides the gathering of keys, and the last rank attends to all keys.
     """
@@ -135,7 +135,7 @@ DAMAGES: Mapping[str, Callable[[list[Any]], None]] = {
 
 @cache
 def ring_program() -> PhasedProgram:
-    """Attention of a ring, lowered."""
+    """Return a lowered program whose attention passes keys round a ring."""
     model, x = Attention(2, 64), torch.randn(2, 9, 128)
     program = trace(model, (x,))
     plan = plan_with(RING, model, {"x": x}, SQUARE)
@@ -145,7 +145,7 @@ def ring_program() -> PhasedProgram:
 @pytest.mark.parametrize("operator", [kernels.ring_attention, kernels.ring_attention_backward])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_ring_is_not_proven(damage: str, operator: OpOverload) -> None:
-    """A ring with one exchanged argument is refused; the undamaged program is proven."""
+    """A program with one wrong argument of ring attention is not verified; the undamaged program is."""
     lowered = ring_program().lowered
     verify_program(lowered.traced, lowered)
     (node,) = (node for node in lowered.graph_module.graph.nodes if node.target is operator)
@@ -164,7 +164,7 @@ def test_a_damaged_ring_is_not_proven(damage: str, operator: OpOverload) -> None
 
 
 def check_ring() -> None:
-    """Loss, gradients, and parameters after three steps of AdamW equal one device."""
+    """With ring attention, loss, gradients and parameters after three steps of AdamW equal one device."""
     model, inputs = built("gpt2")
     plan = plan_with(RING, model, inputs, PAIR)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("context",))

@@ -1,4 +1,4 @@
-"""Copies of a sharded model, and its state taken and given back: as of a model on one device."""
+"""Copies, pickles and state dicts of a sharded model behave as those of a model on one device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPLIT = {"up.weight": P("data"), "down.weight": P(None, "data")}
 
 
 class Net(nn.Module):
-    """Two layers, a tied third layer, a parameter and buffers of the root, and optional dropout."""
+    """Two layers, a third layer with a tied weight, a parameter and buffers of the root, and dropout."""
 
     def __init__(self, rate: float = 0.0, seed: int = 0) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def is_distributed() -> bool:
 
 
 def check_deepcopy() -> None:
-    """A copy trains independently, whether copied before the first call, after a call, or from a copy."""
+    """Copies made before the first call, after a call and of a copy train independently, as on one device."""
     plain, sharded = Net(), compiled(Net())
     for network in (plain, sharded):
         first = copy.deepcopy(network)
@@ -96,7 +96,7 @@ def check_deepcopy() -> None:
 
 
 def check_deepcopy_searches_nothing() -> None:
-    """A copy runs the programs of its original, unless its own attributes change."""
+    """A copy runs its original's plan, and a changed attribute of the copy changes the copy alone."""
     sharded = compiled(Net())
     plain = Net()
     train(sharded)
@@ -113,7 +113,7 @@ def check_deepcopy_searches_nothing() -> None:
 
 
 def check_deepcopy_of_a_training_step() -> None:
-    """A copy of a step has an optimizer over the copy's parameters."""
+    """A copied step trains the copy's parameters with the original's kind of optimizer."""
     losses = []
     for kind in (torch.optim.SGD, torch.optim.RMSprop):
         model = Net()
@@ -127,7 +127,7 @@ def check_deepcopy_of_a_training_step() -> None:
 
 
 def check_pickle() -> None:
-    """A simulated model is pickled whole; a model on processes raises an error with the way out."""
+    """A simulated model is pickled with its state; on processes, pickling raises an error that names the way out."""
     torch.manual_seed(5)
     sharded = compiled(Net(rate=0.5))
     train(sharded)
@@ -149,7 +149,7 @@ def check_pickle() -> None:
 
 
 def check_loading_a_plain_state() -> None:
-    """`load_state_dict` takes a plain model's state, strictly or assigned, before and after the first call."""
+    """`load_state_dict` takes a plain model's state, with and without `assign`, before and after the first call."""
     for assign in (False, True):
         for called in (False, True):
             sharded, plain = compiled(Net()), Net()
@@ -168,7 +168,7 @@ def check_loading_a_plain_state() -> None:
 
 
 def check_what_does_not_fit() -> None:
-    """Missing, unexpected and misshapen values are torch's own errors."""
+    """Missing, unexpected and misshapen values raise torch's own errors; without `strict`, the rest is loaded."""
     sharded = compiled(Net())
     state = dict(Net(seed=1).state_dict())
     state["other"] = state.pop("down.weight")
@@ -184,7 +184,7 @@ def check_what_does_not_fit() -> None:
 
 
 def check_dropout_goes_on() -> None:
-    """A loaded state continues the random numbers from its saving, whatever torch's seed is."""
+    """After a saved state is loaded, dropout draws the same masks as after saving, whatever torch's seed is."""
     torch.manual_seed(3)
     sharded = compiled(Net(rate=0.5))
     train(sharded)
@@ -201,7 +201,7 @@ def check_dropout_goes_on() -> None:
 
 
 def check_names_of_a_state() -> None:
-    """The state of a model without random numbers has the plain names; the user's own model always has plain names."""
+    """State dicts have the names of the plain model, and `_extra_state` too if the model draws random numbers."""
     sharded, model = compiled(Net()), Net(rate=0.5)
     train(sharded)
     assert list(sharded.state_dict()) == list(Net().state_dict())
@@ -211,7 +211,7 @@ def check_names_of_a_state() -> None:
 
 
 def check_own_extra_state() -> None:
-    """The state keeps the model's own extra state beside the position of the random numbers."""
+    """`state_dict` keeps the model's own extra state, with and without dropout."""
 
     class Counting(Net):
         def get_extra_state(self) -> dict[str, float]:
@@ -234,7 +234,7 @@ def check_own_extra_state() -> None:
 
 
 def check_checkpoint() -> None:
-    """`torch.distributed.checkpoint` saves and loads parameters and random numbers, into a model not yet called too."""
+    """After `torch.distributed.checkpoint` saves and loads, training goes on as before, also in an uncalled model."""
     with shared_folder() as folder:
         sharded = compiled(Net(rate=0.5))
         train(sharded)
@@ -259,7 +259,7 @@ CHECKS = {name.removeprefix("check_"): item for name, item in globals().items() 
 @pytest.mark.parametrize("name", CHECKS)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 def test_on_the_simulator(name: str) -> None:
-    """The check passes where all ranks are simulated."""
+    """The check passes if all ranks are simulated in this process."""
     CHECKS[name]()
 
 
@@ -267,7 +267,7 @@ test_on_two_processes = on_processes(CHECKS, ranks=2, deadline_s=200, slow=CHECK
 
 
 def test_a_copy_of_a_model_is_not_planned_anew(caplog: pytest.LogCaptureFixture) -> None:
-    """A copy traces its calls, and searches no plan."""
+    """Training a copy searches no new plan."""
     sharded = compiled(Net())
     train(sharded)
     other = copy.deepcopy(sharded)
@@ -278,7 +278,7 @@ def test_a_copy_of_a_model_is_not_planned_anew(caplog: pytest.LogCaptureFixture)
 
 
 def test_a_pickled_plan_leaves_the_model_behind() -> None:
-    """A pickled plan is small, because the plan leaves out the model."""
+    """A pickled plan is smaller than its model, equals the plan, and cannot explain, which needs the model."""
     model = nn.Linear(512, 512)
     plan = autoshard.plan(model, PAIR, example_inputs=(torch.zeros(4, 512),), loss_fn=lambda y: y.square().mean())
     assert plan.explain("weight")

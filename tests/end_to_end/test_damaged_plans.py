@@ -1,4 +1,4 @@
-"""Damaged, edited or outdated files of plans are refused by name, or run."""
+"""A damaged, edited or outdated plan file is refused with an error that names the fault, or runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def data() -> dict[str, Any]:
 
 
 def edited(data: dict[str, Any], path: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
-    """A file of the plan with something changed."""
+    """Write a plan file after applying `edit` to a copy of the plan; return its path."""
     found = json.loads(json.dumps(data))
     edit(found)
     path.write_text(json.dumps(found))
@@ -42,13 +42,13 @@ def edited(data: dict[str, Any], path: Path, edit: Callable[[dict[str, Any]], ob
 
 
 def place(found: dict[str, Any], spec: str) -> None:
-    """Lay a parameter out otherwise, with its gradient."""
+    """Give parameter "0.weight" and its gradient another spec, at the three places of the plan."""
     found["parameters"]["0.weight"]["spec"] = found["outputs"]["gradient 0.weight"] = spec
     found["nodes"][NODE] = [[], [spec]]
 
 
 def test_a_parameter_moved_by_hand(data: dict[str, Any], tmp_path: Path) -> None:
-    """A parameter edited at the three places of docs/reference/plans.md lies there, with the model's numbers."""
+    """A plan with a parameter's spec edited at all three places runs, verifies and equals one device."""
     path = edited(data, tmp_path / "plan.json", lambda found: place(found, "P('model')"))
     sharded = autoshard.compile(small(), MESH, plan=path)
     torch.testing.assert_close(sharded(X), small()(X))

@@ -1,4 +1,4 @@
-"""Ranks that disagree after compilation, or do not come, raise one error on every rank within seconds."""
+"""Ranks that disagree after compilation, or do not arrive, raise one error on every rank within seconds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BY_ROWS = {"input:0": P("data")}
 
 
 class Small(nn.Module):
-    """A layer, dropout, and a loss."""
+    """A model with a layer, dropout and a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def batch(rows: int = 4) -> torch.Tensor:
 
 
 def compiled(**asked: Any) -> Any:
-    """A module that both ranks have called twice, once ahead of time, so that its ranks compare calls the fast way."""
+    """Return a module after four calls on each rank, so that its ranks already compare calls the fast way."""
     sharded = autoshard.compile(Small(), PAIR, options=autoshard.Options(timeout_s=TIMEOUT_S), **asked)
     for _ in range(4):
         sharded(batch())
@@ -68,7 +68,7 @@ def assert_all_raise(error: type[Exception], match: str, run: Callable[[], Any])
 
 @contextmanager
 def saying_nothing() -> Iterator[None]:
-    """Within this context, a message between ranks about a call is an error."""
+    """Make any message between ranks about a call an error within this context."""
     with (
         mock.patch.object(ControlChannel, "exchange", side_effect=AssertionError("said something")),
         mock.patch.object(VectorExchange, "post", side_effect=AssertionError("said something")),
@@ -77,7 +77,7 @@ def saying_nothing() -> Iterator[None]:
 
 
 def check_other_inputs() -> None:
-    """Ranks with unequal inputs from an unseeded shuffle raise, and may continue afterwards."""
+    """Ranks with unequal inputs all raise, and the next call with equal inputs runs."""
     sharded = compiled()
     rows = batch().flip(0) if on_second_rank() else batch()
     match = r"Ranks disagree about input:0\. input:0: \w+ on ranks \[0\], \w+ on ranks \[1\]"
@@ -86,7 +86,7 @@ def check_other_inputs() -> None:
 
 
 def check_one_element_of_a_large_input() -> None:
-    """One row of thousands that differs on one rank shows at once."""
+    """If one element of a large input differs on one rank, the next call raises on all ranks."""
     sharded = autoshard.compile(Small(), PAIR, options=autoshard.Options(timeout_s=TIMEOUT_S))
     large = torch.zeros(1 << 13, 8)
     for _ in range(3):
@@ -97,7 +97,7 @@ def check_one_element_of_a_large_input() -> None:
 
 
 def check_a_second_thread() -> None:
-    """While a thread runs the model, a second one gets an error at once; the first goes on, and so may the second."""
+    """A second thread that calls a running model gets an error; later calls of both threads succeed."""
     sharded = compiled()
     seen: list[str] = []
 
@@ -122,7 +122,7 @@ def check_a_second_thread() -> None:
 
 
 def check_training_beside_evaluation() -> None:
-    """A rank that forgot `train()` is found, whether or not the programs are new."""
+    """All ranks raise if one rank trains and the other evaluates, whether or not both programs are compiled."""
     sharded = compiled()
     if on_second_rank():
         sharded.eval()
@@ -135,7 +135,7 @@ def check_training_beside_evaluation() -> None:
 
 
 def check_another_learning_rate() -> None:
-    """A learning rate of a traced optimizer that one rank changed by hand is named on both ranks."""
+    """If one rank changes the learning rate of a traced optimizer, all ranks raise and name both rates."""
     model = Small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step = autoshard.compile(model, PAIR, optimizer=optimizer, options=autoshard.Options(timeout_s=TIMEOUT_S))
@@ -147,7 +147,7 @@ def check_another_learning_rate() -> None:
 
 
 def check_a_parameter_changed_in_place() -> None:
-    """A write to a whole parameter, a split parameter or a buffer on one rank is found."""
+    """If one rank writes to a whole parameter, a split parameter or a buffer, all ranks raise."""
     sharded = compiled(constraints={**BY_ROWS, "layer.weight": P("data"), "layer.bias": P()})
     for name in ("weight", "bias"):
         if on_second_rank():
@@ -161,7 +161,7 @@ def check_a_parameter_changed_in_place() -> None:
 
 
 def check_a_change_that_changes_nothing() -> None:
-    """A rank may write a parameter with its old values."""
+    """An in-place write that leaves the values equal on one rank raises no error."""
     sharded = compiled(constraints={**BY_ROWS, "layer.weight": P()})
     if on_second_rank():
         with torch.no_grad():
@@ -170,7 +170,7 @@ def check_a_change_that_changes_nothing() -> None:
 
 
 def check_a_parameter_changed_through_data() -> None:
-    """A write through `.data` is found by its values within a few steps."""
+    """If one rank writes through `.data`, all ranks raise within four calls."""
     sharded = compiled(constraints={**BY_ROWS, "layer.*": P()})
     if on_second_rank():
         sharded.layer.bias.data.mul_(2)
@@ -178,7 +178,7 @@ def check_a_parameter_changed_through_data() -> None:
 
 
 def check_parameters_that_round_apart() -> None:
-    """Parameters that ranks computed by themselves may differ in the last digits, with one warning."""
+    """A relative difference of 1e-6 in a parameter between ranks is allowed, with one warning."""
     sharded = compiled(constraints={**BY_ROWS, "layer.*": P()})
     if on_second_rank():
         sharded.layer.bias.data.mul_(1 + 1e-6)
@@ -189,7 +189,7 @@ def check_parameters_that_round_apart() -> None:
 
 
 def check_swapped_rows() -> None:
-    """Digests of parameters see order, at every element."""
+    """If two rows of a parameter are swapped on one rank, the first call raises on all ranks."""
     model = Small()
     if on_second_rank():
         with torch.no_grad():
@@ -199,7 +199,7 @@ def check_swapped_rows() -> None:
 
 
 def check_a_shape_that_one_rank_knows() -> None:
-    """A shape that is new on one rank alone is found."""
+    """If one rank calls a compiled input shape and the other a new shape, both raise."""
     sharded = compiled()
     match = (
         r"call: \(float32\[4, 8\]\), training \(runs program \w+\) on ranks \[0\], "
@@ -209,7 +209,7 @@ def check_a_shape_that_one_rank_knows() -> None:
 
 
 def check_two_known_shapes() -> None:
-    """Neither waits, and no backend ends a rank."""
+    """If ranks call two different compiled input shapes, both raise instead of waiting for each other."""
     sharded = compiled()
     for _ in range(3):
         sharded(batch(6))
@@ -218,7 +218,7 @@ def check_two_known_shapes() -> None:
 
 
 def check_another_seed() -> None:
-    """Dropout would draw other masks."""
+    """If ranks have different seeds, so that dropout would draw different masks, both raise."""
     sharded = compiled()
     torch.manual_seed(dist.get_rank())
     match = r"torch.initial_seed\(\): 0.* on ranks \[0\], 1 on ranks \[1\]"
@@ -228,7 +228,7 @@ def check_another_seed() -> None:
 
 
 def check_inputs_that_lie_on_ranks() -> None:
-    """Rows of which each rank loaded its own are not compared; copies are."""
+    """Input rows that each rank loaded for itself are not compared; an input that ranks hold whole is."""
     sharded = compiled(constraints=BY_ROWS)
     mesh = sharded.engine.device_mesh
     own = DTensor.from_local(batch()[dist.get_rank() * 2 :][:2], mesh, [Shard(0)], run_check=False)
@@ -239,7 +239,7 @@ def check_inputs_that_lie_on_ranks() -> None:
 
 
 def check_first() -> None:
-    """Only the first call of a program is compared; later calls compare neither inputs nor arrival."""
+    """With `check="first"`, the first call compares the inputs of ranks, and later calls send no messages."""
     sharded = autoshard.compile(Small(), PAIR, options=autoshard.Options(check="first", timeout_s=TIMEOUT_S))
     assert_all_raise(RankMismatchError, "Ranks disagree about input:0", lambda: sharded(batch() + dist.get_rank()))
     sharded(batch())
@@ -248,7 +248,7 @@ def check_first() -> None:
 
 
 def check_off() -> None:
-    """With checks off, only compilation compares ranks."""
+    """With `check="off"`, no call compares the inputs of ranks, and calls after the first send no messages."""
     sharded = autoshard.compile(Small(), PAIR, options=autoshard.Options(check="off", timeout_s=TIMEOUT_S))
     sharded(batch() + dist.get_rank())
     with saying_nothing():
@@ -256,7 +256,7 @@ def check_off() -> None:
 
 
 def check_a_rank_asleep_before_it_compiles() -> None:
-    """A rank that sleeps longer than the time limit before it compiles gets the same error when it wakes."""
+    """If one rank sleeps past the time limit before it compiles, both ranks get the same error."""
     sharded = autoshard.compile(Small(), PAIR, options=autoshard.Options(timeout_s=1.0))
     if on_second_rank():
         time.sleep(2.5)
@@ -264,7 +264,7 @@ def check_a_rank_asleep_before_it_compiles() -> None:
 
 
 def check_a_rank_asleep_between_two_steps() -> None:
-    """A rank that sleeps between two steps is named on every rank."""
+    """If one rank sleeps past the time limit between two steps, both ranks get an error that names it."""
     sharded = autoshard.compile(Small(), PAIR, options=autoshard.Options(timeout_s=1.0))
     for _ in range(4):
         sharded(batch())
@@ -274,7 +274,7 @@ def check_a_rank_asleep_between_two_steps() -> None:
 
 
 def check_a_rank_that_fails_alone() -> None:
-    """An error on one rank reaches the waiting ranks."""
+    """An error in one rank's forward is also raised on the rank that waits."""
 
     class Failing(Small):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -290,14 +290,14 @@ def check_a_rank_that_fails_alone() -> None:
 
 
 def check_a_model_that_does_not_fit() -> None:
-    """The planning rank tells all ranks how much memory the model needs."""
+    """If a model does not fit, every rank gets an error that states how much memory the model needs."""
     with pytest.raises(DoesNotFitError, match="memory") as caught:
         autoshard.compile(Small(), PAIR, memory_budget=16, options=autoshard.Options(timeout_s=TIMEOUT_S))(batch())
     assert caught.value.smallest_bytes > 16
 
 
 def check_a_long_compile_is_life() -> None:
-    """A rank that plans longer than the time limit is waited for."""
+    """A rank that plans longer than the time limit is not taken for lost."""
     from passes.driver.planner import Planner
 
     right = Planner.trace

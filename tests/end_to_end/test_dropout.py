@@ -1,4 +1,4 @@
-"""Dropout does not depend on the plan."""
+"""The masks of dropout do not depend on the plan."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_training_with_dropout_equals_a_mesh_of_one(name: str) -> None:
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_plans_of_models_with_dropout_are_compared_with_its_masks(precision: str | None) -> None:
-    """One device draws the masks of the ranks in each of several steps."""
+    """`check_plan` draws the masks of the ranks on one device, and each step draws new masks."""
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)), torch.ones(4, 8)
     assert check_plan(model, SQUARE, (x,), steps=3, precision=precision).is_equal
     with drawing_alike(torch.tensor(1)):

@@ -1,4 +1,4 @@
-"""The search finds the best recipe of a full enumeration.
+"""The search over recipes finds the best recipe of a full enumeration.
 
 The cases vary the sizes of stages, schedules, memory limits and recomputation. Models are drawn as lists of blocks of
 two small decoders. Clusters are drawn as nodes of several kinds with random networks and memory.
@@ -33,7 +33,7 @@ SMALL_HOST = 300_000
 
 @st.composite
 def models(draw: st.DrawFn, most: int) -> CountedModel:
-    """Blocks of two kinds, in any order."""
+    """Draw a model of up to `most` blocks, each dense or with experts."""
     sparse = priced_sparse().counted
     dense_block, experts_block = dict.fromkeys(sparse.blocks)
     blocks = draw(st.lists(st.sampled_from([dense_block, experts_block]), min_size=1, max_size=most))
@@ -60,7 +60,10 @@ BASES = st.builds(Execution, global_batch=st.sampled_from([2, 4]), runtime=RUNTI
 
 
 def check(counted: CountedModel, cluster: Cluster, base: Execution, share: float) -> None:
-    """Compare the search with every price, at a drawn memory limit that matters, and below the smallest need."""
+    """Check that the search finds the fastest recipe of all that fit a drawn memory limit, and proves it.
+
+    `share` picks the limit among the memory needs of all recipes. Below the smallest need, the search finds no recipe.
+    """
     prices = every_price(counted, cluster, base, LEAST_TOKENS)
     sizes = sorted({each.memory_bytes for each in prices})
     limit = sizes[round(share * (len(sizes) - 1))]
@@ -83,7 +86,7 @@ def check(counted: CountedModel, cluster: Cluster, base: Execution, share: float
 def test_it_finds_what_pricing_every_recipe_finds(
     counted: CountedModel, cluster: Cluster, base: Execution, share: float
 ) -> None:
-    """Time to the last digit, within the memory, with a proof; the least memory; and nothing where nothing fits."""
+    """The search finds exactly the fastest recipe's time, within memory, for up to three devices and blocks."""
     check(counted, cluster, base, share)
 
 
@@ -93,7 +96,7 @@ def test_it_finds_what_pricing_every_recipe_finds(
 def test_it_finds_what_pricing_every_recipe_of_more_devices_finds(
     counted: CountedModel, cluster: Cluster, base: Execution, share: float
 ) -> None:
-    """With four devices and five blocks there are up to 20,000 recipes."""
+    """The search finds the fastest recipe's time for up to four devices and five blocks, of up to 20,000 recipes."""
     check(counted, cluster, base, share)
 
 
@@ -102,7 +105,7 @@ def test_it_finds_what_pricing_every_recipe_of_more_devices_finds(
 def test_a_step_is_never_slower_with_more_memory(
     counted: CountedModel, cluster: Cluster, base: Execution, shares: list[float]
 ) -> None:
-    """A step never gets slower with more memory; every found recipe fits, and too little memory finds no recipe."""
+    """With more memory a step is never slower, found recipes fit, and below the least memory none is found."""
     problem = RecipeProblem(counted, cluster, base, math.inf, LEAST_TOKENS)
     least, fastest = problem.smallest().objective, problem.best()
     assert fastest.recipe is not None
@@ -118,7 +121,7 @@ def test_a_step_is_never_slower_with_more_memory(
 
 
 def test_plan_finds_what_price_says_is_best() -> None:
-    """`plan` finds the fastest of all recipes of a two-block decoder on two devices, each priced by `price`."""
+    """The search finds the fastest recipe that fits, among all recipes that `price` prices on two devices."""
     model, base = dense(2), Execution(global_batch=2)
     cluster = Cluster("a100_sxm_80gb", 1, 2)
     counted = priced_model(model, tokens(), None).counted

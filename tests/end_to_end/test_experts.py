@@ -41,14 +41,14 @@ WAYS: Mapping[str, Splits] = {
     "tokens sent to experts": EXCHANGED,
     "tokens sent over both axes": {"t": ("data", "expert"), "e": ("data", "expert")},
 }
-"""Factors that axes split in the layers of experts."""
+"""For each way to split expert layers, the mesh axes that split tokens (t), experts (e) and inner values (i)."""
 
 ROOMY = 10**12
-"""Device memory in which exchanged tokens keep their rows for the backward, in bytes."""
+"""Memory budget in bytes, so large that exchanged tokens keep their rows for the backward."""
 
 
 def plan_with(splits: Splits, model: nn.Module, inputs: dict[str, Any], mesh: Mesh) -> Plan:
-    """Plan with many splits, and with the given kind of expert layer."""
+    """Return a plan without partial sums where possible, whose expert layers are split as `splits` says."""
     wanted = {factor: tuple(axis for axis in axes if axis in mesh.axis_names) for factor, axes in splits.items()}
     wanted = {factor: axes for factor, axes in wanted.items() if axes}
 
@@ -66,7 +66,10 @@ def plan_with(splits: Splits, model: nn.Module, inputs: dict[str, Any], mesh: Me
 
 
 def built(name: str, layers: int = 1) -> tuple[nn.Module, dict[str, Any]]:
-    """A model whose own experts are a loop, which knows float64, and its batch; `layers` are of Mixtral."""
+    """Return a model whose experts run as transformers' loop, which supports float64, and its batch.
+
+    `layers` is the number of Mixtral's layers; other models ignore it.
+    """
     made = ARCHITECTURES[name]
     if name == "mixtral":
         made = replace(made, config={**made.config, "num_hidden_layers": layers})
@@ -78,7 +81,7 @@ def built(name: str, layers: int = 1) -> tuple[nn.Module, dict[str, Any]]:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_layers_of_experts_that_are_split_equal_one_device(way: str) -> None:
-    """Proven and run: loss, gradients and parameters after two steps of Mixtral."""
+    """For each way to split experts, two training steps of Mixtral verify and equal one device."""
     model, inputs = built("mixtral")
     plan = plan_with(WAYS[way], model, inputs, SQUARE)
     check_plan(model, SQUARE, inputs, plan=plan, steps=2, precise=torch.float64).raise_if_different()
@@ -88,7 +91,7 @@ def test_layers_of_experts_that_are_split_equal_one_device(way: str) -> None:
 @pytest.mark.parametrize("memory_bytes", [None, ROOMY])
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_tokens_are_sent_to_the_experts_of_other_models(name: str, memory_bytes: int | None) -> None:
-    """Models with shared experts, a router of groups, biases or interleaved gates exchange their tokens."""
+    """Models with shared experts, grouped routing, biases or interleaved gates exchange tokens and equal one device."""
     model, inputs = built(name)
     plan = replace(plan_with(EXCHANGED, model, inputs, PAIR), memory_budget=memory_bytes)
     check_plan(model, PAIR, inputs, plan=plan, steps=2, precise=torch.float64).raise_if_different()
@@ -97,7 +100,7 @@ def test_tokens_are_sent_to_the_experts_of_other_models(name: str, memory_bytes:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["tokens sent to experts", "tokens sent over both axes"])
 def test_rows_that_are_kept_equal_one_device(way: str) -> None:
-    """Four ranks that keep rows equal one device, although the first router sends nothing to one expert."""
+    """With kept rows, four ranks equal one device, although one expert gets no tokens."""
     model, inputs = built("mixtral")
     gate: Any = model.get_parameter("model.layers.0.mlp.gate.weight")
     with torch.no_grad():
@@ -132,7 +135,7 @@ class Layers(nn.Module):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [PAIR, Mesh({"pipeline": 2, "expert": 2})], ids=str)
 def test_rows_are_kept_of_each_micro_batch(mesh: Mesh) -> None:
-    """A step of three micro-batches equals one device, in one stage and in two stages."""
+    """Three micro-batches that keep exchanged rows train as one device, in one stage and in two stages."""
     model, x = Layers(), 0.1 * torch.randn(6, 256, 128, generator=torch.Generator().manual_seed(1))
     alone = copy.deepcopy(model)
     optimizer, expected = (torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-4) for each in (model, alone))
@@ -148,7 +151,7 @@ def test_rows_are_kept_of_each_micro_batch(mesh: Mesh) -> None:
 
 
 def test_the_loss_that_balances_experts_is_that_of_the_whole_batch() -> None:
-    """Mixtral's auxiliary loss counts the tokens of each expert over the whole batch."""
+    """With tokens exchanged, Mixtral's balancing loss, which counts the whole batch's tokens, equals one device."""
     model, inputs = built("mixtral")
     inputs = {**inputs, "output_router_logits": True}
     plan = plan_with(EXCHANGED, model, inputs, SQUARE)
@@ -157,7 +160,7 @@ def test_the_loss_that_balances_experts_is_that_of_the_whole_batch() -> None:
 
 @pytest.mark.slow
 def test_experts_are_shared_out_where_memory_is_short() -> None:
-    """Experts are split by price when memory is short, and the plan states the assumed load of the busiest rank."""
+    """With half the memory, the planner splits experts over ranks and states the busiest rank's assumed load."""
     config = {
         **ARCHITECTURES["mixtral"].config, "num_hidden_layers": 1, "num_local_experts": 16, "intermediate_size": 256
     }  # fmt: skip
@@ -177,7 +180,7 @@ def test_experts_are_shared_out_where_memory_is_short() -> None:
 
 
 def check_exchange(memory_bytes: int | None) -> None:
-    """Loss, gradients, and parameters after three steps of AdamW equal one device."""
+    """With tokens exchanged on two ranks, loss, gradients and parameters after three AdamW steps equal one device."""
     model, inputs = built("mixtral", 2)
     plan = replace(plan_with(EXCHANGED, model, inputs, PAIR), memory_budget=memory_bytes)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("expert",))

@@ -21,7 +21,7 @@ Made = tuple[nn.Module, dict[str, Any]]
 
 
 def made(build: Callable[..., Made], **options: Any) -> Made:
-    """A model and its batch on CUDA's types, without padding."""
+    """Return a model and its batch without padding; floating-point inputs are bfloat16."""
     model, batch = build(**options)
     batch = {name: item for name, item in batch.items() if name != "attention_mask"}
     return model, {name: item.bfloat16() if item.is_floating_point() else item for name, item in batch.items()}
@@ -55,7 +55,7 @@ TENSOR_PARALLEL: dict[str, dict[str, PartitionSpec]] = {
 ON_TWO = {"data": {"data": 2, "model": 1}, "sharded": {"data": 2, "model": 1}, "tensor": {"data": 1, "model": 2}}
 ON_FOUR = {"data": 2, "model": 2}
 BATCH = 4096
-"""A batch so large that every plan splits the work; fake sequences take no memory."""
+"""Batch size so large that every plan splits the work; fake tensors take no memory."""
 
 
 def _constraints(name: str, layout: str) -> dict[str, PartitionSpec]:
@@ -64,7 +64,7 @@ def _constraints(name: str, layout: str) -> dict[str, PartitionSpec]:
 
 
 def _use(name: str, sizes: dict[str, int], layout: str, made: Made | None = None, **options: Any) -> DeviceUse:
-    """Return the uses of the device in one step of a model on a mesh, after the first step has run."""
+    """Return the device use of a later training step of a model on a mesh of the given axis sizes."""
     model, batch = made or MODELS[name]()
     batch = {key: torch.empty((BATCH, *item.shape[1:]), dtype=item.dtype) for key, item in batch.items()}
     with fake_world(sizes) as world:
@@ -81,7 +81,7 @@ def _assert_free(use: DeviceUse) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ON_TWO)
 def test_a_step_waits_for_nothing(layout: str) -> None:
-    """A step of GPT-2 on two ranks waits for nothing and runs torch's fused kernels."""
+    """A step of GPT-2 on two ranks never waits for a device, and runs torch's fused kernels."""
     use = _use("gpt2", ON_TWO[layout], layout)
     _assert_free(use)
     flash = "aten._scaled_dot_product_flash_attention"
@@ -94,7 +94,7 @@ def test_a_step_waits_for_nothing(layout: str) -> None:
     "options", [{"optimizer": torch.optim.AdamW, "max_grad_norm": 1.0}, {"optimizer": torch.optim.SGD}]
 )
 def test_no_seed_norm_or_count_of_steps_is_read(options: dict[str, Any]) -> None:
-    """Dropout draws its seed on the device, clipping scales there, and steps are counted without being read."""
+    """Dropout's seed, the gradient norm and the step count are never read from the device."""
     _assert_free(_use("gpt2", ON_TWO["data"], "data", gpt2(dropout=0.1), **options))
 
 
@@ -103,14 +103,14 @@ def test_no_seed_norm_or_count_of_steps_is_read(options: dict[str, Any]) -> None
 @pytest.mark.parametrize("layout", ON_TWO)
 @pytest.mark.parametrize("name", MODELS)
 def test_no_model_waits(name: str, layout: str, sizes: dict[str, int] | None) -> None:
-    """No data-parallel, sharded or tensor-parallel transformer or mixture waits, on two and four ranks."""
+    """A step of each model under each layout, on two and four ranks, never waits for a device."""
     use = _use(name, sizes or ON_TWO[layout], layout)
     _assert_free(use)
     assert "aten._scaled_dot_product_flash_attention_backward" in use.operators
 
 
 def test_what_waits_is_seen() -> None:
-    """A read value, a copy from the device and a copy to the device all count as waits."""
+    """`DeviceUse` counts a read value as a wait, copies between devices as moves, and a large CPU tensor."""
     with fake_world({"data": 2}) as world:
         x = world.on_cuda(torch.zeros(()))
         with world.fakes, DeviceUse() as use:

@@ -1,4 +1,7 @@
-"""A model planned without its inner blocks is predicted as its whole program is: to 1 %, and the bytes sent exactly."""
+"""A model planned without its inner blocks gets the predicted time of its whole program within 1 %.
+
+Models with experts agree within 2 %. The predicted bytes sent agree exactly.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ CPUS = node_type("cpu_laptop")
 
 
 class Block(nn.Module):
-    """A part of a perceptron, or of an encoder without a mask, with an activation of its own."""
+    """A residual perceptron with a given activation, behind attention without a mask if `attends`."""
 
     def __init__(self, activation: type[nn.Module], *, attends: bool) -> None:
         super().__init__()
@@ -56,7 +59,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks between a sum and a layer, of one kind or of two in turn; the mean of squares."""
+    """A sum, blocks of one kind or of two kinds in turn, and a linear layer; returns the mean square."""
 
     def __init__(self, depth: int, *, in_turn: bool, attends: bool) -> None:
         super().__init__()
@@ -135,7 +138,7 @@ def _cases(draw: st.DrawFn) -> _Case:
 
 
 def _check(case: _Case) -> None:
-    """Compare a folded plan's prediction with the walk of the whole program under the same specs."""
+    """Check that a folded plan predicts the bytes and time of the whole program under the same specs."""
     short, whole = case.programs()
     options = PlanOptions(
         memory_budget=60e9, micro_batches=case.micro_batches, with_baselines=False, recipe=case.recipe
@@ -155,12 +158,12 @@ def _check(case: _Case) -> None:
 @settings(max_examples=12)
 @given(_cases())
 def test_blocks_left_out_are_predicted_as_the_whole(case: _Case) -> None:
-    """Folded and whole programs agree for any model, layout and number of micro-batches."""
+    """Folded and whole programs get equal bytes and times within 2 %, for drawn models, layouts and micro-batches."""
     _check(case)
 
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_blocks_left_out_on_hosts_of_cpus(zero: int) -> None:
-    """CPUs behind a network hide collectives, and a folded plan predicts the hidden time."""
+    """A folded plan predicts the whole program's time on CPUs behind a network, which hide collectives."""
     cluster = Cluster(CPUS.with_network("ethernet_1g"), nodes=2, devices_per_node=2)
     _check(_Case("perceptron", 7, cluster, Mesh({"data": 4}), Recipe(data=4, zero=zero), 8, 1))

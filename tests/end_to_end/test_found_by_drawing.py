@@ -1,4 +1,4 @@
-"""Failures that drawn programs and plans once found, each shrunk to a small program."""
+"""Programs and plans that once failed in drawn tests, each reduced to a small program."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ whole_step = WholeStep(partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=
 
 @pytest.mark.parametrize("mesh", [Mesh({"data": 4}), Mesh({"data": 2, "model": 2})], ids=str)
 def test_a_batch_norm_whose_input_needs_no_gradient(mesh: Mesh) -> None:
-    """The chosen plan and the plan with most splits equal one device."""
+    """A batch norm of an input without gradient equals one device, under the chosen plan and the most split plan."""
     program = run_source(_HEAD + _BATCH_NORM)
     split = most_split_plan(trace(program.model, program.inputs), mesh)
     for plan in (None, split):
@@ -140,13 +140,13 @@ def test_a_batch_norm_whose_input_needs_no_gradient(mesh: Mesh) -> None:
 
 
 def test_the_rounding_of_a_mean_near_zero_is_no_difference() -> None:
-    """A mean near zero may differ by the rounding of one bias in bfloat16."""
+    """In bfloat16, `check_plan` accepts a mean near zero that differs by the rounding of one bias."""
     program = run_source(_HEAD + _MEAN_NEAR_ZERO)
     check_plan(program.model, Mesh({"data": 1}), program.inputs, precision="bf16").raise_if_different()
 
 
 def test_a_batch_norm_whose_weights_are_cast_runs_over_a_split_batch() -> None:
-    """Its weights are as narrow as its input, and the statistics of the whole batch are computed in float32."""
+    """In bfloat16, a batch norm whose weights and input are both cast equals one device, with the batch split."""
     mesh, program = Mesh({"data": 4}), run_source(_HEAD + _BATCH_NORM)
     traced = traced_call(program, "bf16")
     plan = replace(greedy_plan(traced, mesh, _rows_split), precision="bf16")
@@ -155,7 +155,7 @@ def test_a_batch_norm_whose_weights_are_cast_runs_over_a_split_batch() -> None:
 
 
 def test_products_of_complex_numbers_are_not_pending() -> None:
-    """Complex products are never pending sums, because complex numbers travel as pairs of reals."""
+    """Under the plan with most partial sums, products of complex numbers over a split dim equal one device."""
     program = run_source(_HEAD + _COMPLEX_PRODUCT)
     mesh = Mesh({"data": 2, "model": 2})
     plan = greedy_plan(trace(program.model, program.inputs), mesh, _pending)
@@ -172,7 +172,7 @@ def _rows_split(_: Site, strategy: Strategy) -> int:
 
 @pytest.mark.slow
 def test_gradients_of_sharp_attention_are_settled_in_float64() -> None:
-    """Gradients of attention with scores in the hundreds are compared in float64, because rounding grows twentyfold."""
+    """Attention with scores in the hundreds, whose gradients amplify rounding, passes if compared in float64."""
     mesh, program = Mesh({"data": 2, "model": 2}), run_source(_HEAD + _SHARP_ATTENTION)
     traced = traced_call(program, None)
     options = {"plan": most_split_plan(traced, mesh), "traced": traced, "precise": torch.float64}
@@ -185,6 +185,6 @@ def test_gradients_of_sharp_attention_are_settled_in_float64() -> None:
     "layer", ["BatchNorm1d(8, track_running_stats=False)", "LSTM(8, 4, bias=False)", "LayerNorm(8)"]
 )
 def test_what_one_device_cannot_run_in_bfloat16_is_not_drawn(layer: str) -> None:
-    """A float32 buffer makes a batch norm's and an LSTM's input float32, beside weights in bfloat16."""
+    """`runs_in` is false for a batch norm and an LSTM with bfloat16 weights, whose input a buffer makes float32."""
     program = run_source(_HEAD + _WIDENED.format(layer=layer))
     assert runs_in(torch.bfloat16, program) == layer.startswith("LayerNorm")

@@ -1,4 +1,4 @@
-"""Gloo processes hide the communication that can be hidden, by a clock that counts products.
+"""Two Gloo processes hide the communication that their products can hide; a clock that counts products measures it.
 
 The clock makes the waits of a slow network exact. A wait depends only on the order in which a process issues, computes
 and waits, and never on the load of the machine. Each plan splits another part of a Llama over the axis.
@@ -28,7 +28,7 @@ from tests.runtime.processes import on_processes
 
 AXIS, WORDS, HIDDEN = "model", 256, 256
 RATIO, LEAST = 0.4, 0.85
-"""Communication's time as a part of the products' time, and the least share of the hideable part to be hidden."""
+"""Time of communication as a share of the products' time, and the least share to hide of all that can be hidden."""
 
 LINKED = Cluster(node_type("cpu_laptop").with_network("ethernet_1g"), nodes=2, devices_per_node=1)
 """Two ranks whose processors wait for the link, unlike ranks of one machine, which are busy with messages."""
@@ -44,13 +44,13 @@ PLANS: Mapping[str, Callable[[nn.Module], Mapping[str, PartitionSpec]]] = {
     "ZeRO-3": lambda model: {**_all(model, P(AXIS)), "exp*:*": P(AXIS), "input:*": P(AXIS)},
     "tensor parallel": tensor_specs,
 }
-"""Constraints by the plan's name: parameters, the state of AdamW, inputs."""
+"""Constraints of each plan, by its name, on parameters, the state of AdamW (`exp*`) and inputs."""
 SIZES = {name: (4, 64) if name == "tensor parallel" else (8, 128) for name in PLANS}
-"""Rows and length; of few tokens activations are sent, not weights."""
+"""Rows and length of the batch; with few tokens, plans send activations and not weights."""
 
 
 def compiled(name: str, mesh: Any) -> TrainStep:
-    """The step of AdamW of a Llama under a plan."""
+    """Return the AdamW training step of a Llama under a plan, after one step."""
     model = build("llama", layers=4, width=HIDDEN, inner=2 * HIDDEN, heads=4, words=WORDS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     step = autoshard.compile(
@@ -67,7 +67,7 @@ def compiled(name: str, mesh: Any) -> TrainStep:
 
 
 def programs_of(step: TrainStep) -> tuple[PhasedProgram, PhasedProgram]:
-    """Return the program that a step runs, with overlap and without overlap."""
+    """Return the program that a step runs, which overlaps communication, and the same program without overlap."""
     program, plan = step.sharded.program, step.plan
     assert program is not None
     assert plan is not None
@@ -77,13 +77,13 @@ def programs_of(step: TrainStep) -> tuple[PhasedProgram, PhasedProgram]:
 
 
 def rig_of(plain: PhasedProgram) -> Rig:
-    """Return links on which the program's messages take `RATIO` seconds while its products take one second."""
+    """Return a rig on which the program's messages take `RATIO` times as long as its products."""
     unit = Rig(1.0, 1.0)
     return Rig(products_s(plain, unit), sum(item.duration_s for item in walk(plain, unit)) / RATIO)
 
 
 def measured(name: str, rig: Rig) -> list[Transfer]:
-    """Return the transfers of one step on this rank, by the clock of its products."""
+    """Return the transfers of one step on this rank, timed by the `WorkClock` of its products."""
     clock = WorkClock(rig.flops_per_s)
     mesh = delayed_mesh({AXIS: 2}, {AXIS: Link(0.0, rig.bandwidth_bytes_per_s)}, clock=clock)
     step = compiled(name, mesh)
@@ -93,7 +93,7 @@ def measured(name: str, rig: Rig) -> list[Transfer]:
 
 
 def check(name: str) -> None:
-    """Check that processes wait as the program predicts, and hide most of the hideable communication."""
+    """Check that a process waits exactly where its program predicts, and hides most hideable communication."""
     made, plain = programs_of(compiled(name, Mesh({AXIS: 2})))
     rig = rig_of(plain)
     said, found = walk(made, rig), measured(name, rig)

@@ -25,21 +25,21 @@ MESH = Mesh({"a": 2})
 
 
 class Clamped(nn.Module):
-    """An infinity of a quotient is clamped."""
+    """A model that clamps an infinite quotient."""
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         return (x.sum(0) / c).sum().clamp(max=1.0)
 
 
 class Vanishing(nn.Module):
-    """An infinity of a product becomes zero."""
+    """A model whose exponential of an infinite product is zero."""
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         return torch.exp((x.sum(0) * c).sum())
 
 
 class Weighed(nn.Module):
-    """A matrix product times a parameter with any values."""
+    """A matrix product with weights plus `c`, clamped, so that infinite weights give finite results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,12 +52,12 @@ class Weighed(nn.Module):
 
 
 def of_opposite_signs(first: float, second: float) -> Tensor:
-    """Return rows with the sum `ROWS / 2 * (first + second)`, half of the rows on each of two ranks."""
+    """Return rows of two values, in whose sum a rank's half may have another sign than the whole."""
     return torch.cat([torch.full((ROWS // 2, WIDTH), first), torch.full((ROWS // 2, WIDTH), second)])
 
 
 def filled(value: float, special: float) -> Tensor:
-    """Return a tensor of one value, with a second value at one place."""
+    """Return a tensor filled with `value`, except for `special` at index 3."""
     c = torch.full((WIDTH,), value)
     c[3] = special
     return c
@@ -76,7 +76,7 @@ by_name = pytest.mark.parametrize(("build", "x", "c"), CASES, ids=[case[0].__nam
 def test_an_infinity_that_vanishes_leaves_the_same_number(
     build: Callable[[], nn.Module], x: Tensor, c: Tensor, constraints: dict[str, P]
 ) -> None:
-    """An infinity that vanishes leaves the number of one device, because the chosen plan sums no infinite addends."""
+    """Under the chosen plan, a model that turns an infinity into a finite number returns one device's number."""
     sharded = autoshard.compile(build(), MESH, constraints=constraints, example_inputs=(x, c))
     with torch.no_grad():
         torch.testing.assert_close(sharded(x, c), build()(x, c))
@@ -87,7 +87,7 @@ def test_an_infinity_that_vanishes_leaves_the_same_number(
 @examples(5, 10)
 @given(data=st.data())
 def test_so_does_any_legal_plan(build: Callable[[], nn.Module], x: Tensor, c: Tensor, data: st.DataObject) -> None:
-    """Any plan that the rules admit agrees with one device, with zeros and infinities among the inputs."""
+    """Under any legal plan, the models equal one device, with zeros and infinities among the inputs."""
     values = data.draw(st.lists(st.sampled_from([0.0, 1.0, -2.0, math.inf, -math.inf]), min_size=4, max_size=4))
     c = c.clone()
     c[:4] = torch.tensor(values)

@@ -1,4 +1,4 @@
-"""`init_weights` makes the same weights bit by bit under any layout, and the model trains from these weights."""
+"""`init_weights` makes the same weights, bit by bit, under any layout, and the model trains from these weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 def gpt2_on_meta() -> nn.Module:
-    """GPT-2 with sizes that 2, 3 and 4 ranks do not divide, and one orthogonal weight."""
+    """Return a GPT-2 on meta with sizes that 2, 3 and 4 ranks do not divide, and an extra layer of width 7."""
     config = transformers.GPT2Config(vocab_size=31, n_positions=9, n_embd=14, n_layer=1, n_head=2)
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(config)
@@ -41,13 +41,13 @@ def gpt2_on_meta() -> nn.Module:
 
 
 def orthogonal(module: nn.Module) -> None:
-    """An initialiser that a user adds."""
+    """Initialise the extra layer's weight; an example of a user's initialiser."""
     if isinstance(module, nn.Linear) and module.in_features == 7:
         nn.init.orthogonal_(module.weight)
 
 
 def model_on_meta(name: str) -> nn.Module:
-    """A model of transformers, by the name of its class."""
+    """Return a model of transformers on meta, by the name of its class."""
     with torch.device("meta"):
         return getattr(transformers, name)(CONFIGS[name]())
 
@@ -71,7 +71,7 @@ MESHES = {2: (2, 1), 3: (3, 1), 4: (2, 2)}
 
 
 def check_places(build: Callable[[], nn.Module] = gpt2_on_meta) -> None:
-    """Under five layouts each rank has its part of one device's weights, and gathers nothing."""
+    """Under five layouts, each rank's part of each weight equals one device's, and no weight is gathered."""
     expected = on_one_device(build).state_dict()
     device_mesh = init_device_mesh("cpu", MESHES[dist.get_world_size()], mesh_dim_names=("data", "model"))
     for place in PLACES.values():
@@ -86,7 +86,7 @@ def check_places(build: Callable[[], nn.Module] = gpt2_on_meta) -> None:
 
 
 def check_step() -> None:
-    """The whole way: from meta to a step, on ranks and on one device; a seed that ranks do not share is refused."""
+    """A model from meta gets one device's weights and first loss; seeds that differ between ranks raise."""
     step = compiled(on_meta())
     one = autoshard.compile(on_meta(), Mesh({"data": 1}), example_inputs=(TOKENS,))
     init = partial(init_without_table, seed=3)
@@ -101,7 +101,7 @@ def check_step() -> None:
 
 
 def init_without_table(step: Any, seed: int) -> None:
-    """The table of `Tied` is computed by its constructor alone."""
+    """Call `init_weights` with an initialiser of the table of `Tied`, which otherwise only its constructor makes."""
 
     def fill(module: nn.Module) -> None:
         if isinstance(module, Tied):
@@ -111,7 +111,7 @@ def init_without_table(step: Any, seed: int) -> None:
 
 
 def check_llama() -> None:
-    """A Llama has one device's weights under the experts' layouts and the planner's own choice."""
+    """Under hand-written layouts and under the planner's choice, a Llama's weights equal those of one device."""
     model, inputs = llama()
     config = model.config
 
@@ -149,7 +149,7 @@ def test_what_no_initialiser_writes_is_named() -> None:
 
 
 def test_a_seed_is_an_integer() -> None:
-    """An integer of NumPy gives the weights of the same integer of Python; a fraction is refused."""
+    """A NumPy integer as seed gives the weights of the equal Python integer; a float is refused."""
     model = nn.Linear(3, 3)
     sharded = autoshard.compile(model, Mesh({"data": 2}))
     sharded.init_weights(3)
@@ -175,7 +175,7 @@ def test_a_model_in_memory_keeps_what_no_initialiser_writes() -> None:
 
 
 class Scale(nn.Module):
-    """A table that no state has, and that an initialiser makes."""
+    """A module with a non-persistent table, which `reset_parameters` computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Scale(nn.Module):
 
 
 def test_tables_are_made_where_weights_were_loaded() -> None:
-    """Loading weights also makes the tables that a checkpoint does not contain."""
+    """`load_state_dict` into a model from meta also computes its non-persistent tables."""
     source = nn.Sequential(nn.Linear(8, 8), Scale())
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), Scale())

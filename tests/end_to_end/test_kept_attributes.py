@@ -1,4 +1,4 @@
-"""A compiled call sets the attributes that the model's own call sets, or names the missing attributes."""
+"""A compiled call sets the attributes that the model's own call sets, or a warning names those it cannot set."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ X = torch.linspace(-1, 1, 48).view(8, 6)
 
 
 class Router(nn.Module):
-    """Leaves its auxiliary loss, a figure without gradient, and plain values."""
+    """A module whose call sets an auxiliary loss, a detached figure and a number of rows as attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Router(nn.Module):
 
 
 class Net(nn.Module):
-    """A router within a model that returns its loss, or only logits."""
+    """A router within a model that returns a loss, or only logits, and sets an attribute."""
 
     def __init__(self, *, has_loss: bool = True) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def compiled(model: nn.Module) -> ShardedModule:
 
 
 def check_kept(*, has_loss: bool) -> None:
-    """Losses with an auxiliary loss, values and gradients equal one device, for two batch sizes in turn."""
+    """Check that loss, attributes and gradients equal one device, for two batch sizes in turn."""
     model = Net(has_loss=has_loss)
     reference = copy.deepcopy(model)
     sharded = compiled(model)
@@ -82,7 +82,7 @@ def check_kept(*, has_loss: bool) -> None:
 
 @pytest.mark.parametrize("has_loss", [True, False])
 def test_scalars_are_left_with_their_gradients(has_loss: bool) -> None:
-    """An auxiliary loss in an attribute trains as on one device, beside a loss or logits."""
+    """An auxiliary loss in an attribute has gradients as on one device, whether the model returns a loss or logits."""
     check_kept(has_loss=has_loss)
 
 
@@ -90,7 +90,7 @@ test_scalars_are_left_on_processes = on_processes({"kept": partial(check_kept, h
 
 
 def test_a_step_leaves_them_too() -> None:
-    """A traced training step sets the attributes, and ignores their gradients."""
+    """A traced training step sets the attributes of one device, and trains on the returned loss alone."""
     model = Net()
     reference = copy.deepcopy(model)
     step = autoshard.compile(model, MESH, optimizer=torch.optim.SGD(model.parameters(), 0.1))
@@ -101,7 +101,7 @@ def test_a_step_leaves_them_too() -> None:
 
 
 def test_a_step_takes_no_attribute_for_its_loss() -> None:
-    """A model that returns logits has no loss, even with a loss in an attribute."""
+    """A training step of a model that returns logits raises, although an attribute holds a loss."""
     model = Net(has_loss=False)
     step = autoshard.compile(model, MESH, optimizer=torch.optim.SGD(model.parameters(), 0.1))
     with pytest.raises(autoshard.TraceError, match="returns no floating scalar"):
@@ -109,7 +109,7 @@ def test_a_step_takes_no_attribute_for_its_loss() -> None:
 
 
 class Keeps(nn.Module):
-    """A model that stores an activation, appends to a list, and keeps a cache and a count."""
+    """A model that stores an activation, a list of activations, a cached table and a count of calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Keeps(nn.Module):
 
 
 def test_what_is_not_left_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """An attribute that a call cannot set is named once, keeps no traced value, and causes no new compilation."""
+    """Attributes that a compiled call cannot set are named in one warning, stay unset, and cause no new compilation."""
     model = Keeps()
     reference = copy.deepcopy(model)
     sharded = compiled(model)
@@ -143,7 +143,7 @@ def test_what_is_not_left_is_said_once(caplog: pytest.LogCaptureFixture) -> None
 
 
 class Modes(nn.Module):
-    """A model that sets an attribute by its mode, and reads the attribute only after setting it."""
+    """A model that sets an attribute according to its mode, and then reads the attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Modes(nn.Module):
 
 
 def test_attributes_that_are_set_first_compile_nothing_anew() -> None:
-    """Two modes in turn make two programs, and each program sets its own attributes."""
+    """Training and evaluation in turn make two programs, and each call sets the attribute of its mode."""
     model = Modes()
     reference = copy.deepcopy(model)
     sharded = compiled(model)

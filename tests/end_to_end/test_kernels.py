@@ -1,4 +1,4 @@
-"""Models with kernels in Triton's interpreter train as models without kernels."""
+"""With kernels in Triton's interpreter, models have the loss and gradients of models without kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.passes.launches import fused_calls
 
 
 class Mixture(nn.Module):
-    """An expert block of Mixtral: a router to the best two of three SwiGLU experts, over an RMS norm."""
+    """A residual block with an RMS norm and a router to the best two of three SwiGLU experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,18 +38,18 @@ class Mixture(nn.Module):
 
 
 def mixtral() -> tuple[nn.Module, tuple[torch.Tensor]]:
-    """`Mixture` with a batch."""
+    """Return a `Mixture` and its inputs."""
     torch.manual_seed(0)
     return Mixture(), (torch.randn(4, 6, 8),)
 
 
 def vit() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """A vision transformer with a batch."""
+    """Return a vision transformer and its inputs."""
     return _family("vit")
 
 
 def encoder_decoder() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """An encoder and a decoder with a batch."""
+    """Return a transformer with an encoder and a decoder, and its inputs."""
     return _family("encoder-decoder")
 
 
@@ -76,14 +76,14 @@ EXPECTED: dict[Callable[[], tuple[nn.Module, Any]], set[str]] = {
 
 
 def _is_made(node: fx.Node) -> bool:
-    """Whether a node calls a generated kernel."""
+    """Return whether a node calls a generated kernel."""
     return generated_kernel(node.target) is not None
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("make", EXPECTED, ids=lambda make: make.__name__)
 def test_models_with_kernels_equal_models_without(make: Callable[[], tuple[nn.Module, Any]]) -> None:
-    """Models with backend="triton" verify, and keep the loss and gradients of "auto"."""
+    """With `backend="triton"`, models call the expected kernels, and loss and gradients equal those of "auto"."""
     model, inputs = make()
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     plan = autoshard.plan(model, Mesh({"x": 2}), example_inputs=inputs, precision="f32")

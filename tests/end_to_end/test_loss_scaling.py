@@ -38,7 +38,7 @@ from tests.samples import examples
 
 F16 = torch.float16
 JUMPS = LossScaling(init_scale=2.0**60, growth_factor=2.0**50, backoff_factor=2.0**-50, growth_interval=2)
-"""The scale is either 2^10, where nothing overflows, or 2^60, where everything does. So rounding decides nothing."""
+"""Scaling whose scale is 2^10, at which nothing overflows, or 2^60, at which all does; rounding decides nothing."""
 SCALES = [2.0**60, *[2.0**10, 2.0**10, 2.0**60] * 3]
 
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -51,7 +51,7 @@ STEPS = 7
 
 
 class Net(nn.Module):
-    """Sizes that ranks do not divide, and a parameter without dims."""
+    """A model with sizes that ranks do not divide, and a parameter without dims."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 
 class Alone:
-    """Training on one device with the casts of a compiled step and torch's own scaler."""
+    """Training on one device with a compiled step's casts and torch's own `GradScaler`."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Alone:
         self.call = call or partial(run_in_precision, model, F16)
 
     def __call__(self, *args: Any, parts: int = 1, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return loss and gradient norm of a step."""
+        """Run a step of `parts` micro-batches; return the mean loss and the unscaled gradient norm."""
         losses = []
         for part in zip(*(item.chunk(parts) for item in args), strict=True) if args else [()]:
             found = self.call(*part, **kwargs)
@@ -109,7 +109,7 @@ def check(
     micro_batches: int = 1,
     **options: Any,
 ) -> TrainStep:
-    """Losses, norms, scales, skipped steps and parameters of some steps equal those of one device."""
+    """Check that losses, norms, scales, skipped steps and parameters equal those of one device with `GradScaler`."""
     model, alone = Net(), Alone(Net(), make, JUMPS, limit)
     arguments = {"max_grad_norm": limit, "precision": "f16", "options": Options(loss_scaling=JUMPS), **options}
     step = autoshard.compile(model, mesh, optimizer=make(model.parameters()), micro_batches=micro_batches, **arguments)
@@ -135,13 +135,13 @@ def counts_of(optimizer: torch.optim.Optimizer) -> set[float]:
 
 
 GROWING = LossScaling(init_scale=2.0**20, growth_interval=4)
-"""The scale rises until some gradients overflow, and rounding decides which step that is."""
+"""Scaling whose scale rises until some gradients overflow; rounding decides at which step."""
 
 
 @pytest.mark.parametrize("scaling", [replace(JUMPS, growth_interval=6), GROWING], ids=["jumps", "growing"])
 @pytest.mark.parametrize("steps", [30, pytest.param(200, marks=pytest.mark.slow)])
 def test_gpt2_trains_as_with_a_scaler(scaling: LossScaling, steps: int) -> None:
-    """Scales, skipped steps and losses are those of `autocast` with `GradScaler`, over many overflows.
+    """GPT-2's scales, skipped steps and losses equal `GradScaler`'s on one device, also with torch's `autocast`.
 
     `autocast` normalises in float32, and does not cast the residual stream. So its largest gradient may overflow a few
     steps before or after ours, and losses differ by the progress of these steps. Scales are equal where rounding
@@ -178,7 +178,7 @@ def test_gpt2_trains_as_with_a_scaler(scaling: LossScaling, steps: int) -> None:
 
 @cache
 def program_of(kind: str, limit: float | None) -> Program:
-    """The traced program of a step in float16."""
+    """Return the traced program of a training step in float16, with an optimizer of `OPTIMIZERS`."""
     model = Net()
     optimizer = OPTIMIZERS[kind](model.parameters())
     update = describe_update(optimizer, names_of(model.named_parameters()), limit, scales_loss=True)
@@ -188,7 +188,7 @@ def program_of(kind: str, limit: float | None) -> Program:
 @given(st.data())
 @examples(4, 8)
 def test_any_plan_skips_the_same_steps(data: st.DataObject) -> None:
-    """Any spec for every parameter, gradient, state and intermediate value."""
+    """Under any plan of a float16 step, losses, scales and skipped steps equal one device with `GradScaler`."""
     kind = data.draw(st.sampled_from(sorted(OPTIMIZERS)))
     mesh = data.draw(st.sampled_from([PAIR, Mesh({"data": 3}), SQUARE]))
     limit = data.draw(st.sampled_from([None, 0.3]))
@@ -200,7 +200,7 @@ def test_any_plan_skips_the_same_steps(data: st.DataObject) -> None:
 @given(st.data())
 @examples(4, 8)
 def test_drawn_programs_train_in_float16(data: st.DataObject) -> None:
-    """Drawn models, with drawn optimizers and plans, equal one device with torch's scaler."""
+    """Drawn models with drawn optimizers and plans train as one device with torch's scaler."""
     any_plan_of_a_step_in_f16(data)
 
 
@@ -208,7 +208,7 @@ def test_drawn_programs_train_in_float16(data: st.DataObject) -> None:
 @pytest.mark.parametrize("limit", [None, 0.3])
 @pytest.mark.parametrize("layout", STEP_LAYOUTS)
 def test_each_layout_skips_the_same_steps(layout: str, limit: float | None) -> None:
-    """Every kind of parallelism, with micro-batches, stages and clipping; Adam counts only updates."""
+    """Under every kind of parallelism, float16 steps equal one device, and AdamW counts only steps not skipped."""
     mesh, options = STEP_LAYOUTS[layout]
     step = check(OPTIMIZERS["adamw"], mesh, limit=limit, **options)
     assert step.is_traced
@@ -216,7 +216,7 @@ def test_each_layout_skips_the_same_steps(layout: str, limit: float | None) -> N
 
 
 def test_an_optimizer_that_is_not_traced_is_scaled_too() -> None:
-    """Autograd runs the backward from the scaled loss, and the optimizer takes its own step."""
+    """Float16 training with RMSprop, which is not traced, equals one device with `GradScaler`."""
     step = check(partial(torch.optim.RMSprop, lr=0.01, eps=1e-3), SQUARE, limit=0.3, micro_batches=2)
     assert not step.is_traced
     assert all(parameter.grad is None for parameter in step.sharded.parameters())
@@ -224,7 +224,7 @@ def test_an_optimizer_that_is_not_traced_is_scaled_too() -> None:
 
 @pytest.mark.parametrize("kind", ["traced", "its own step"])
 def test_a_last_batch_of_fewer_samples_has_the_same_scale(kind: str) -> None:
-    """Its micro-batches run in several rounds of the order, before one update."""
+    """A last batch with fewer samples, run in several rounds before one update, keeps the scale of one device."""
     make = OPTIMIZERS["adamw"] if kind == "traced" else partial(torch.optim.RMSprop, lr=0.01, eps=1e-3)
     model, alone = Net(), Alone(Net(), make, JUMPS)
     options = {"precision": "f16", "options": Options(loss_scaling=JUMPS), "micro_batches": 2}
@@ -240,7 +240,7 @@ def test_a_last_batch_of_fewer_samples_has_the_same_scale(kind: str) -> None:
 
 
 def test_gradients_from_before_a_step_are_not_scaled() -> None:
-    """A step adds its unscaled gradients to those that the user has made."""
+    """A float16 step adds its unscaled gradients to those that parameters had before."""
     model, optimizer = Net(), OPTIMIZERS["sgd"]
     plain = copy.deepcopy(model)
     step = autoshard.compile(model, PAIR, optimizer=optimizer(model.parameters()), precision="f16")
@@ -255,7 +255,7 @@ def test_gradients_from_before_a_step_are_not_scaled() -> None:
 
 
 def test_a_step_has_the_scale_of_the_next_step() -> None:
-    """The default is that of `GradScaler`; other precisions have no scale."""
+    """A new float16 step has `GradScaler`'s initial scale, and a bfloat16 step has none."""
     model = Net()
     step = autoshard.compile(model, PAIR, optimizer=OPTIMIZERS["sgd"](model.parameters()), precision="f16")
     assert step.loss_scale == torch.amp.GradScaler("cpu").get_scale()
@@ -268,7 +268,7 @@ def test_a_step_has_the_scale_of_the_next_step() -> None:
 
 @pytest.mark.parametrize("mesh", [PAIR, STAGES], ids=["one stage", "two stages"])
 def test_a_plan_of_a_float16_step_runs(mesh: Mesh) -> None:
-    """`plan` traces the same program as `compile`, prices it, and needs an optimizer."""
+    """A plan of a float16 step names its precision, unscales gradients, and trains as one device."""
     model = Net()
     plan = autoshard.plan(model, mesh, example_inputs=batch(0), optimizer="adamw", precision="f16")
     assert "in f16" in str(plan)
@@ -278,7 +278,7 @@ def test_a_plan_of_a_float16_step_runs(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("limit", [None, 0.3])
 def test_a_program_that_keeps_the_scale_is_refused(limit: float | None) -> None:
-    """Each use of the inverse is proven: in the norm, in the clipping, and in each update."""
+    """A program that uses the scale instead of its inverse, in any one place, is not verified."""
     model = Net()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     options = {"max_grad_norm": limit, "precision": "f16", "constraints": {"input:*": P("data")}}
@@ -297,7 +297,7 @@ def test_a_program_that_keeps_the_scale_is_refused(limit: float | None) -> None:
 
 
 def saved(mesh: Mesh, folder: Path, steps: Iterable[int], **options: Any) -> tuple[TrainStep, dict[str, Tensor]]:
-    """Train for some steps from the latest checkpoint, and save at the end; return the step and its parameters."""
+    """Train for some steps from the latest checkpoint, and save after each; return the step and its parameters."""
     model = Net()
     step = autoshard.compile(
         *(model, mesh),
@@ -318,7 +318,7 @@ def saved(mesh: Mesh, folder: Path, steps: Iterable[int], **options: Any) -> tup
 
 @pytest.mark.parametrize("mesh", [SQUARE, STAGES], ids=["square", "stages"])
 def test_a_checkpoint_has_the_scale(mesh: Mesh, tmp_path: Path) -> None:
-    """On another mesh the scale goes on where it was: one good step after a skipped step here."""
+    """Training resumed from a checkpoint on another mesh continues with the saved scale, as a run without a stop."""
     parts = {"micro_batches": 2} if mesh is STAGES else {}
     saved(PAIR, tmp_path / "two runs", range(2))
     _, found = saved(mesh, tmp_path / "two runs", range(2, 5), **parts)
@@ -328,7 +328,7 @@ def test_a_checkpoint_has_the_scale(mesh: Mesh, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_precision_loads(tmp_path: Path) -> None:
-    """A checkpoint without a scale leaves the scale as it is, and a step without a scale ignores one."""
+    """A checkpoint without a scale leaves a step's scale as it is, and a step without scaling ignores a saved scale."""
     model = Net()
     step = autoshard.compile(model, PAIR, optimizer=OPTIMIZERS["adamw"](model.parameters()), example_inputs=batch(0))
     checkpoints = autoshard.Checkpoints(tmp_path, asynchronous=False)
@@ -339,7 +339,7 @@ def test_a_checkpoint_of_another_precision_loads(tmp_path: Path) -> None:
 
 
 def test_a_state_dict_is_that_of_a_scaler() -> None:
-    """A run goes on from a plain loop with `GradScaler`, and back."""
+    """A step loads the state dict of a `GradScaler`, and a `GradScaler` loads that of a step."""
     alone = Alone(Net(), OPTIMIZERS["adamw"], JUMPS)
     for number in range(2):
         alone(*batch(number))
@@ -359,7 +359,7 @@ def test_a_state_dict_is_that_of_a_scaler() -> None:
 
 
 def overflowing(action: str | None, scale: float) -> TrainStep:
-    """A step at a fixed scale."""
+    """Return a training step with a given initial scale and `on_nonfinite` action."""
     model = Net()
     options = Options(loss_scaling=LossScaling(init_scale=scale), on_nonfinite=action)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
@@ -367,7 +367,7 @@ def overflowing(action: str | None, scale: float) -> TrainStep:
 
 
 def test_an_overflow_is_no_error() -> None:
-    """`on_nonfinite="raise"` lets the scale fall; a loss that is not finite raises."""
+    """With `on_nonfinite="raise"`, overflowing gradients halve the scale, and a NaN loss raises."""
     step = overflowing("raise", 2.0**40)
     step(*batch(0))
     assert (step.loss_scale, step.skipped_steps) == (2.0**39, 1)
@@ -378,7 +378,7 @@ def test_an_overflow_is_no_error() -> None:
 
 
 def test_gradients_that_overflow_without_a_scale_are_an_error() -> None:
-    """At a scale of 1 the scale is not the cause."""
+    """At scale 1, overflowing gradients raise if `on_nonfinite="raise"`, and halve the scale otherwise."""
     x, y = batch(0)
     with pytest.raises(NonFiniteError, match="a gradient norm of"):
         overflowing("raise", 1.0)(x, y * 1e9)
@@ -388,7 +388,7 @@ def test_gradients_that_overflow_without_a_scale_are_an_error() -> None:
 
 
 def test_a_loss_that_is_not_finite_may_leave_the_scale() -> None:
-    """Without finite gradients the scale falls; `on_nonfinite="skip"` counts the step once."""
+    """With `on_nonfinite="skip"`, a NaN loss halves the scale and counts as one skipped step."""
     step = overflowing("skip", 2.0**10)
     x, y = batch(0)
     step(x, y * math.nan)
@@ -396,7 +396,7 @@ def test_a_loss_that_is_not_finite_may_leave_the_scale() -> None:
 
 
 def test_float16_is_refused_without_a_training_step() -> None:
-    """A module's own backward has no scale; without gradients it runs."""
+    """Float16 without a training step is refused if gradients are needed, and runs under `no_grad`."""
     model, inputs = Net(), batch(0)
     sharded = autoshard.compile(model, PAIR, precision="f16")
     with torch.no_grad():
@@ -413,7 +413,7 @@ def test_float16_is_refused_without_a_training_step() -> None:
 
 
 def test_settings_belong_to_float16() -> None:
-    """Settings of a scale without a scaled loss are refused."""
+    """`loss_scaling` is refused without float16, without a training step, and if it is a number."""
     model, options = Net(), Options(loss_scaling=JUMPS)
     with pytest.raises(NotAvailableError, match=r"loss_scaling=LossScaling\(.*belongs to precision='f16', and the"):
         autoshard.compile(model, PAIR, optimizer=OPTIMIZERS["sgd"](model.parameters()), options=options)
@@ -427,12 +427,12 @@ def test_settings_belong_to_float16() -> None:
 
 
 def check_zero_3_on_gloo() -> None:
-    """Sharded parameters, gradients and state, with clipping."""
+    """With ZeRO-3, clipping and micro-batches on two processes, float16 steps equal one device."""
     check(OPTIMIZERS["adamw"], PAIR, limit=0.3, micro_batches=2, constraints=ZERO_3)
 
 
 def check_stages_on_gloo() -> None:
-    """Ranks with and without the stage of the loss skip the same steps."""
+    """Two pipeline stages, of which one computes the loss, skip the same steps as one device."""
     check(OPTIMIZERS["adamw"], Mesh({"pipeline": 2}), limit=0.3, micro_batches=2)
 
 

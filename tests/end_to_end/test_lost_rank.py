@@ -1,4 +1,4 @@
-"""A killed rank ends every other rank with one clear error, never a hang."""
+"""A killed or stopped rank ends every other rank with one clear error, never a hang."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ DEADLINE_S = 120.0
 
 
 def kill_this_rank(*_: object) -> NoReturn:
-    """End this rank as the kernel does without memory: no message, no orderly close."""
+    """End this rank as the kernel does without memory, with no message and no orderly close."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("a killed process does not go on")
 
 
 def error_of(run: Callable[[], Any]) -> str:
-    """The error that a call ends in, with its class."""
+    """Return the class and message of the error that a call raises, or "no error"."""
     try:
         run()
     except Exception as error:  # noqa: BLE001  (which one it is, is asked)
@@ -43,7 +43,7 @@ def error_of(run: Callable[[], Any]) -> str:
 
 
 def work(rank: int, folder: str, port: int) -> None:
-    """Train; rank 2 dies amid the second step, and rank 1 dies before an agreement with rank 0."""
+    """Train on three ranks; rank 2 dies in the second step, and rank 1 before an agreement with rank 0."""
     join_ranks(port, rank, RANKS)
     survivors = ControlGroup([0, 1], timeout_s=2.0) if rank < 2 else None
     model, batch = OneLayer(), torch.linspace(-1, 1, 108).view(18, 6)
@@ -68,7 +68,7 @@ def work(rank: int, folder: str, port: int) -> None:
 
 
 def work_in_stages(rank: int, folder: str, port: int) -> None:
-    """Train in stages; the last stage dies amid the second step, and the other stages wait in a row."""
+    """Train in three pipeline stages; the last stage dies in the second step."""
     join_ranks(port, rank, RANKS)
     model, batch = Chain(6, RANKS), torch.linspace(-1, 1, 108).view(18, 6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -83,7 +83,7 @@ def work_in_stages(rank: int, folder: str, port: int) -> None:
 
 
 def work_with_one_that_stops(rank: int, folder: str, port: int) -> None:
-    """Stop rank 2 before it compiles, as a debugger would."""
+    """Compile on three ranks, of which rank 2 is stopped before, and write each error and waiting time."""
     join_ranks(port, rank, RANKS)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -96,13 +96,13 @@ def work_with_one_that_stops(rank: int, folder: str, port: int) -> None:
 
 
 def stop_this_rank(*_: object) -> NoReturn:
-    """A debugger does so, or a device that hangs: the process neither ends nor answers."""
+    """Stop this rank as a debugger or a hanging device does, so that it neither ends nor answers."""
     os.kill(os.getpid(), signal.SIGSTOP)
     raise AssertionError("nobody lets a stopped process go on")
 
 
 def work_on_two_axes(rank: int, folder: str, port: int) -> None:
-    """Train on a mesh of two axes; the last rank is stopped amid the second step."""
+    """Train on a mesh of two axes; the last rank is stopped in the second step."""
     join_ranks(port, rank, 4)
     model, batch = cast(nn.Module, OneLayer()), torch.linspace(-1, 1, 72).view(12, 6)
     names = Path(folder).name.split()
@@ -125,14 +125,14 @@ def work_on_two_axes(rank: int, folder: str, port: int) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which each rank wrote its error."""
+    """Return the folder in which each rank of `work` wrote its errors."""
     path = tmp_path_factory.mktemp("errors")
     assert run(work, path, RANKS) == []
     return path
 
 
 def run(what: Callable[[int, str, int], None], path: Path, ending: int, ranks: int = RANKS) -> list[int]:
-    """Run processes, the first few of which are to end; return the surviving processes."""
+    """Run processes and wait for the first `ending` ones; return the ranks among these that did not end in time."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     store = held_store()
@@ -149,25 +149,25 @@ def run(what: Callable[[int, str, int], None], path: Path, ending: int, ranks: i
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies_amid_a_step(folder: Path, rank: int) -> None:
-    """Each surviving rank says that a rank stopped, and names the place to look."""
+    """If a rank dies in a step, each surviving rank raises `LostRankError`."""
     text = (folder / f"step.{rank}").read_text()
     assert text.startswith(f"{LostRankError.__name__}: Rank {rank} was communicating with other ranks, and one of")
 
 
 def test_a_rank_that_dies_before_ranks_agree(folder: Path) -> None:
-    """A waiting rank names the dead rank after the time limit."""
+    """If a rank dies before an agreement, the waiting rank names it after the time limit."""
     text = (folder / "agreement.0").read_text()
     assert text.startswith(f"{LostRankError.__name__}: Ranks [1] did not come within 2 s")
 
 
 def test_the_rank_that_died_said_nothing(folder: Path) -> None:
-    """The dead rank was killed at its intended place, and printed nothing."""
+    """Each killed rank died at its intended place, before it wrote an error."""
     assert not (folder / "step.2").exists()
     assert not (folder / "agreement.1").exists()
 
 
 def test_a_stage_that_dies_ends_all_stages(tmp_path: Path) -> None:
-    """A dead stage ends the stage that waits for its messages, and then every stage behind."""
+    """If the last pipeline stage dies, all other stages raise `LostRankError`."""
     assert run(work_in_stages, tmp_path, RANKS) == []
     assert not (tmp_path / "stages.2").exists()
     for rank in range(RANKS - 1):
@@ -176,7 +176,7 @@ def test_a_stage_that_dies_ends_all_stages(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_stopped_before_it_compiles(tmp_path: Path) -> None:
-    """Each other rank names the stopped rank within the time limit."""
+    """If a rank is stopped before it compiles, each other rank names it within ten seconds."""
     assert run(work_with_one_that_stops, tmp_path, RANKS - 1) == []
     for rank in range(RANKS - 1):
         waited_s, error = (tmp_path / f"compile.{rank}").read_text().split(" ", 1)
@@ -188,7 +188,7 @@ def test_a_rank_that_is_stopped_before_it_compiles(tmp_path: Path) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("axes", ["data model", "pipeline data"])
 def test_a_rank_that_is_stopped_amid_a_step(tmp_path: Path, axes: str) -> None:
-    """Each other rank gives up within the time limit, whichever axis it waits on."""
+    """If a rank is stopped in a step, each other rank raises within a minute, whichever axis it waits on."""
     path = tmp_path / axes
     path.mkdir()
     assert run(work_on_two_axes, path, 3, 4) == []

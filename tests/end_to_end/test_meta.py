@@ -1,4 +1,4 @@
-"""Models on the meta device: each rank gets memory for its shards alone, and a step needs weights."""
+"""For a model on the meta device, each rank allocates its shards alone, and a call without weights raises."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAIR = Mesh({"data": 2})
 
 
 class Tied(nn.Module):
-    """A model with embeddings tied to the head, a batch norm, and a table outside of the state."""
+    """A model with embeddings tied to the head, a batch norm, and a non-persistent table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,14 +48,14 @@ def on_meta() -> Tied:
 
 
 def compiled(model: nn.Module, optimizer: Callable[..., Any] | None = torch.optim.AdamW, **options: Any) -> Any:
-    """Compile the step of a model whose optimizer was made over its parameters on meta."""
+    """Compile a model whose optimizer was made over its parameters on meta; return the step or the module."""
     if optimizer is not None:
         options["optimizer"] = optimizer(model.parameters(), lr=1e-2)
     return autoshard.compile(model, PAIR, constraints=SPLIT, **{"example_inputs": (TOKENS,), **options})
 
 
 def give(step: Any, source: nn.Module) -> None:
-    """The weights of `source`, its table too."""
+    """Load the weights of `source` into a step or module, with the non-persistent table."""
     sharded = getattr(step, "sharded", step)
     sharded.load_state_dict(source.state_dict())
     sharded.get_buffer("table").copy_(source.get_buffer("table"))
@@ -69,7 +69,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_training(optimizer: Callable[..., Any] = torch.optim.AdamW) -> None:
-    """Losses and weights equal, bit by bit, a model that was made in memory."""
+    """Check that a model from meta trains bit by bit as a model that was made in memory."""
     torch.manual_seed(0)
     source = Tied()
     steps = [compiled(on_meta(), optimizer), compiled(copy.deepcopy(source), optimizer)]
@@ -93,7 +93,7 @@ def check_refusal() -> None:
 
 
 def check_shards() -> None:
-    """A rank has memory for its own part from the first program on, and no weight is gathered for another shape."""
+    """A rank has memory for its own part of a weight alone, and compiling for another shape gathers no weight."""
     sharded = compiled(on_meta(), None)
     weight = sharded.get_parameter("embed.weight")
     assert (weight.to_local().shape, weight.device.type) == ((6, 8), "cpu")
@@ -116,7 +116,7 @@ def refusing_to_gather() -> Iterator[None]:
 
 
 def check_gather() -> None:
-    """A large tensor is gathered slice by slice."""
+    """Gathering a split tensor slice by slice gives the whole tensor."""
     whole = torch.arange(70.0).view(7, 10)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
     saved, distributed._GATHERED_AT_ONCE_BYTES = distributed._GATHERED_AT_ONCE_BYTES, 64
@@ -135,7 +135,7 @@ test_with_a_process_per_rank = on_processes(CHECKS, ranks=2)
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
 def test_on_the_simulator(optimizer: Callable[..., Any]) -> None:
-    """A model from meta trains on the simulator, also with an optimizer that takes its own step."""
+    """A model from meta trains on the simulator as a model in memory, with a traced and an untraced optimizer."""
     check_training(optimizer)
     check_refusal()
 
@@ -171,7 +171,7 @@ def test_a_model_may_be_on_meta_in_part() -> None:
 
 
 def test_padded_calls_are_proven_before_there_are_weights() -> None:
-    """The proof of padding needs no weights."""
+    """A model on meta is compiled for padded lengths, and runs after its weights are loaded."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 4))
     tokens = torch.zeros(2, 5, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Steps of micro-batches train on the loss of the whole batch, or are refused by name."""
+"""Steps of micro-batches train on the loss of the whole batch, or raise an error that names the reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Loss = Callable[["Model", Tensor, Tensor, Tensor], Tensor]
 
 
 class Model(nn.Module):
-    """A layer, and a loss of its logits, of features and targets."""
+    """A layer whose logits, with features and targets, go to a given loss."""
 
     weights: Tensor
 
@@ -40,14 +40,14 @@ class Model(nn.Module):
 
 
 def inputs(ignored: bool = True) -> tuple[Tensor, Tensor]:
-    """Return features, and targets whose parts have unequal non-zero counts; one part has none but zeros."""
+    """Return features and targets; if `ignored`, the micro-batches have unequal counts of targets above zero."""
     torch.manual_seed(1)
     y = torch.tensor([0, 0, 1, 2, 0, 3, 4, 1]) if ignored else torch.tensor([1, 2, 1, 2, 4, 3, 4, 1])
     return torch.randn(ROWS, WIDTH), y
 
 
 def penalty(model: Model) -> Tensor:
-    """A penalty on the parameters, independent of the batch."""
+    """Return a penalty on the parameters, which does not depend on the batch."""
     return 0.1 * model.layer.weight.square().sum()
 
 
@@ -85,12 +85,12 @@ PLAIN: dict[str, Loss] = {
 
 
 def frozen(m: Model, z: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """A batch norm that reads its statistics, in a model in training."""
+    """Return a loss of a batch norm with fixed statistics, in a model in training."""
     return m.layer(F.batch_norm(x, m.norm.running_mean, m.norm.running_var, m.norm.weight, m.norm.bias)).square().mean()
 
 
 def put(m: Model, z: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """One logit of each sample is written over."""
+    """Return a loss in which one logit of each sample is overwritten."""
     return z.index_put((torch.arange(len(x)), y), x[:, 0]).square().sum()
 
 
@@ -128,7 +128,7 @@ OWN_SAMPLES: dict[str, Loss] = {
         .mean()
     ),
 }
-"""Losses that read each sample alone, by its place in the batch or by an operator that knows the batch size."""
+"""Losses that treat each sample alone, but index the batch by position or use its size."""
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=0.01),
@@ -137,7 +137,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def compare(model: nn.Module, batches: list[Any], make: Callable[[Any], torch.optim.Optimizer]) -> None:
-    """Steps of micro-batches beside one device with the whole batch: losses, then parameters."""
+    """Check that steps of micro-batches have the losses and parameters of one device with whole batches."""
     alone = copy.deepcopy(model)
     step = autoshard.compile(model, MESH, optimizer=make(model.parameters()), micro_batches=PARTS)
     assert_trains_alike(step, alone, make(alone.parameters()), batches, parameters=(1e-4, 1e-5))
@@ -146,24 +146,24 @@ def compare(model: nn.Module, batches: list[Any], make: Callable[[Any], torch.op
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("name", [*PLAIN, *COUNTED, *OWN_SAMPLES])
 def test_the_loss_is_that_of_the_whole_batch(name: str) -> None:
-    """The loss of micro-batches is the loss of the batch: sums add up, means are averaged, quotients are weighed."""
+    """Training on micro-batches equals one device with the whole batch, for sums, means and quotients by counts."""
     batch = inputs(ignored=name in COUNTED)
     compare(Model({**PLAIN, **COUNTED, **OWN_SAMPLES}[name]), [batch, batch], OPTIMIZERS["sgd"])
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "rmsprop"])
 def test_other_optimizers_train_alike(optimizer: str) -> None:
-    """Traced optimizers and an optimizer that takes its own step train on the summed gradients."""
+    """A traced and an untraced optimizer train on micro-batches as one device on whole batches."""
     compare(Model(COUNTED["ignored"]), [inputs()] * 3, OPTIMIZERS[optimizer])
 
 
 def normed(m: Model, z: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """A batch norm in training."""
+    """Return a loss behind a batch norm in training."""
     return m.layer(m.norm(x)).square().mean()
 
 
 def branching(reads: Callable[[Tensor], Any]) -> Loss:
-    """Twice the loss where a condition of the targets holds: of the batch, not of a part."""
+    """Return a loss that doubles if a condition of the whole batch's targets holds."""
     return lambda m, z, x, y: z.square().mean() * (2 if reads(y) else 1)
 
 
@@ -181,7 +181,7 @@ BRANCHES: dict[str, Loss] = {
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", BRANCHES)
 def test_a_part_branches_as_the_batch_does(name: str) -> None:
-    """Parts that branch differently run the program of the part that branches as one device does."""
+    """If micro-batches would branch differently, all run the branch that the whole batch takes on one device."""
     compare(Model(BRANCHES[name]), [inputs(), inputs()], OPTIMIZERS["sgd"])
 
 
@@ -200,7 +200,7 @@ UNLIKE: dict[str, Loss] = {
 
 @pytest.mark.parametrize("name", UNLIKE)
 def test_a_branch_that_no_part_takes_is_refused(name: str) -> None:
-    """A micro-batch that branches otherwise than the batch, or may do so, is refused."""
+    """If no micro-batch is known to branch as the whole batch does, the step raises."""
     model = Model(UNLIKE[name])
     step = autoshard.compile(model, MESH, optimizer=OPTIMIZERS["sgd"](model.parameters()), micro_batches=PARTS)
     with pytest.raises(autoshard.NotAvailableError, match="no part of this batch is known to take the branches"):
@@ -249,7 +249,10 @@ REFUSED: dict[str, tuple[Loss, str]] = {
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_made_of_parts_is_refused_by_name(name: str) -> None:
-    """The node, its line, and the way out; before anything is trained. `test_weigh_loss` has all of these losses."""
+    """A loss that micro-batches cannot compute raises before any update, and the error names the operator.
+
+    `test_weigh_loss` has all of these losses.
+    """
     loss, says = REFUSED[name]
     model = Model(loss)
     before = copy.deepcopy(model.state_dict())
@@ -261,7 +264,7 @@ def test_what_is_not_made_of_parts_is_refused_by_name(name: str) -> None:
 
 
 def test_terms_that_weigh_a_batch_differently_are_refused() -> None:
-    """A counted term beside a mean trains where the counts are equal; the message shows both weights."""
+    """A mean over counted targets plus a plain mean trains if counts are equal, and raises otherwise."""
     model = Model(lambda m, z, x, y: F.cross_entropy(z, y, ignore_index=0) + z.square().mean())
     compare(copy.deepcopy(model), [inputs(ignored=False)], OPTIMIZERS["sgd"])
     step = autoshard.compile(model, MESH, optimizer=OPTIMIZERS["sgd"](model.parameters()), micro_batches=PARTS)
@@ -270,7 +273,7 @@ def test_terms_that_weigh_a_batch_differently_are_refused() -> None:
 
 
 def test_a_report_says_how_the_loss_was_weighed() -> None:
-    """A report on a weighed loss names the line of the count."""
+    """The report of `verify` says that the loss is divided by a count, and names the line of the model."""
     model = Model(COUNTED["ignored"])
     step = autoshard.compile(model, MESH, optimizer=OPTIMIZERS["sgd"](model.parameters()), micro_batches=PARTS)
     step(*inputs())
@@ -280,7 +283,7 @@ def test_a_report_says_how_the_loss_was_weighed() -> None:
 
 
 class Encoder(nn.Module):
-    """Layers of torch, whose attention computes with times before samples."""
+    """A `nn.TransformerEncoder` with samples first if `is_cut`, and with times first otherwise."""
 
     def __init__(self, *, is_cut: bool) -> None:
         super().__init__()
@@ -296,12 +299,12 @@ class Encoder(nn.Module):
 
 @pytest.mark.parametrize("is_cut", [True, False])
 def test_attention_of_torch_trains_on_micro_batches(is_cut: bool) -> None:
-    """`nn.TransformerEncoder` trains on parts of a batch, with samples or times in front."""
+    """`nn.TransformerEncoder` trains on micro-batches as on one device, with samples or times first."""
     compare(Encoder(is_cut=is_cut), [(torch.randn(ROWS, 3, WIDTH),)], OPTIMIZERS["sgd"])
 
 
 def test_a_causal_model_of_transformers_trains_like_one_device() -> None:
-    """A causal model of transformers trains on one-sequence micro-batches with ignored labels."""
+    """A Llama with some ignored labels trains on micro-batches of one sequence as on one device."""
     model, batch = build("llama", layers=1, width=16, inner=32, heads=2, words=32), words(PARTS, 8, 32)
     batch["labels"][0, :5] = -100
     compare(model, [batch], OPTIMIZERS["sgd"])
@@ -316,14 +319,14 @@ class Batch:
 
 
 class OfBatch(Model):
-    """A model of one argument."""
+    """A `Model` whose only argument is a `Batch`."""
 
     def forward(self, batch: Batch) -> Tensor:  # type: ignore[override]
         return super().forward(batch.x, batch.y)
 
 
 def test_dataclasses_are_split() -> None:
-    """A dataclass of tensors is split at the first call already."""
+    """A dataclass of tensors is split into micro-batches, and the first loss equals one device."""
     model = OfBatch(lambda model, logits, x, y: F.cross_entropy(logits, y))
     batch = Batch(*inputs(ignored=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""The nightly run continues at its last place, and writes failures as code."""
+"""The nightly run resumes after its finished shards, and writes failures as code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests import nightly
 def test_shards_are_kept_and_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A second run reads the finished shards, and runs only additional shards."""
+    """A second run skips finished shards and runs only additional shards, until its time is over."""
     drawn = []
 
     def counted(data: st.DataObject, most_plans: int) -> int:
@@ -36,7 +36,7 @@ def test_shards_are_kept_and_not_run_again(
 
 
 def test_the_smallest_failure_is_kept_as_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The drawn program is written to a file beside the shard, and the exit status is 1."""
+    """The smallest failing program is written to a file of its shard, and the exit status is 1."""
 
     def fails(data: st.DataObject, most_plans: int) -> int:
         program = data.draw(programs(max_blocks=1))

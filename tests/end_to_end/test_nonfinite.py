@@ -1,4 +1,4 @@
-"""A loss or a gradient that is not finite stops a step before its update, the same on all ranks, under any plan."""
+"""A loss or gradient that is not finite stops a step on all ranks before its update, under any plan."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROWS = 8
 
 
 class Net(nn.Module):
-    """Sizes that ranks do not divide, and a row of inputs for each way to lose finite numbers."""
+    """A model with sizes that ranks do not divide; each input can cause another kind of non-finite number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.tensor([1.5, 0.5, -1.0]))
 
     def forward(self, x: Tensor, roots: Tensor, added: Tensor) -> Tensor:
-        """Zero `roots` have an infinite derivative, and `added` has no gradient of a parameter."""
+        """Return a loss; zero `roots` have an infinite derivative, and `added` has no gradient of a parameter."""
         hidden = self.second(self.first(x).tanh()) * self.scale.sum()
         return hidden.square().mean() + (roots * self.scale[0]).abs().sqrt().mean() + added.mean()
 
@@ -67,7 +67,7 @@ def batch(number: int, planted: str = "") -> tuple[Tensor, Tensor, Tensor]:
 
 
 def contents(step: Any) -> dict[str, Tensor]:
-    """Parameters and optimizer state, whole, by name, without those that only other pipeline ranks hold."""
+    """Return whole parameters and optimizer state by name, without those that only other pipeline ranks hold."""
     state = step.optimizer.state_dict()["state"]
     found = {f"{number} {name}": item for number in state for name, item in state[number].items()}
     found |= step.sharded.state_dict()
@@ -82,7 +82,10 @@ def assert_untouched(step: Any, before: dict[str, Tensor]) -> None:
 
 
 def run_planted(step: Any, action: str, planted: str, number: int = 1) -> Tensor | None:
-    """Run a step that may not update; return its loss, or None for an error."""
+    """Run a step on a batch with a planted non-finite number, and check that it updates nothing.
+
+    Return the loss of the step, or None if it raises.
+    """
     before, skipped = contents(step), step.skipped_steps
     loss = None
     if action == "raise":
@@ -104,7 +107,7 @@ def check(
     planted: tuple[str, ...] = PLANTED,
     **options: Any,
 ) -> Any:
-    """Steps with planted numbers update nothing, and the steps around them equal one device's."""
+    """Check that steps with planted non-finite numbers update nothing, and that all other steps equal one device."""
     model, plain = Net(), Net()
     optimizer, reference = make(model.parameters()), make(plain.parameters())
     settings = {"max_grad_norm": limit, "options": Options(on_nonfinite=action), **options}
@@ -131,7 +134,7 @@ def check(
 
 @cache
 def program_of(kind: str, limit: float | None) -> Program:
-    """The traced program of a step that returns its norm."""
+    """Return the traced program of a step that returns its gradient norm."""
     model = Net()
     optimizer = OPTIMIZERS[kind](model.parameters())
     update = describe_update(optimizer, names_of(model.named_parameters()), limit, returns_norm=True)
@@ -141,7 +144,7 @@ def program_of(kind: str, limit: float | None) -> Program:
 @given(st.data())
 @examples(4, 10)
 def test_no_rank_updates_under_any_plan(data: st.DataObject) -> None:
-    """Any spec for every parameter, gradient, state and intermediate value, of the norm's own too."""
+    """Under any plan, a step with a non-finite loss or gradient updates no rank."""
     kind = data.draw(st.sampled_from(sorted(OPTIMIZERS)))
     mesh = data.draw(st.sampled_from([PAIR, Mesh({"data": 3}), SQUARE]))
     limit = data.draw(st.sampled_from([None, 0.3]))
@@ -155,21 +158,21 @@ def test_no_rank_updates_under_any_plan(data: st.DataObject) -> None:
 @pytest.mark.parametrize("action", ["raise", "skip"])
 @pytest.mark.parametrize("layout", STEP_LAYOUTS)
 def test_no_rank_updates(layout: str, action: str, limit: float | None) -> None:
-    """The step stops under each kind of parallelism, with micro-batches, stages and clipping."""
+    """Under each kind of parallelism, a step with a non-finite loss or gradient updates no rank."""
     mesh, options = STEP_LAYOUTS[layout]
     check(OPTIMIZERS["adamw"], mesh, action=action, limit=limit, **options)
 
 
 @pytest.mark.parametrize("action", ["raise", "skip"])
 def test_an_optimizer_that_is_not_traced_takes_no_step(action: str) -> None:
-    """The step stops between gradients and the optimizer's own step, and leaves no gradients."""
+    """With RMSprop, which is not traced, a non-finite step updates nothing and leaves no gradients."""
     step = check(partial(torch.optim.RMSprop, lr=0.01), SQUARE, action=action, limit=0.3, micro_batches=2)
     assert not step.is_traced
     assert all(parameter.grad is None for parameter in step.sharded.parameters())
 
 
 def test_experts_are_not_updated() -> None:
-    """A weight of an expert that is not a number stops the step of a mixture of experts."""
+    """NaN weights of experts make a training step of a mixture of experts skip its update."""
     model, inputs = mixtral()
     options = Options(on_nonfinite="skip")
     step = autoshard.compile(
@@ -185,7 +188,7 @@ def test_experts_are_not_updated() -> None:
 
 
 def test_without_the_option_nothing_changes() -> None:
-    """By default a step updates with what it has, and its program has no norm."""
+    """Without `on_nonfinite`, a step with NaN inputs updates the parameters, and the program computes no norm."""
     model = Net()
     step = autoshard.compile(model, PAIR, optimizer=OPTIMIZERS["adamw"](model.parameters()))
     step(*batch(0, "in the loss"))
@@ -196,7 +199,7 @@ def test_without_the_option_nothing_changes() -> None:
 
 
 def test_a_skipped_step_is_no_step_of_the_optimizer() -> None:
-    """Adam's bias correction, and a schedule, count what they count on one device."""
+    """AdamW's step count leaves out skipped steps, and a learning-rate schedule counts them."""
     model = Net()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -212,7 +215,7 @@ def test_a_skipped_step_is_no_step_of_the_optimizer() -> None:
 
 
 def check_one_rank_on_gloo() -> None:
-    """A number that is wrong on one rank alone, as from a broken device, stops all ranks with one error."""
+    """If one rank alone reads a NaN gradient norm, all ranks raise one error that names this rank, and none updates."""
     model = Net()
     options = Options(on_nonfinite="raise")
     step = autoshard.compile(
@@ -235,7 +238,7 @@ def check_one_rank_on_gloo() -> None:
 
 
 def check_stages_on_gloo() -> None:
-    """Ranks with and without the stage of the loss skip the same steps."""
+    """Pipeline ranks with and without the stage of the loss skip the same non-finite steps."""
     check(OPTIMIZERS["adamw"], STAGES, action="skip", limit=0.3, micro_batches=2)
 
 

@@ -1,4 +1,4 @@
-"""Under the tightest memory budgets values lie on the host between forward and backward; training equals one device."""
+"""In the smallest memory that fits, activations wait on the host for the backward, and training equals one device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model_and_input() -> tuple[nn.Module, torch.Tensor]:
 
 @cache
 def tightest_plan() -> Plan:
-    """The plan for two H100s with the smallest memory that one fits in."""
+    """Return the plan for two H100s in the smallest memory that any plan fits in."""
     model, x = model_and_input()
     asked = {"example_inputs": (x,), "precision": None, "time_budget_s": 300.0}  # 15 s on an idle core
     cluster = Cluster("h100_sxm", 1, 2)
@@ -39,14 +39,14 @@ def tightest_plan() -> Plan:
 
 
 def train(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """Losses of three steps, and the parameters then."""
+    """Return the losses of three steps, and the parameters after them."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = [plain_step(model, optimizer, x) for _ in range(3)]
     return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
 
 
 def test_training_equals_one_device() -> None:
-    """Loss and parameters of three steps on the simulator equal one device, with kept activations on the host."""
+    """With activations offloaded to the host, losses and parameters of three simulated steps equal one device."""
     plan = tightest_plan()
     assert plan.offload.nodes
     model, x = model_and_input()
@@ -63,7 +63,7 @@ def test_training_equals_one_device() -> None:
 
 
 def test_the_plan_says_what_it_offloads_and_is_saved(tmp_path: Path) -> None:
-    """A plan's text, breakdown and saved file state the offloaded modules."""
+    """A plan's text, time breakdown and saved file state how much is offloaded."""
     plan = tightest_plan()
     assert f"Offload: {len(plan.offload.nodes)} of {plan.offload.candidates} nodes" in str(plan)
     assert plan.predicted.breakdown["offload"] == pytest.approx(plan.offload.time_s)

@@ -1,4 +1,4 @@
-"""Steps of several micro-batches gather weights once where memory allows, and add gradients up in place."""
+"""Steps of several micro-batches gather weights once if memory allows, and add gradients up in place."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.runtime.processes import on_processes
 LINE = Mesh({"data": 2})
 SHARDED = {"*weight": P("data"), "*:*weight": P("data"), "input:*": P("data")}
 ROOMY, SCARCE = 10**10, 1
-"""Memory that fits all values that a step could keep, and memory that fits none of these values, in bytes."""
+"""Memory budgets in bytes: one fits all values that a step could keep, the other none of them."""
 ROWS, LENGTH, WORDS, PARTS = 16, 32, 64, 4
 
 
 def llama() -> nn.Module:
-    """One layer, a head of its own."""
+    """Return a Llama of one layer."""
     return build("llama", layers=1, width=16, inner=32, heads=2, words=WORDS)
 
 
@@ -43,14 +43,14 @@ def batch(seed: int) -> dict[str, Tensor]:
 
 @cache
 def plan() -> Plan:
-    """Plan a fully sharded step on a part of the batch."""
+    """Return the plan of a fully sharded step on one micro-batch."""
     model, part = llama(), {name: value[: ROWS // PARTS] for name, value in batch(0).items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
     return autoshard.plan(model, LINE, example_inputs=part, optimizer=optimizer, constraints=SHARDED, precision=None)
 
 
 def compiled(memory_budget: int = ROOMY) -> TrainStep:
-    """A step of AdamW under that plan."""
+    """Return an AdamW step under `plan()` with another memory budget."""
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
     held = replace(plan(), memory_budget=memory_budget)
@@ -60,7 +60,7 @@ def compiled(memory_budget: int = ROOMY) -> TrainStep:
 
 
 def check_trains_alike(memory_budget: int = ROOMY) -> None:
-    """Losses and parameters of two steps equal one device."""
+    """Check that two steps equal one device, and that weights are gathered once per step only in enough memory."""
     alone = llama()
     optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01, eps=1e-4)
     step = compiled(memory_budget)
@@ -77,25 +77,25 @@ def phased_of(step: TrainStep) -> PhasedProgram:
 
 
 def bits(step: TrainStep) -> list[Tensor]:
-    """Return the results of two steps: losses, then parameters."""
+    """Run two steps; return their losses and then the parameters."""
     losses = [step(**batch(number)) for number in range(2)]
     return [*losses, *(whole(value.detach()) for value in step.sharded.parameters())]
 
 
 def test_steps_train_like_one_device() -> None:
-    """Simulated steps use this step's parameters, never gathered weights of the previous step."""
+    """Two simulated steps that gather weights once per step equal one device."""
     check_trains_alike()
 
 
 @pytest.mark.slow
 def test_the_bits_do_not_depend_on_what_is_held() -> None:
-    """The bits of a step under one plan do not depend on the memory for gathered weights."""
+    """Losses and parameters are equal bit by bit, whether gathered weights are kept or not."""
     roomy, scarce = map(bits, (compiled(), compiled(SCARCE)))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(roomy, scarce, strict=True))
 
 
 class Calls(TorchDispatchMode):
-    """Counts the calls of operators by name."""
+    """A mode that counts the calls of operators by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Calls(TorchDispatchMode):
 
 
 def calls_of(step: TrainStep) -> Counter[str]:
-    """Count the calls of the second step."""
+    """Return how often the second step calls each operator."""
     step(**batch(0))
     with Calls() as calls:
         step(**batch(1))
@@ -115,17 +115,17 @@ def calls_of(step: TrainStep) -> Counter[str]:
 
 
 def gathers(phase: fx.GraphModule) -> list[fx.Node]:
-    """Return a phase's gathers, with each bucket as one gather."""
+    """Return the all-gathers of a phase; a bucket counts as one."""
     return phase.graph.find_nodes(op="call_function", target=ALL_GATHER)
 
 
 def sources(node: fx.Node) -> set[fx.Node]:
-    """The placeholders that a value is made of."""
+    """Return the placeholders that a value depends on."""
     return {node} if node.op == "placeholder" else set().union(*map(sources, node.all_input_nodes))
 
 
 def gathered_weights(phased: PhasedProgram) -> list[fx.Node]:
-    """Return the forward's gathers of values that do not depend on the batch."""
+    """Return the all-gathers of the forward whose values do not depend on the batch."""
     placeholders = phased.forward.graph.find_nodes(op="placeholder")
     kinds = [phased.lowered.inputs[index].slot.kind for index in phased.forward_inputs]
     of_batch = {node for node, kind in zip(placeholders, kinds, strict=False) if kind is InputKind.INPUT}
@@ -133,7 +133,7 @@ def gathered_weights(phased: PhasedProgram) -> list[fx.Node]:
 
 
 def check_gathers() -> None:
-    """Each weight is gathered once per step in enough memory, and once per micro-batch in little memory."""
+    """Each weight is gathered once per step in enough memory, and once per micro-batch in too little."""
     for budget in (ROOMY, SCARCE):
         step = compiled(budget)
         found = sum(count for name, count in calls_of(step).items() if "all_gather" in name)
@@ -145,7 +145,7 @@ def check_gathers() -> None:
 
 
 def check_adds_in_place() -> None:
-    """Each gradient is added to its sum inside the backward; no sum is a new tensor."""
+    """The backward adds each gradient in place to its sum over micro-batches."""
     step = compiled()
     calls, phased = calls_of(step), phased_of(step)
     owned = owned_results(phased.backward.graph)[len(phased.backward_outputs) :]
@@ -155,7 +155,7 @@ def check_adds_in_place() -> None:
 
 
 def check_memory() -> None:
-    """The peak of a step equals its program's peak, with gathered weights and one set of gradient sums."""
+    """The measured peak of a step is within 1 % of its program's peak, with and without gathered weights kept."""
     for step in (compiled(), compiled(SCARCE)):
         step(**batch(0))
         state = [item for kept in step.optimizer.state.values() for name, item in kept.items() if name != "step"]

@@ -1,4 +1,4 @@
-"""Operators that a compiled step calls beside eager's: no needless copies, casts, additions or views."""
+"""A compiled step calls no more copies, casts, additions, views and reads of values than an eager step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 
 
 def counts_of(step: Callable[[], object]) -> Counter[str]:
-    """How often a step calls operators of each kind."""
+    """Return how often a step calls operators of each kind of `KINDS`, after three steps."""
     for _ in range(3):
         step()
     with RecordDispatch() as recorded:

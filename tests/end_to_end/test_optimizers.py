@@ -1,4 +1,4 @@
-"""Every optimizer of torch under every layout: the numbers of one device, or one refusal that names the optimizer."""
+"""Every optimizer of torch, under every layout, equals one device or is refused by an error that names it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks, and an output layer."""
+    """Two blocks and an output layer; returns the mean square."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Net(nn.Module):
 
 
 class Pair(nn.Module):
-    """Two matrices of one shape and a bias."""
+    """Two matrices of one shape and a bias; returns the mean square."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def batch(number: int) -> Tensor:
 
 
 def with_muon(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    """Muon for the matrices of blocks, AdamW for all other parameters."""
+    """Return Muon for the matrices of blocks, joined to AdamW for all other parameters."""
     named = dict(model.named_parameters())
     hidden = [item for name, item in named.items() if item.dim() == 2 and "head" not in name]
     others = [item for name, item in named.items() if item.dim() != 2 or "head" in name]
@@ -132,7 +132,7 @@ def check_steps(
     build: Callable[[], nn.Module] = net,
     **options: Any,
 ) -> TrainStep:
-    """Check losses, parameters and optimizer state of some steps beside one device."""
+    """Check that losses, parameters and optimizer state after three steps equal one device; return the step."""
     model, plain = build(), build()
     optimizer, reference = make(model), make(plain)
     step = autoshard.compile(model, mesh, optimizer=optimizer, max_grad_norm=limit, **options)
@@ -145,7 +145,7 @@ def check_steps(
 
 
 def check_same(step: TrainStep, plain: nn.Module, reference: torch.optim.Optimizer) -> None:
-    """Check parameters and optimizer state beside one device; a rank of a pipeline has those of its stage."""
+    """Check that parameters and optimizer state equal one device."""
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(whole(step.sharded.state_dict()[name]), value, rtol=TOLERANCE, atol=TOLERANCE)
     mine, theirs = step.optimizer.state_dict()["state"], reference.state_dict()["state"]
@@ -162,7 +162,7 @@ def check_same(step: TrainStep, plain: nn.Module, reference: torch.optim.Optimiz
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_under_every_layout(name: str, layout: str) -> None:
-    """Traced optimizers run everywhere, elementwise ones without stages, all others on whole parameters alone."""
+    """Traced optimizers run under every layout, elementwise ones not in stages, all others on whole parameters only."""
     mesh, options = LAYOUTS[layout]
     if name in WHOLE and layout in SPLIT:
         with pytest.raises(NotAvailableError, match=f"optimizer={name} needs each parameter whole"):
@@ -177,7 +177,7 @@ def test_every_optimizer_under_every_layout(name: str, layout: str) -> None:
 
 @pytest.mark.parametrize(("name", "reason"), [("LBFGS", "needs a closure"), ("SparseAdam", "sparse gradients only")])
 def test_optimizers_of_another_kind_are_refused(name: str, reason: str) -> None:
-    """LBFGS calls the model itself, and SparseAdam takes sparse gradients; joined to another one, too."""
+    """LBFGS, which calls the model, and SparseAdam, for sparse gradients, are refused, also in a joined optimizer."""
     model = net()
     optimizer = getattr(torch.optim, name)(model.parameters())
     for given_ in (optimizer, JoinedOptimizer(optimizer)):
@@ -187,7 +187,7 @@ def test_optimizers_of_another_kind_are_refused(name: str, reason: str) -> None:
 
 @cache
 def program_of(name: str, build: Callable[[], nn.Module], limit: float | None = None) -> Program:
-    """The traced program of a step."""
+    """Return the traced program of a training step with an optimizer of `OPTIMIZERS`."""
     model = build()
     update = describe_update(OPTIMIZERS[name](model), names_of(model.named_parameters()), limit)
     return trace(model, (batch(0),), update=update)
@@ -196,7 +196,7 @@ def program_of(name: str, build: Callable[[], nn.Module], limit: float | None = 
 @given(st.data())
 @examples(3, 6)
 def test_any_plan_of_muon_is_right(data: st.DataObject) -> None:
-    """Any spec of directions, orthogonal matrices, momentum and parameters that the rules admit."""
+    """Steps of Muon equal one device under any plan."""
     name = data.draw(st.sampled_from(["Muon", "Muon, adjusted"]))
     mesh = data.draw(st.sampled_from([DATA, Mesh({"data": 3}), SQUARE]))
     limit = data.draw(st.sampled_from([None, 0.3]))
@@ -205,7 +205,7 @@ def test_any_plan_of_muon_is_right(data: st.DataObject) -> None:
 
 
 def test_matrices_of_a_block_are_a_batch() -> None:
-    """Matrices of one shape within a block are orthogonalised together, so that ranks can share them."""
+    """Muon's program orthogonalises matrices of one shape within a block as one batch."""
     program = program_of("Muon", net)
     calls = [node for node in program.graph.nodes if node.target is torch.ops.autoshard.orthogonalise.default]
     assert [tuple(node.meta["val"].shape) for node in calls] == [(2, 6, 4), (4, 6)] * 2
@@ -213,7 +213,7 @@ def test_matrices_of_a_block_are_a_batch() -> None:
 
 
 class Wide(nn.Module):
-    """One block of four large matrices."""
+    """A model of one block of four large matrices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class Wide(nn.Module):
 
 
 def test_ranks_share_large_matrices() -> None:
-    """Each of four ranks orthogonalises one of four matrices, and the plan's predicted time has that work."""
+    """Muon's batch of four large matrices is split over four ranks, and a step is predicted slower than with SGD."""
     with torch.device("meta"):
         model = Wide()
         x = torch.empty(1024, 2048)
@@ -244,7 +244,7 @@ def test_ranks_share_large_matrices() -> None:
 
 
 def check_on_gloo(name: str, layout: str) -> None:
-    """Check steps on ranks. State of a parameter's shape is a DTensor, laid out as the optimizer needs it."""
+    """Check that steps on ranks equal one device; optimizer state of a parameter's shape must be a DTensor."""
     mesh, options = LAYOUTS[layout]
     step = check_steps(OPTIMIZERS[name], mesh, **options) if layout != "pipeline" else _check_stages(name)
     for parameter, state in step.optimizer.state.items():
@@ -253,7 +253,7 @@ def check_on_gloo(name: str, layout: str) -> None:
 
 
 def _check_stages(name: str) -> TrainStep:
-    """Check losses and the parameters of all stages."""
+    """Check that the losses of three steps in two stages equal one device; return the step."""
     mesh, options = LAYOUTS["pipeline"]
     model, plain = net(), net()
     reference = OPTIMIZERS[name](plain)
@@ -265,7 +265,7 @@ def _check_stages(name: str) -> TrainStep:
 
 
 def check_checkpoint(name: str, folder: str) -> None:
-    """Check that saved steps go on in a fresh model as on one device."""
+    """Check that a fresh model that loads saved steps has the next losses of the saved model, bit by bit."""
     step = check_steps(OPTIMIZERS[name], DATA)
     checkpoints = Checkpoints(folder)
     checkpoints.save(step, at=STEPS)
@@ -292,5 +292,5 @@ test_on_two_ranks = on_processes(ON_PROCESSES, ranks=2, slow=["Muon, pipeline", 
 
 @pytest.mark.parametrize("name", ["Muon", "Shampoo"])
 def test_checkpoints_go_on(name: str, tmp_path: Any) -> None:
-    """Joined optimizers, and state of other shapes than the parameter's, are saved and loaded."""
+    """A joined optimizer, and optimizer state of other shapes than the parameter's, continue from a checkpoint."""
     check_checkpoint(name, str(tmp_path))

@@ -1,4 +1,4 @@
-"""Methods of the user's model give one device's results when called through the compiled model."""
+"""Methods of the user's model, called through the compiled model, give the results of one device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAIR = Mesh({"data": 2})
 
 
 class Coder(nn.Module):
-    """Methods that read weights in all the ways there are."""
+    """A model whose methods use weights in layers, directly, as `.data` and in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def pair() -> tuple[Coder, Any]:
 
 
 def check_values_and_gradients() -> None:
-    """The result and gradients of a method equal one device, and parameters stay in pieces."""
+    """Results and gradients of methods equal one device, and parameters stay DTensors on processes."""
     plain, sharded = pair()
     for name in ("encode", "score"):
         expected = getattr(plain, name)(tokens())
@@ -94,7 +94,7 @@ def check_values_and_gradients() -> None:
 
 
 def check_changes_in_place() -> None:
-    """A method that changes parameters in place changes their pieces."""
+    """After a method changes parameters in place, parameters and loss equal one device."""
     plain, sharded = pair()
     for network in (plain, sharded):
         network.reset(3.0)
@@ -104,7 +104,7 @@ def check_changes_in_place() -> None:
 
 
 def check_submodules() -> None:
-    """Methods of submodules, and submodules called directly, run within `whole_parameters`."""
+    """Within `whole_parameters`, submodules that are called directly give the results of one device."""
     plain, sharded = pair()
     with sharded.whole_parameters():
         found = sharded.inner(torch.ones(2, 8)), sharded.recurrent(torch.ones(2, 3, 8))[0]
@@ -114,7 +114,7 @@ def check_submodules() -> None:
 
 
 def check_errors_leave_parameters_in_place() -> None:
-    """A method that raises leaves the parameters in pieces."""
+    """After a method raises, the model has the same sharded parameters as before."""
     _, sharded = pair()
     before = dict(sharded.named_parameters())
     with pytest.raises(KeyError, match="on purpose"):
@@ -124,7 +124,7 @@ def check_errors_leave_parameters_in_place() -> None:
 
 
 def check_generate() -> None:
-    """`generate` of transformers gives one device's tokens: greedy, sampled, by beams, with and without a cache."""
+    """`generate` of transformers returns the tokens of one device: greedy, sampled, by beams and without a cache."""
     sizes = {"words": 32, "width": 16, "inner": 24, "layers": 2, "heads": 2, "key_heads": 1, "length": 32}
     model: Any = build("llama", **sizes, bos_token_id=1, eos_token_id=2, pad_token_id=0, use_cache=True).eval()
     plain = copy.deepcopy(model)
@@ -149,7 +149,7 @@ CHECKS = {name.removeprefix("check_"): item for name, item in globals().items() 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_the_simulator(name: str) -> None:
-    """The check passes where all ranks are simulated."""
+    """The check passes if all ranks are simulated in this process."""
     CHECKS[name]()
 
 

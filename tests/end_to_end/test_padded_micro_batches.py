@@ -1,4 +1,4 @@
-"""Models of transformers train in micro-batches of which only some contain padding or packed sequences."""
+"""Models of transformers train in micro-batches of which only some have padding or packed sequences."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ QUICK = {("mistral", "data"), ("bert", "pipeline")}
 
 
 def padded(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Return a small model of transformers, and a batch of four parts, two with padding."""
+    """Return a small model of transformers and a batch of four micro-batches, of which two have padding."""
     model = build(kind, dropout=0.0, **SIZES[kind])
     tokens = torch.randint(3, 32, (2 * PARTS, 8))
     mask = torch.ones_like(tokens)
@@ -47,7 +47,7 @@ def padded(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
     ],
 )
 def test_padded_batches_of_transformers_train_like_one_device(kind: str, axes: dict[str, int]) -> None:
-    """Masks of padding that only some parts have, in micro-batches and in stages of a pipeline."""
+    """With padding in only some micro-batches, a step equals one device, on data ranks and in pipeline stages."""
     compare(*padded(kind), axes)
 
 
@@ -62,7 +62,7 @@ def test_packed_sequences_train_like_one_device(axes: dict[str, int]) -> None:
 
 
 def compare(model: nn.Module, batch: dict[str, Tensor], axes: dict[str, int]) -> None:
-    """One step of SGD in micro-batches beside one device."""
+    """Check that one SGD step in micro-batches has the loss and parameters of one device."""
     alone = copy.deepcopy(model)
     optimizers = [torch.optim.SGD(item.parameters(), 0.1) for item in (model, alone)]
     step = autoshard.compile(model, autoshard.Mesh(axes), optimizer=optimizers[0], micro_batches=PARTS, time_budget_s=2)

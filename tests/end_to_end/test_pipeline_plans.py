@@ -34,7 +34,7 @@ MESH = {"pipeline": 2, "data": 2}
 
 
 def wide() -> tuple[nn.Module, dict[str, Any]]:
-    """A model whose activations are far larger than its weights, and a batch."""
+    """Return a model whose activations are far larger than its weights, and a batch."""
     torch.manual_seed(0)
     return Blocks(16, 4), {"x": torch.randn(64, 32, 16), "target": torch.randn(64, 32, 16)}
 
@@ -48,7 +48,7 @@ def planned(mesh: dict[str, int] = MESH, recipe: Recipe | None = None) -> Plan:
 
 
 def test_a_saved_plan_runs(tmp_path: Path) -> None:
-    """A plan with stages and their order is saved, read back equal, and sets micro-batches and schedule."""
+    """A saved pipeline plan loads equal, and sets the micro-batches and schedule of the step that runs it."""
     plan = planned(recipe=Recipe(schedule="GPipe", micro_batch=1))
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
@@ -63,7 +63,7 @@ def test_a_saved_plan_runs(tmp_path: Path) -> None:
 
 
 def test_an_order_without_a_backward_is_refused() -> None:
-    """An edited plan without one backward is refused, because its order is proven before a step runs."""
+    """A plan whose order lacks one backward raises before a step runs, in `compile` and in `prove`."""
     plan = planned()
     assert plan.order is not None
     *before, _ = plan.order.ranks[1]
@@ -76,7 +76,7 @@ def test_an_order_without_a_backward_is_refused() -> None:
 
 
 def test_stages_are_proven_again() -> None:
-    """All stages with their cut backwards, their order, and the stages of an evaluation can be verified again."""
+    """`verify` proves all stages of a training step, their order, and the stages of an evaluation."""
     step, _, inputs = compiled("skips", Mesh(MESH), recipe=Recipe(schedule="InterleavedZeroBubble", virtual_stages=2))
     step(**inputs)
     report = autoshard.verify(step)
@@ -88,7 +88,7 @@ def test_stages_are_proven_again() -> None:
 
 
 def test_a_plan_is_printed(tmp_path: Path) -> None:
-    """Its text and its page show stages, schedule and bubble."""
+    """The text, page and timeline of a pipeline plan show its stages, and the text shows schedule and bubble."""
     plan = planned({"pipeline": 2})
     assert "Schedule 1F1B: 2 stages on 2 ranks, 4 micro-batches, bubble" in str(plan)
     assert "layers.2.weight to layers.3.bias" in str(plan) or "layers.3.bias" in str(plan)
@@ -99,7 +99,7 @@ def test_a_plan_is_printed(tmp_path: Path) -> None:
 
 
 def test_stages_of_one_node_hand_on_inside_it() -> None:
-    """With two stages on each of two nodes, only the two middle stages exchange messages over the network."""
+    """Four stages on two nodes are predicted faster than on four nodes, and slower than on one node."""
     model, inputs = skips()
     node = replace(node_type("h100_sxm"), inter=Link(1e6, 1.0, 0.0, 1e-3, 0.0, 0.0, 1.0))
     asked: dict[str, Any] = {"example_inputs": inputs, "optimizer": adamw(model), "recipe": Recipe(micro_batch=2)}
@@ -113,9 +113,9 @@ def test_stages_of_one_node_hand_on_inside_it() -> None:
 
 
 def test_the_parts_of_a_step_sum_to_it() -> None:
-    """The parts of a step, transfers and bubble included, sum to its time, and memory is the fullest rank's.
+    """The parts of a pipeline step, with bubble and transfers, sum to its time; parts of memory sum to the peak.
 
-    Each operator of a line is listed once.
+    Each operator of a source line is listed once.
     """
     plan = planned({"pipeline": 2})
     predicted = plan.predicted
@@ -127,14 +127,14 @@ def test_the_parts_of_a_step_sum_to_it() -> None:
 
 
 def test_the_number_of_micro_batches_is_chosen() -> None:
-    """Without an argument, the fastest number of micro-batches that divides the batch is chosen."""
+    """Without a stated number, the plan has 2, 4 or 8 micro-batches of a batch of 8."""
     plan = planned({"pipeline": 2}, Recipe())
     assert plan.order is not None
     assert plan.order.micro_batches in (2, 4, 8)
 
 
 def test_a_step_of_more_sequences_than_the_example() -> None:
-    """`global_batch` works with a mesh: the plan cuts the batch, and the step runs the plan."""
+    """A plan with `global_batch` twice the example's batch runs that batch with the loss of one device."""
     model, inputs = skips()
     many = {name: torch.cat([value, value]) for name, value in inputs.items()}
     asked = {"example_inputs": inputs, "optimizer": adamw(model), "max_grad_norm": NORM, "precision": None}
@@ -164,7 +164,7 @@ def test_a_step_of_more_sequences_than_the_example() -> None:
     ],
 )
 def test_a_plan_of_another_step_is_refused(options: dict[str, Any], words: str) -> None:
-    """A plan that contradicts the call is refused with the name of the difference."""
+    """A plan that contradicts the arguments of `compile` raises an error that names the difference."""
     mesh = Mesh(options.pop("mesh", MESH))
     plan, (_, inputs) = planned(), skips()
     settings = {"micro_batches": None, "example_inputs": inputs, **options}
@@ -180,7 +180,10 @@ def in_wide_stages(**options: Any) -> Any:
 
 
 def test_memory_has_what_the_order_has_in_flight() -> None:
-    """GPipe holds all micro-batches and 1F1B as many as stages, so a budget in between decides the schedule."""
+    """GPipe needs more than twice the memory of 1F1B; with less, a GPipe plan recomputes or offloads.
+
+    GPipe holds all micro-batches in flight, and 1F1B as many as stages.
+    """
     one, all_of_them = (in_wide_stages(recipe=Recipe(schedule=name))[0].plan for name in ("1F1B", "GPipe"))
     most, least = all_of_them.predicted.peak_memory_bytes, one.predicted.peak_memory_bytes
     assert most > 2 * least
@@ -196,7 +199,7 @@ def test_memory_has_what_the_order_has_in_flight() -> None:
 
 
 def test_no_stage_is_searched_twice_within_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stage without a plan in less memory is not planned once more while the limits of other stages fall."""
+    """A stage is planned at most once for each memory limit, while limits fall until nothing fits."""
     search, asked = Planner.search_and_lower, []
 
     def noted(planner: Planner, program: Program, *others: Any) -> Any:
@@ -211,7 +214,7 @@ def test_no_stage_is_searched_twice_within_one_limit(monkeypatch: pytest.MonkeyP
 
 
 def _takes_what_is_predicted(**options: Any) -> None:
-    """The peak of each rank, and the memory of micro-batches in flight, are within 5 % of the plan."""
+    """Check that the measured memory of each rank is within the tolerance of the plan's."""
     found = measure(*in_wide_stages(**options))
     assert found.worst_error < TOLERANCE, (options, found)
 
@@ -228,7 +231,7 @@ test_measured_memory = on_processes(CHECKS, ranks=2, slow=["interleaved", "zero 
 
 @pytest.mark.parametrize("mesh", [{"pipeline": 2}, {"data": 2}], ids=["stages", "no stages"])
 def test_a_plan_of_micro_batches_is_proven(mesh: dict[str, int], tmp_path: Path) -> None:
-    """A plan is proven without running, whether the example inputs are a whole batch or a micro-batch."""
+    """`prove` proves a plan from a whole batch or from one micro-batch, and refuses another model."""
     model, inputs = skips()
     plan = autoshard.plan(
         model, Mesh(mesh), example_inputs=inputs, optimizer=adamw(model), max_grad_norm=NORM, precision=None,

@@ -1,4 +1,4 @@
-"""A plan with stages answers the questions that every plan answers, about the stages that run."""
+"""A plan with stages answers the questions that every plan answers, for the stages that run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = ("embed.weight", "layers.3.bias", "layers.0.weight", "input:0")
 
 
 def planned(mesh: Mesh = SQUARE, **options: Any) -> Plan:
-    """A plan of a model whose blocks skip, in micro-batches."""
+    """Plan a model with skip connections in micro-batches."""
     model, inputs = skips()
     recipe = Recipe(micro_batch=len(inputs["tokens"]) // MICRO_BATCHES // dict(mesh.axes).get("data", 1))
     settings = {"recipe": recipe, "max_grad_norm": NORM, "time_budget_s": 60.0, "precision": None}
@@ -39,7 +39,7 @@ def square() -> Plan:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_each_other_spec_takes_the_step_of_a_plan_with_it(name: str) -> None:
-    """The figure is that of planning the stages again with the spec as a constraint."""
+    """The step time that `explain` gives for another spec is that of a new plan with this spec as constraint."""
     found = square().explain(name)
     json.dumps(found.to_json())
     assert found.chosen.step_time_s == square().predicted.step_time_s
@@ -53,7 +53,7 @@ def test_each_other_spec_takes_the_step_of_a_plan_with_it(name: str) -> None:
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("feature", ["data", "zero-1", "zero-2", "fsdp", "tensor", "pipeline", "recompute", "hsdp"])
 def test_each_feature_has_an_answer(feature: str) -> None:
-    """Features of axes keep the stages; a plan without a pipeline, or with two axes of sharding, has another mesh."""
+    """`why_not` answers for each feature that it is used, its variants with their times, or the reason against it."""
     answer = square().why_not(feature)
     assert answer.used or answer.variants or answer.missing in str(answer)
     assert all(item.fits == (item.step_time_s is not None) for item in answer.variants)
@@ -65,7 +65,7 @@ def test_each_feature_has_an_answer(feature: str) -> None:
 
 @pytest.mark.slow
 def test_limits_are_planned_again() -> None:
-    """More memory or faster hardware makes no step longer."""
+    """`limits` predicts no slower step for more memory or faster hardware."""
     plan = square()
     found = plan.limits()
     steps = {item.name: item.step_time_s for item in found.variants}
@@ -75,7 +75,7 @@ def test_limits_are_planned_again() -> None:
 
 
 def test_formulas_are_sums_over_stages() -> None:
-    """Sizes of a plan with stages sum to the whole model, and each rank has its share."""
+    """Formulas of FLOPs and parameters equal those without stages, and each of two stages has half the bytes."""
     model, inputs = wide()
     recipe = Recipe(micro_batch=len(inputs["x"]) // 4)
     piped, flat = (
@@ -90,13 +90,13 @@ def test_formulas_are_sums_over_stages() -> None:
 
 
 def test_either_a_gap_is_shown_or_none() -> None:
-    """A plan with stages has no bound of its step, and therefore shows no gap."""
+    """A plan with stages has neither a lower bound nor a gap, and its text shows no gap."""
     assert (square().lower_bound, square().gap) == (None, None)
     assert "gap" not in str(square())
 
 
 def test_mistakes_are_named() -> None:
-    """An unknown name raises an error that lists known names, without values that cross stages."""
+    """`explain` of an unknown name lists the known names, and a loaded plan cannot explain without a model."""
     with pytest.raises(InvalidSpecError, match=r"explain\('nothing'\).*there are .*embed.weight") as raised:
         square().explain("nothing")
     assert "<" not in str(raised.value)
@@ -105,7 +105,7 @@ def test_mistakes_are_named() -> None:
 
 
 def test_the_mesh_that_an_outer_search_found_is_kept() -> None:
-    """With `global_batch` the answers are about the plan that runs, and not about its recipe."""
+    """For a plan with `global_batch` on a cluster, `explain` and `formula` are about the plan that runs."""
     model, inputs = skips()
     plan = autoshard.plan(
         model, Cluster("h100_sxm", 1, 4), example_inputs=inputs, optimizer="adamw", precision=None, global_batch=8,
@@ -142,5 +142,5 @@ def check_places() -> None:
 
 @pytest.mark.slow
 def test_what_explain_says_is_where_the_runtimes_dtensor_lies() -> None:
-    """Four processes compile the plan; each compares the weights of its own stages."""
+    """On four processes, the specs that `explain` gives are those of the DTensors of each rank's stages."""
     assert run_checks({"places": check_places}) == {"places": ""}

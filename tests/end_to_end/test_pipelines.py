@@ -1,4 +1,4 @@
-"""Training steps in stages of a pipeline equal one device: losses, clipped gradients, and parameters after AdamW."""
+"""Training in pipeline stages equals one device in losses, clipped gradients, and parameters after AdamW."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS, MICRO_BATCHES, NORM = 5, 4, 0.3
 
 
 class Skips(nn.Module):
-    """A stack whose first output every later layer reads, with a mask of the inputs and a tied last weight."""
+    """A stack whose layers all read the first output, with a mask of the inputs and a tied last weight."""
 
     def __init__(self, layers: int = 4, width: int = 8, dropout: float = 0.0) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def skips(dropout: float = 0.0) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def mixture(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """A mixture of experts of the zoo, with a batch that micro-batches cut."""
+    """Return a mixture of experts of the zoo, and a batch that micro-batches can split."""
     model, _ = ARCHITECTURES[name].build()
     tokens = torch.randint(0, 64, (8, 8), generator=torch.Generator().manual_seed(1))
     return model, {"input_ids": tokens, "labels": tokens}
@@ -76,7 +76,10 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], Tensor]) -> Training:
-    """Train, and return the values on this rank; AdamW's first moments are a tenth of the first clipped gradients."""
+    """Train, and return the losses, first clipped gradients and parameters on this rank.
+
+    AdamW's first moments are a tenth of the first clipped gradients.
+    """
     losses, gradients = [], {}
     for number in range(STEPS):
         losses.append(whole(step()))
@@ -102,7 +105,7 @@ def compiled(name: str, mesh: Mesh | DeviceMesh, **options: Any) -> tuple[Any, n
 
 
 def check_equal(name: str, mesh: Mesh | DeviceMesh, **options: Any) -> Any:
-    """Check losses, first gradients, and parameters at the end; a process has those of its stages."""
+    """Check that losses, first gradients and final parameters equal one device; a process has those of its stages."""
     step, model, inputs = compiled(name, mesh, **options)
     found, expected = trained(model, step.optimizer, partial(step, **inputs)), on_one_device(name)
     assert found.parameters, "a rank holds the parameters of its stage"
@@ -129,7 +132,7 @@ def check_equal(name: str, mesh: Mesh | DeviceMesh, **options: Any) -> Any:
     ],
 )
 def test_simulated_stages_train_as_one_device(name: str, axes: dict[str, int], options: dict[str, Any]) -> None:
-    """Any number of stages under any schedule gives one device's losses and parameters."""
+    """Two to four simulated stages train as one device, under each of several schedules."""
     check_equal(name, Mesh(axes), **options)
 
 
@@ -142,7 +145,7 @@ def test_simulated_stages_train_as_one_device(name: str, axes: dict[str, int], o
     ids=["ZeRO-1", "ZeRO-3"],
 )
 def test_simulated_stages_of_sharded_weights(constraints: dict[str, P], schedule: str) -> None:
-    """Weights and optimizer state lie in a stage as constraints say."""
+    """With weights or optimizer state split inside stages, training equals one device, and specs are as constrained."""
     step = check_equal(
         "skips", Mesh({"pipeline": 2, "data": 2}), constraints=constraints, recipe=Recipe(schedule=schedule)
     )
@@ -150,7 +153,7 @@ def test_simulated_stages_of_sharded_weights(constraints: dict[str, P], schedule
 
 
 def test_each_parameter_belongs_to_one_stage() -> None:
-    """Layers are shared out in order; the tied embedding goes past the stages between, from the first to the last."""
+    """Layers are assigned to stages in order, and the first and last stage exchange the tied embedding directly."""
     step, model, inputs = compiled("skips", Mesh({"pipeline": 4}))
     step.compile_for(**inputs)
     staged = step.sharded.program.staged
@@ -162,7 +165,7 @@ def test_each_parameter_belongs_to_one_stage() -> None:
 
 
 def test_dropout_is_that_of_one_device() -> None:
-    """Stages draw the random numbers that a mesh without stages draws."""
+    """Losses with dropout in two stages equal those on a mesh without stages."""
     losses = []
     for axes in ({"data": 2}, {"pipeline": 2}):
         model, inputs = skips(dropout=0.1)
@@ -173,7 +176,7 @@ def test_dropout_is_that_of_one_device() -> None:
 
 
 def test_state_dict_goes_on_without_stages() -> None:
-    """A run without stages goes on from the state dict of a run in stages."""
+    """A run without stages that loads the state dict of a run in stages continues as on one device."""
     step, _, inputs = compiled("skips", Mesh({"pipeline": 2}))
     for _ in range(2):
         step(**inputs)
@@ -185,7 +188,7 @@ def test_state_dict_goes_on_without_stages() -> None:
 
 @pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
 def test_a_stage_without_gradients(schedule: str) -> None:
-    """A frozen first stage has no task in the backward."""
+    """A step with a frozen first stage, which has no backward, equals one device."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2)))
     model[0].requires_grad_(False)
@@ -200,7 +203,7 @@ def test_a_stage_without_gradients(schedule: str) -> None:
 
 
 class Views(nn.Module):
-    """Calls few enough that some stages have nothing but views, which take no time."""
+    """A model with so few calls that some stages have only views, which take no time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +215,7 @@ class Views(nn.Module):
 
 
 def test_stages_that_take_no_time() -> None:
-    """Plans whose stage has only views, found by drawing, are all equally fast."""
+    """A pipeline with a stage that has only views computes the loss of one device."""
     torch.manual_seed(0)
     model, x = Views(), torch.randn(16, 8, 8)
     expected = model(x).item()
@@ -240,7 +243,7 @@ def test_stages_that_take_no_time() -> None:
     ],
 )
 def test_refused_by_name(options: dict[str, Any], error: type[Exception], words: str) -> None:
-    """Stages refuse an unsupported model in one sentence with the name of the obstacle."""
+    """An argument that stages do not support raises an error that names it."""
     model, inputs = skips()
     asked = {"optimizer": adamw(model), "micro_batches": 4, "max_grad_norm": NORM, **options}
     with pytest.raises(error, match=words):
@@ -248,7 +251,7 @@ def test_refused_by_name(options: dict[str, Any], error: type[Exception], words:
 
 
 class Halves(nn.Module):
-    """A layer whose halves are multiplied, so that its forward can be cut at three places."""
+    """A layer whose two output halves are multiplied; its forward can be cut at three places."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,21 +263,21 @@ class Halves(nn.Module):
 
 
 def test_too_few_places_for_cuts_are_refused() -> None:
-    """A forward with more calls than stages, but too few places for cuts, is refused by their number."""
+    """A forward with fewer places for cuts than five stages need raises an error with both numbers."""
     step = autoshard.compile(model := Halves(), Mesh({"pipeline": 5}), optimizer=adamw(model), micro_batches=5)
     with pytest.raises(NotAvailableError, match=r"needs 4 places for cuts, and the forward has 3: .*tuple"):
         step(torch.randn(10, 8))
 
 
 def test_an_untraced_optimizer_is_refused() -> None:
-    """An optimizer whose update is no part of the program cannot run in stages."""
+    """An optimizer that is not traced is refused in stages."""
     model, _ = skips()
     with pytest.raises(NotAvailableError, match="RMSprop is not traced"):
         autoshard.compile(model, Mesh({"pipeline": 2}), optimizer=torch.optim.RMSprop(model.parameters()))
 
 
 def test_hooks_on_gradients_are_refused() -> None:
-    """Hooks on gradients are refused in stages, because stages fill no `.grad`."""
+    """A hook on a parameter's gradient raises in stages, because stages fill no `.grad`."""
     step, model, inputs = compiled("skips", Mesh({"pipeline": 2}))
     next(model.parameters()).register_hook(lambda gradient: None)
     with pytest.raises(NotAvailableError, match="has hooks on its gradient"):

@@ -1,4 +1,4 @@
-"""Ranks of a pipeline that disagree, or do not come, raise one error on every rank, for stages of any size."""
+"""Pipeline ranks that disagree, or do not arrive, raise one error on every rank, for stages of one or two ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIMEOUT_S = 3.0
 
 
 class Layers(nn.Module):
-    """Two layers, a buffer, and a loss."""
+    """A model with two layers, a buffer and a loss."""
 
     scale: torch.Tensor
 
@@ -45,12 +45,12 @@ def batch(rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def mesh_here() -> Mesh:
-    """Stages of one rank, or of two, as many processes as there are."""
+    """Return a mesh of two stages, with one rank each on two processes and two ranks each on four."""
     return Mesh({"pipeline": 2}) if dist.get_world_size() == 2 else Mesh({"pipeline": 2, "data": 2})
 
 
 def compiled(steps: int = 4, scale: float = 1.0, **asked: Any) -> Any:
-    """Return a step that all ranks have called, so that later calls are compared the fast way."""
+    """Return a step after `steps` calls on all ranks; after the default 4, calls are compared the fast way."""
     model = Layers(scale)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     constraints = {"*weight": P("data"), "*bias": P()} if "data" in mesh_here().axis_names else {}
@@ -67,7 +67,7 @@ def compiled(steps: int = 4, scale: float = 1.0, **asked: Any) -> Any:
 
 
 def check_other_labels() -> None:
-    """Ranks with unequal labels raise, and may continue afterwards."""
+    """Ranks with unequal labels all raise, and the next step with equal labels runs."""
     step = compiled()
     x, y = batch()
     assert_all_raise(RankMismatchError, "Ranks disagree about input:1", lambda: step(x, y + on_second_rank()))
@@ -75,14 +75,14 @@ def check_other_labels() -> None:
 
 
 def check_other_inputs_when_it_compiles() -> None:
-    """Unequal inputs are found at the first call."""
+    """Unequal inputs of ranks raise at the first call."""
     step = compiled(steps=0)
     x, y = batch()
     assert_all_raise(RankMismatchError, "Ranks disagree about input:0", lambda: step(x * (1 + on_second_rank()), y))
 
 
 def check_another_last_micro_batch() -> None:
-    """A difference in the last micro-batch is found before any micro-batch runs."""
+    """If ranks differ in the last micro-batch alone, they raise before any parameter changes."""
     step = compiled()
     x, y = batch()
     before = state_of(step)
@@ -97,7 +97,7 @@ def state_of(step: Any) -> list[torch.Tensor]:
 
 
 def check_another_learning_rate() -> None:
-    """A learning rate changed on one rank is found."""
+    """If one rank changes the learning rate, all ranks raise and name both rates."""
     step = compiled()
     step.optimizer.param_groups[0]["lr"] = 0.2 if on_second_rank() else 0.1
     match = r"hyperparameters: SGD\(.*lr=0.1,.* on ranks \[0(, 2, 3)?\], SGD\(.*lr=0.2,.* on ranks \[1\]"
@@ -105,21 +105,21 @@ def check_another_learning_rate() -> None:
 
 
 def check_another_norm() -> None:
-    """A norm limit set on one rank is found."""
+    """If one rank changes the limit of the gradient norm, all ranks raise."""
     step = compiled(max_grad_norm=1.0)
     step.max_grad_norm = 0.5 if on_second_rank() else 1.0
     assert_all_raise(RankMismatchError, "Ranks disagree about", lambda: step(*batch()))
 
 
 def check_another_shape() -> None:
-    """No node is blamed."""
+    """If ranks call different batch sizes, all ranks raise and name both shapes."""
     step = compiled()
     match = r"Ranks disagree about call, .* call: .*float32\[2, 8\].*float32\[3, 8\]"
     assert_all_raise(RankMismatchError, match, lambda: step(*batch(6 if on_second_rank() else 4)))
 
 
 def check_evaluation_beside_training() -> None:
-    """A rank that evaluates while another rank trains is found, and so are unequal inputs of an evaluation."""
+    """All ranks raise if one rank evaluates while another trains, or if inputs of an evaluation differ."""
     step = compiled()
     x, y = batch()
     with torch.no_grad():
@@ -136,13 +136,13 @@ def check_evaluation_beside_training() -> None:
 
 
 def check_other_parameters_when_it_compiles() -> None:
-    """A rank with different weights for a stage of another rank is found when the step compiles."""
+    """If one rank has other weights than another rank's stage, all raise when the step compiles."""
     match = "Ranks disagree about parameter 'second.weight'"
     assert_all_raise(RankMismatchError, match, lambda: compiled(scale=1.0 + (dist.get_rank() == 0)))
 
 
 def check_a_late_rank() -> None:
-    """A late rank between two steps is named, although calls are compared the fast way."""
+    """If one rank comes late to a step, all ranks name it, although calls are compared the fast way."""
     step = compiled(options=autoshard.Options(timeout_s=1.0))
     if on_second_rank():
         time.sleep(4.0)
@@ -150,7 +150,7 @@ def check_a_late_rank() -> None:
 
 
 def check_a_rank_late_to_compile() -> None:
-    """A rank that comes late to the first step is named."""
+    """If one rank comes late to the first step, all ranks name it."""
     step = compiled(steps=0, options=autoshard.Options(timeout_s=1.0))
     if on_second_rank():
         time.sleep(2.5)
@@ -158,7 +158,7 @@ def check_a_rank_late_to_compile() -> None:
 
 
 def check_a_buffer_changed() -> None:
-    """Every stage has buffers whole."""
+    """If one rank changes a buffer, which every stage holds whole, all ranks raise."""
     step = compiled()
     if on_second_rank():
         step.sharded.scale.mul_(2)
@@ -166,14 +166,14 @@ def check_a_buffer_changed() -> None:
 
 
 def check_off() -> None:
-    """Calls are not compared, as told."""
+    """With `check="off"`, ranks with unequal labels raise nothing."""
     step = compiled(options=autoshard.Options(check="off"))
     x, y = batch()
     step(x, y + on_second_rank())
 
 
 def check_a_stage_asleep_amid_a_step() -> None:
-    """The other stage waits for its message as long as `timeout_s`, and no longer."""
+    """If one stage sleeps within a step, both raise after `timeout_s`."""
     step, right = compiled(options=autoshard.Options(timeout_s=1.0)), ProgramRun._run_forward
 
     def slowly(run: ProgramRun, stage: StageRun, micro_batch: int) -> None:
@@ -185,7 +185,7 @@ def check_a_stage_asleep_amid_a_step() -> None:
 
 
 def check_a_parameter_changed() -> None:
-    """A write in place by one rank of a stage is found; ranks of the other stage lack the parameter."""
+    """If one rank writes to a parameter in place, all ranks raise, also those of a stage without it."""
     for name in ("first.weight", "first.bias", "second.bias"):
         step = compiled()
         if on_second_rank():
@@ -195,7 +195,7 @@ def check_a_parameter_changed() -> None:
 
 
 def check_parameters_changed_by_all() -> None:
-    """Training equals one device, after `load_state_dict` too."""
+    """Equal changes of parameters on all ranks, also by `load_state_dict`, raise nothing."""
     step = compiled()
     with torch.no_grad():
         for parameter in step.sharded.parameters():
@@ -206,7 +206,7 @@ def check_parameters_changed_by_all() -> None:
 
 
 def check_a_parameter_changed_through_data() -> None:
-    """A write through `.data` is found a few steps later by another rank of the same stage."""
+    """If one rank of a stage writes to a parameter through `.data`, all ranks raise within four steps."""
     step = compiled()
     bias = step.sharded.first.bias
     if on_second_rank() and not is_elsewhere(bias):
@@ -215,7 +215,7 @@ def check_a_parameter_changed_through_data() -> None:
 
 
 def check_rows_of_its_own() -> None:
-    """Rows that the ranks of one stage loaded by themselves are compared with the rows of the other stage."""
+    """Rows that ranks of one stage loaded for themselves must equal the rows of the other stage."""
     step = compiled(micro_batches=1, constraints={"input:*": P("data")})
     mesh, (x, y) = step.sharded.engine.device_mesh, batch()
     place = mesh.get_coordinate()[0] * 2
@@ -229,7 +229,7 @@ def check_rows_of_its_own() -> None:
 
 
 OF_FOUR = ("a_parameter_changed", "a_parameter_changed_through_data", "rows_of_its_own")
-"""Checks of stages with two ranks each; the remaining checks use stages with one rank."""
+"""Checks for four processes alone, two in each stage; all other checks run on two processes."""
 
 ALSO_OF_FOUR = ("other_labels", "another_learning_rate", "parameters_changed_by_all")
 

@@ -21,7 +21,7 @@ from tests.runtime.test_known_programs import check_freed
 
 
 class Heads(nn.Module):
-    """A classifier, two of whose results are computed before the last layer; one head is of training alone."""
+    """A classifier that returns a loss, early and late results and a mask; one head is used in training alone."""
 
     def __init__(self, layers: int = 4, width: int = 8) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def in_stages(axes: dict[str, int], **options: Any) -> tuple[Any, nn.Module, dic
 
 
 def trained(steps: int) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The model on one device, without dropout, after some steps."""
+    """Return the model, trained on one device for some steps without dropout, and its batch."""
     model, inputs = heads()
     optimizer = adamw(model)
     for _ in range(steps):
@@ -74,7 +74,7 @@ def assert_evaluates(step: Any, reference: nn.Module, inputs: dict[str, Tensor],
 
 
 def evaluates_between_steps(axes: dict[str, int], **options: Any) -> None:
-    """An evaluation before the first step, and after two steps, equals one device, for two batches."""
+    """Check that evaluations before the first step and after two steps equal one device, for two batch sizes."""
     step, _, inputs = in_stages(axes, **options)
     step.sharded.eval()
     assert_evaluates(step, trained(0)[0], inputs, torch.no_grad)
@@ -104,12 +104,12 @@ EVALUATIONS = {
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", EVALUATIONS)
 def test_simulated_stages_evaluate(name: str) -> None:
-    """Every output of simulated stages equals one device, wherever the pipeline computes the output."""
+    """Every output of an evaluation in simulated stages equals one device, whichever stage computes it."""
     EVALUATIONS[name]()
 
 
 def test_an_encoder_decoder_evaluates() -> None:
-    """T5 in three stages returns the loss, the logits and the encoder's output."""
+    """T5 in three stages evaluates to all outputs of one device."""
     step, model, inputs = compiled("t5", Mesh({"pipeline": 3}))
     with torch.no_grad():
         found, expected = step.sharded(**inputs), model(**inputs)
@@ -119,7 +119,7 @@ def test_an_encoder_decoder_evaluates() -> None:
 
 
 def test_evaluation_keeps_to_the_stages_of_a_given_plan() -> None:
-    """An evaluation before the first step places the parameters as the plan of the step does."""
+    """With a given plan, an evaluation before the first step equals one device, and the step then runs the plan."""
     model, inputs = heads()
     step, _, _ = in_stages({"pipeline": 4})
     step.sharded.eval()
@@ -131,7 +131,7 @@ def test_evaluation_keeps_to_the_stages_of_a_given_plan() -> None:
 
 
 def test_random_numbers_of_a_call_without_gradients() -> None:
-    """A call without gradients in training mode draws the numbers of a model without stages."""
+    """Under `no_grad` in training mode, dropout in two stages equals that without stages, and each call draws anew."""
     found = []
     for axes in ({"pipeline": 2}, {"data": 1}):
         step, _, inputs = in_stages(axes)
@@ -143,7 +143,7 @@ def test_random_numbers_of_a_call_without_gradients() -> None:
 
 
 def test_a_buffer_that_a_call_changes_is_refused() -> None:
-    """Statistics of a batch norm in training change, in a step and without gradients."""
+    """In stages, a batch norm in training raises, with and without gradients; in evaluation it equals one device."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     step = autoshard.compile(model, Mesh({"pipeline": 2}), optimizer=adamw(model), loss_fn=F.mse_loss)
     x, target = torch.randn(8, 4), torch.randn(8, 1)

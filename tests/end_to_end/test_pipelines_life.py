@@ -1,4 +1,4 @@
-"""A model's life in stages: weights made, read and written, checkpoints, state dicts; each rank has its own stages."""
+"""Weights, checkpoints and state dicts of a model in stages: each rank has those of its own stages alone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SAVED, MORE = 2, 3
 
 
 def mesh_here() -> Mesh:
-    """Stages of one rank, or of two, as many processes as there are."""
+    """Return a mesh of two stages, with one rank each on two processes and two ranks each on four."""
     return STAGES if dist.get_world_size() == 2 else SQUARE
 
 
@@ -58,7 +58,7 @@ def compiled(model: nn.Module, inputs: dict[str, Any], mesh: Mesh, **options: An
 
 
 def gpt2_on_meta() -> tuple[nn.Module, dict[str, Any]]:
-    """GPT-2 of two layers, whose last stage reads the embedding of the first."""
+    """Return a GPT-2 of two layers on meta, whose last stage reads the embedding of the first, and a batch."""
     inputs = gpt2(2)[1]
     with torch.device("meta"):
         return gpt2(2)[0], inputs
@@ -74,19 +74,19 @@ def losses(step: Any, inputs: dict[str, Any], count: int = MORE) -> list[float]:
 
 
 def held(model: nn.Module) -> list[torch.Tensor]:
-    """This rank's parts of parameters."""
+    """Return this rank's local parts of parameters."""
     return [
         item.to_local().detach() for item in model.parameters() if isinstance(item, DTensor) and not is_elsewhere(item)
     ]
 
 
 def bytes_held(model: nn.Module) -> int:
-    """Bytes of parameters on this rank."""
+    """Return the bytes of this rank's parts of parameters."""
     return sum(item.nbytes for item in held(model))
 
 
 def check_weights_are_made() -> None:
-    """A rank makes the weights of its stages alone, bitwise equal to one device."""
+    """A rank allocates and initialises the weights of its stages alone, equal to one device bit by bit."""
     given = [0]
     original = distributed.memory_of
 
@@ -115,7 +115,7 @@ def check_weights_are_made() -> None:
 
 
 def check_what_a_stage_lacks_is_named() -> None:
-    """Missing weights of one stage are named on every rank, and training starts once the weights are there."""
+    """If one stage has no weights, all ranks raise and name them; after `init_weights` a step runs."""
     step, inputs = in_stages("gpt2")
     first = dist.get_rank() < dist.get_world_size() // 2
     for value in step.sharded.parameters() if first else ():
@@ -132,7 +132,7 @@ def check_what_a_stage_lacks_is_named() -> None:
 
 
 def check_files() -> None:
-    """Each rank reads its stages' parts and all stages write one folder, which transformers loads."""
+    """Each rank reads only its parts of weight files, and the exported folder equals what transformers writes."""
     saved, inputs = gpt2(2)
     step, _ = in_stages("gpt2")
     with shared_folder() as folder:
@@ -156,7 +156,7 @@ def check_files() -> None:
 
 
 def check_files_that_do_not_fit() -> None:
-    """A wrong file that one rank finds is named on every rank, and no parameter changes."""
+    """If one rank finds a damaged weight file, all ranks raise and name it, and no parameter changes."""
     step, inputs = in_stages("gpt2")
     step.init_weights(0)
     before = float(step(**inputs))
@@ -179,7 +179,7 @@ def check_files_that_do_not_fit() -> None:
 
 
 def check_state_dicts(folder: Path) -> None:
-    """Every rank's state dict names all parameters, loads again, and is saved whole by the library."""
+    """Each rank's state dict has all names and loads again, also from a plain run; `torch.save` is refused."""
     step, inputs = in_stages()
     assert set(step.sharded.state_dict()) == set(skips()[0].state_dict())
     losses(step, inputs, SAVED)
@@ -202,7 +202,7 @@ def check_state_dicts(folder: Path) -> None:
 
 
 def check_torchs_functions(step: Any) -> None:
-    """Torch's state-dict functions take and return the local stages; gathering a whole state is refused."""
+    """Torch's state-dict functions get and set the state of local stages, and cannot gather a whole state."""
     whole, module = StateDictOptions(full_state_dict=True), step.sharded
     for gather in (get_model_state_dict, partial(get_optimizer_state_dict, optimizers=step.optimizer)):
         with pytest.raises(NotAvailableError, match=r"other ranks of the axis 'pipeline'.*export\(path\)"):
@@ -224,7 +224,7 @@ def check_torchs_functions(step: Any) -> None:
 
 
 def check_saving(folder: Path, name: str, mesh: Mesh, **options: Any) -> None:
-    """The same stages load their checkpoint and continue bit by bit."""
+    """After loading its own checkpoint, a step repeats the losses after saving, bit by bit."""
     step, inputs = in_stages(mesh=mesh, **options)
     checkpoints = Checkpoints(folder / name)
     losses(step, inputs, SAVED)
@@ -239,7 +239,7 @@ def check_saving(folder: Path, name: str, mesh: Mesh, **options: Any) -> None:
 
 
 def check_loading(folder: Path, name: str, mesh: Mesh, *, planned: bool = True, **options: Any) -> None:
-    """Another mesh goes on from a checkpoint with the losses of a run that never stopped."""
+    """On another mesh, losses after loading a checkpoint equal those of the saved run to 1e-6."""
     model, inputs = skips()
     for value in model.parameters():
         nn.init.ones_(value)
@@ -249,7 +249,7 @@ def check_loading(folder: Path, name: str, mesh: Mesh, *, planned: bool = True, 
 
 
 def check_damage(folder: Path, name: str) -> None:
-    """A damaged byte in one stage's file raises the same error on all ranks, and training continues."""
+    """A damaged byte in one rank's checkpoint file raises on all ranks and names the file, and training continues."""
     step, inputs = in_stages()
     step(**inputs)
     checkpoints = Checkpoints(folder / name)
@@ -315,13 +315,13 @@ def outcomes(folder: Path) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*(f"{name} on 4" for name in ON_FOUR), *(f"{name} on 2" for name in ON_TWO)])
 def test_on_processes(outcomes: dict[str, str], name: str) -> None:
-    """The check passes on every rank, of four and of two."""
+    """The check passes on every rank of two or of four."""
     report(outcomes, name)
 
 
 @pytest.mark.slow
 def test_more_on_four_processes(tmp_path: Path) -> None:
-    """Four ranks in two, four and virtual stages read each other's checkpoints and other folders."""
+    """On four processes, checks of files, state dicts and checkpoints between meshes pass."""
     found = run_checks(bound(ON_FOUR_SLOWLY, tmp_path), ranks=4, deadline_s=600)
     for name in ON_FOUR_SLOWLY:
         report(found, name)
@@ -336,7 +336,7 @@ def test_on_one_process(outcomes: dict[str, str], folder: Path, mesh: Mesh) -> N
 
 
 def test_the_library_reads_what_ranks_hold(outcomes: dict[str, str], folder: Path) -> None:
-    """State dicts that all ranks saved by `torch.distributed.checkpoint` form the whole model."""
+    """State dicts saved by `torch.distributed.checkpoint` from all ranks form the trained model of one device."""
     report(outcomes, "state dicts on 2")
     check_the_library_reads(folder / "plain 2")
 
@@ -354,7 +354,7 @@ def check_the_library_reads(saved: Path) -> None:
 
 
 def test_simulated_stages_have_the_same_life(tmp_path: Path) -> None:
-    """One process makes, reads, writes and saves all stages on the simulator."""
+    """Simulated stages initialise as one device, read and export weight files, and resume from a checkpoint."""
     saved, inputs = gpt2(2)
     saved.save_pretrained(tmp_path / "theirs")
     step = compiled(gpt2_on_meta()[0], inputs, SQUARE)

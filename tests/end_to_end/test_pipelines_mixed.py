@@ -1,4 +1,4 @@
-"""Pipelines combined with every other axis equal one device in losses, gradients, and parameters after AdamW."""
+"""Pipelines combined with every other mesh axis equal one device in losses, gradients and trained parameters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TENSOR: dict[str, Constraints] = {
     "mixtral": {"*.[qkv]_proj.weight": ROWS, "*.o_proj.weight": COLUMNS},
     "deepseek_v3": {"*.kv_b_proj.weight": ROWS, "*.o_proj.weight": COLUMNS, "*_experts.up_proj.weight": ROWS},
 }
-"""Weights that tensor parallelism splits."""
+"""For each model, the specs of the weights that tensor parallelism splits."""
 
 EXPERTS: Constraints = {"*.experts.gate_up_proj": P("expert"), "*.experts.down_proj": P("expert")}
 ZERO: tuple[Constraints, ...] = (
@@ -50,12 +50,12 @@ ZERO: tuple[Constraints, ...] = (
     {"*weight": P(), "*:*weight": P("data")},
     {"*weight": P("data"), "*:*weight": P("data")},
 )
-"""Weights and their state whole, state split (ZeRO 1 and 2), both split (ZeRO-3)."""
+"""Specs of weights and optimizer state, by name: both whole, state split (ZeRO-1 and 2), both split (ZeRO-3)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model on a mesh, with its layout and the options of its step."""
+    """A model on a mesh, with constraints, a schedule and virtual stages."""
 
     name: str
     axes: Mapping[str, int]
@@ -93,14 +93,14 @@ def check(case: Case) -> None:
 
 
 def test_stages_with_data_and_experts() -> None:
-    """Three axes, under a schedule that cuts backwards."""
+    """Mixtral on pipeline, data and expert axes equals one device, under a zero-bubble schedule."""
     check(CHEAP)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_stages_with_any_other_axes(case: Case) -> None:
-    """Stages with any other axes equal one device, on up to 16 simulated ranks."""
+    """Pipeline stages combined with any other axes equal one device, on up to 16 simulated ranks."""
     check(case)
 
 
@@ -122,13 +122,13 @@ ON_PROCESSES: Mapping[int, Sequence[Case]] = {
         Case("gpt2", {"data": 2, "pipeline": 4}, ZERO[1], "GPipe"),
     ],
 }
-"""The cases for each number of processes."""
+"""Cases by their number of processes."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", ON_PROCESSES)
 def test_processes(ranks: int) -> None:
-    """Gloo processes, under a sample of the schedules: each rank has its stages' part of one device's training."""
+    """On 2, 4 and 8 Gloo processes, each rank's part of the training equals one device."""
     checks = {str(case): partial(check, case) for case in ON_PROCESSES[ranks]}
     outcomes = run_checks(checks, ranks=ranks, deadline_s=540)
     for name in checks:

@@ -1,4 +1,4 @@
-"""Mixed precision on any mesh rounds as one device under equal casts, and keeps float32 master weights."""
+"""Mixed precision on any mesh equals one device with the same casts, and keeps float32 master weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 class Net(nn.Module):
-    """A tied weight, a frozen parameter, statistics of a whole batch, a float32 buffer that meets narrow values."""
+    """A model with a tied weight, a frozen parameter, a norm, and a float32 buffer added to bfloat16 values."""
 
     def __init__(self, parts: int = 1) -> None:
         super().__init__()
@@ -60,12 +60,12 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def changes(model: nn.Module, before: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the changes of parameters and buffers in training, because whole values would hide a small difference."""
+    """Return how much parameters and buffers changed since `before`; whole values would hide small differences."""
     return {name: whole(value).double() - before[name].double() for name, value in model.state_dict().items()}
 
 
 def train_alone(make: MakeOptimizer, dtype: torch.dtype, parts: int = 1) -> dict[str, Tensor]:
-    """Losses and changes of one device, computing in `dtype`, by plain PyTorch."""
+    """Return losses and changes of parameters after three steps of plain PyTorch on one device in `dtype`."""
     model = Net(parts)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = make(model.parameters())
@@ -83,7 +83,7 @@ def train_alone(make: MakeOptimizer, dtype: torch.dtype, parts: int = 1) -> dict
 
 
 def check_step(make: MakeOptimizer, mesh: Any, parts: int = 1, **options: Any) -> TrainStep:
-    """Some steps equal one device but for rounding.
+    """Check that losses and changes of parameters equal one device in bfloat16 but for rounding; return the step.
 
     The allowed difference is a few times the difference between bfloat16 and float32 on one device. A mesh rounds the
     same values to the same type, and rounds once more for each part of a sum.
@@ -113,12 +113,12 @@ def check_step(make: MakeOptimizer, mesh: Any, parts: int = 1, **options: Any) -
 @pytest.mark.parametrize("constraints", [{}, ZERO_1, ZERO_3], ids=["chosen", "ZeRO-1", "ZeRO-3"])
 @pytest.mark.parametrize("make", [ADAMW, MOMENTUM], ids=["adamw", "momentum"])
 def test_a_step_equals_one_device(make: MakeOptimizer, constraints: dict[str, P]) -> None:
-    """Losses, master weights and statistics equal one device, under the chosen layout and ZeRO."""
+    """In bfloat16, losses, master weights and buffers equal one device, under the chosen layout and ZeRO."""
     check_step(make, LINE, precision="bf16", constraints=constraints)
 
 
 def test_micro_batches_add_up_in_float32() -> None:
-    """Gradients of micro-batches are converted to float32 before the sum."""
+    """In bfloat16 with two micro-batches, gradients are summed in float32, and steps equal one device."""
     step = check_step(ADAMW, PAIR, 2, precision="bf16", constraints={"input:*": P("data")})
     phased = step.sharded.program.phased
     nodes = {node.name: node for node in phased.lowered.graph_module.graph.nodes}
@@ -126,7 +126,7 @@ def test_micro_batches_add_up_in_float32() -> None:
 
 
 def test_an_optimizer_that_takes_its_own_step() -> None:
-    """Its parameters, gradients and state are float32 too."""
+    """With RMSprop, which is not traced, bfloat16 steps equal one device, and parameters and state are float32."""
     step = check_step(partial(torch.optim.RMSprop, lr=0.01, eps=1e-3), PAIR, precision="bf16")
     assert not step.is_traced
 
@@ -134,7 +134,7 @@ def test_an_optimizer_that_takes_its_own_step() -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "mesh"), [("gpt2", SQUARE), ("llama", PAIR)])
 def test_models_equal_one_device(name: str, mesh: Mesh) -> None:
-    """Through autograd, over two steps, with the batch split."""
+    """GPT-2 and Llama in bfloat16 equal one device over two steps, with a tolerance below real errors."""
     model, inputs = MODELS[name]()
     plan = autoshard.plan(model, mesh, example_inputs=inputs, constraints={"input:*": P("data")})
     assert plan.precision == "bf16"
@@ -149,7 +149,7 @@ def test_models_equal_one_device(name: str, mesh: Mesh) -> None:
 @given(st.data())
 @settings(max_examples=3)
 def test_any_legal_plan_equals_one_device(data: st.DataObject) -> None:
-    """Every strategy of every node of a drawn program, casts included, equals one device."""
+    """Under any plan in bfloat16, a drawn program equals one device."""
     mesh = data.draw(st.sampled_from([PAIR, SQUARE, Mesh({"data": 3})]))
     program = data.draw(programs())
     plan = data.draw(plans(program, mesh, precision="bf16"))
@@ -157,7 +157,7 @@ def test_any_legal_plan_equals_one_device(data: st.DataObject) -> None:
 
 
 def test_dropout_is_the_same_on_any_mesh() -> None:
-    """Dropout draws the same masks for bfloat16 as for float32."""
+    """In bfloat16, losses with dropout on four ranks equal those on one rank with the same seed."""
     losses = []
     for mesh in (Mesh({"data": 1}), SQUARE):
         torch.manual_seed(5)
@@ -169,7 +169,7 @@ def test_dropout_is_the_same_on_any_mesh() -> None:
 
 
 def test_evaluation_computes_in_the_same_precision() -> None:
-    """Evaluation without gradients returns narrow outputs and a float32 loss."""
+    """Evaluation in bfloat16 returns bfloat16 outputs as one device does, and a float32 loss."""
     model = Net().eval()
     sharded = autoshard.compile(model, PAIR, precision="bf16")
     x, _ = batch(0)
@@ -184,7 +184,7 @@ def test_evaluation_computes_in_the_same_precision() -> None:
 
 
 def test_a_plan_carries_its_precision(tmp_path: Path) -> None:
-    """A saved plan carries its precision, and a `compile` call with another precision is refused."""
+    """A saved plan keeps its precision, and `compile` with another precision raises."""
     model, inputs = Net(), batch(0)
     options = {"example_inputs": inputs, "loss_fn": F.mse_loss}
     made = autoshard.plan(model, PAIR, optimizer="adamw", **options)
@@ -201,7 +201,7 @@ def test_a_plan_carries_its_precision(tmp_path: Path) -> None:
 
 
 class Outputs(nn.Module):
-    """The outputs of a recurrent layer, without its last state."""
+    """A module that returns the outputs of a recurrent layer, without its last state."""
 
     def forward(self, results: tuple[Tensor, Any]) -> Tensor:
         return results[0]
@@ -209,14 +209,14 @@ class Outputs(nn.Module):
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_layers_equal_one_device(kind: type[nn.Module]) -> None:
-    """Recurrent layers equal one device, and one device too reads their weights from the cast list."""
+    """LSTM and GRU in bfloat16 equal one device with the same casts."""
     torch.manual_seed(0)
     model = nn.Sequential(kind(8, 12, batch_first=True), Outputs(), nn.Linear(12, 4))
     check_plan(model, PAIR, (torch.randn(4, 5, 8),), precision="bf16").raise_if_different()
 
 
 def test_a_model_that_is_narrow_already_is_left_as_it_is() -> None:
-    """No master weights: "bf16" and None plan one program."""
+    """For a bfloat16 model, precisions "bf16" and None give the same program."""
     model, (x, _) = nn.Linear(8, 12, dtype=BF16), batch(0)
     made = [autoshard.plan(model, PAIR, precision=name, example_inputs=(x.to(BF16),)) for name in ("bf16", None)]
     assert made[0].program_digest == made[1].program_digest
@@ -229,7 +229,7 @@ def test_nothing_to_cast_is_said() -> None:
 
 
 def block(width: int = 2048, ffn: int = 8192, rows: int = 4096) -> tuple[nn.Module, tuple[Tensor]]:
-    """A Llama-like feed-forward on meta, and a batch."""
+    """Return a Llama-like feed-forward block on meta, and a batch of 8 sequences of `rows` tokens."""
 
     class FeedForward(nn.Module):
         def __init__(self) -> None:
@@ -246,7 +246,7 @@ def block(width: int = 2048, ffn: int = 8192, rows: int = 4096) -> tuple[nn.Modu
 
 
 def test_memory_and_time_of_a_block() -> None:
-    """A parameter takes 4 bytes of master weight and 8 of moments, and products run at bfloat16's peak, by hand."""
+    """A plan in bf16 has 4 bytes a weight and 8 of moments, and the time of products by bfloat16's peak."""
     model, inputs = block()
     cluster = Cluster("h100_sxm", nodes=1, devices_per_node=8)
     options = {"example_inputs": inputs, "optimizer": "adamw", "constraints": ZERO_3}
@@ -273,7 +273,7 @@ def test_memory_and_time_of_a_block() -> None:
 
 
 def check_on_gloo(constraints: dict[str, P], parts: int) -> None:
-    """Master weights and state are float32 DTensors that lie as the plan says."""
+    """Check that bfloat16 steps equal one device, with float32 master weights and state as DTensors."""
     step = check_step(ADAMW, LINE, parts, precision="bf16", constraints=constraints)
     assert all(isinstance(item, DTensor) for item in step.sharded.parameters())
 

@@ -1,4 +1,4 @@
-"""Models from transformers on four Gloo processes train exactly as on one device."""
+"""Models of transformers on four Gloo processes train as on one device."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SQUARE = Mesh({"data": 2, "model": 2})
 
 @cache
 def compiled(name: str, layout: str, layers: int) -> tuple[autoshard.ShardedModule, Inputs]:
-    """Compile a model for the checks of a process; the first check trains the model."""
+    """Return a compiled model and its inputs; cached, so that several checks of a process share it."""
     model, inputs = MODELS[name](layers)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     return autoshard.compile(model, mesh, constraints=layouts(name)[layout]), inputs
 
 
 def check_training(name: str, layout: str, layers: int = 1) -> None:
-    """Loss, gradients, and parameters after 3 steps of AdamW equal one device."""
+    """Loss, gradients, and parameters after three steps of AdamW equal one device."""
     sharded, inputs = compiled(name, layout, layers)
     found = train(sharded, inputs)
     plain, _ = MODELS[name](layers)
@@ -42,7 +42,7 @@ def check_training(name: str, layout: str, layers: int = 1) -> None:
 
 
 def check_dropout() -> None:
-    """Masks equal the masks of a mesh of one rank, which each process simulates."""
+    """With the same seed, gradients through dropout equal those on a mesh of one rank."""
     results = []
     for mesh, constraints in (
         (Mesh({"data": 1, "model": 1}), {}),
@@ -57,7 +57,7 @@ def check_dropout() -> None:
 
 
 def check_memory() -> None:
-    """The peak of the operators' results is the predicted peak; a retained graph runs backward twice."""
+    """The measured peak of a step is within 5 % of the plan's; a second backward needs `retain_graph`."""
     sharded, inputs = compiled("gpt2", "data and tensor", 1)
     sharded.zero_grad()
     sharded(**inputs)["loss"].backward()
@@ -81,7 +81,7 @@ def check_memory() -> None:
 
 
 def check_a_new_shape_gathers_nothing() -> None:
-    """Parameters stay in pieces while a call of another length is traced and planned."""
+    """Compiling for another batch size gathers no parameter, and the output equals one device."""
     sharded = autoshard.compile(small(), SQUARE, constraints={"0.weight": P("model"), "2.weight": P("data")})
     x = batch()
     sharded(x)
@@ -91,7 +91,7 @@ def check_a_new_shape_gathers_nothing() -> None:
 
 
 def check_uneven() -> None:
-    """Vocabulary, batch and heads that four ranks do not divide; each parameter is a DTensor of torch's own chunks."""
+    """Vocabulary, batch and heads that four ranks do not divide train as one device, in torch's chunk sizes."""
     model, inputs = odd()
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("model",))
     constraints = {"transformer.wte.weight": P("model"), "transformer.h.*.weight": P("model"), "input:*": P("model")}
@@ -114,7 +114,7 @@ def batch() -> torch.Tensor:
 
 
 def check_only_local_operators_and_collectives_run() -> None:
-    """A step of forward and backward dispatches no operator on DTensors but autograd's detach of gradients."""
+    """Forward and backward call no operator on DTensors, except autograd's detach of gradients."""
     sharded, inputs = compiled("gpt2", "data and tensor", 1)
     sharded.zero_grad()
     with RecordDispatch() as recorded:

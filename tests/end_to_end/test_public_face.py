@@ -1,4 +1,4 @@
-"""The names on the page of the public interface exist, and `import autoshard` needs no optional package."""
+"""`import autoshard` needs no optional package, and missing names raise the usual errors."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _WITHOUT_HYPOTHESIS = "import sys\nsys.modules['hypothesis'] = None\n"
 
 
 def _run(code: str) -> str:
-    """Return the output of code in a process of its own, which imports the package first."""
+    """Return the output of code that runs in another Python process."""
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
 def test_an_import_brings_testing_without_its_libraries() -> None:
-    """`autoshard.testing` is an attribute that is imported at its first use."""
+    """`import autoshard` imports neither Hypothesis nor pytest, and `autoshard.testing` is available."""
     code = "import sys, autoshard\nprint([name for name in ('hypothesis', 'pytest') if name in sys.modules])\n"
     assert _run(f"{code}{_STEP}{_CHECK}").splitlines()[0] == "[]"
 
 
 def test_plans_are_checked_without_hypothesis() -> None:
-    """Plans are checked without hypothesis; only the drawing functions are refused by name."""
+    """Without Hypothesis, `check_plan` works, and drawing functions raise an error that names the package."""
     printed = _run(f"{_WITHOUT_HYPOTHESIS}import autoshard\n{_STEP}{_CHECK}")
     assert "equal one device" in printed
     code = "import autoshard\n" + "".join(
@@ -47,7 +47,7 @@ def test_plans_are_checked_without_hypothesis() -> None:
 
 
 def test_names_that_are_not_there_are_refused_as_ever() -> None:
-    """A missing name raises `AttributeError`, which `getattr` with a default understands."""
+    """A missing name raises `AttributeError`, and `getattr` with a default returns the default."""
     for module in (autoshard, autoshard.testing):
         with pytest.raises(AttributeError, match=rf"module '{module.__name__}' has no attribute 'nothing'"):
             getattr(module, "nothing")  # noqa: B009
@@ -57,7 +57,7 @@ def test_names_that_are_not_there_are_refused_as_ever() -> None:
 @given(st.data())
 @settings(max_examples=3)
 def test_strategies_draw_without_arguments(data: st.DataObject) -> None:
-    """Programs, meshes and specs; plans of a program and a mesh."""
+    """`meshes`, `specs` and `programs` draw without arguments, and `plans` draws for a program and a mesh."""
     mesh = data.draw(meshes())
     assert isinstance(data.draw(specs()), autoshard.PartitionSpec)
     assert data.draw(specs(mesh, 0, reductions=())) == P()

@@ -1,4 +1,4 @@
-"""QLoRA: adapters of peft beside 4-bit weights of bitsandbytes train as on one device; ranks gather four bits."""
+"""QLoRA, adapters of peft beside 4-bit weights of bitsandbytes, equals one device, and ranks gather packed weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROWS = {f"*{name}_proj.base_layer.weight": P("model") for name in ("q", "gate", 
 
 @cache
 def base_folder() -> Path:
-    """A folder with a Llama in float32."""
+    """Return a folder with a saved Llama in float32."""
     folder = new_folder()
     sizes = {"words": 96, "width": 128, "inner": 256, "heads": 4, "key_heads": 2, "length": 16}
     build("llama", layers=2, **sizes).save_pretrained(folder)  # with processes, the first one writes
@@ -42,7 +42,7 @@ def base_folder() -> Path:
 
 
 def quantised(folder: Path | None = None, **options: Any) -> Any:
-    """The Llama in 4 bits, loaded as users load it."""
+    """Return the Llama in 4 bits, loaded as users load it."""
     settings = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, **options}
     config = transformers.BitsAndBytesConfig(load_in_4bit=True, **settings)
     load = transformers.AutoModelForCausalLM.from_pretrained
@@ -50,7 +50,7 @@ def quantised(folder: Path | None = None, **options: Any) -> Any:
 
 
 def adapted(base: Any = None, **options: Any) -> tuple[Any, Inputs]:
-    """The Llama in 4 bits with adapters that are not zero, and a batch."""
+    """Return the Llama in 4 bits with adapters that are not zero, and a batch."""
     model = peft.prepare_model_for_kbit_training(base or quantised(), use_gradient_checkpointing=False)
     config = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
     torch.manual_seed(3)
@@ -65,7 +65,10 @@ def adapted(base: Any = None, **options: Any) -> tuple[Any, Inputs]:
 def check(
     mesh: Mesh, settings: dict[str, Any] | None = None, base: Any = None, *, rounding: Any = None, **options: Any
 ) -> Plan:
-    """Loss, all parameters and state after two steps equal those of one device; `rounding` has options of the check."""
+    """Check that loss, parameters and optimizer state after two steps equal one device; return the plan.
+
+    `rounding` has further arguments of `check_plan`.
+    """
     model, inputs = adapted(base and base(), **options)
     plan = None if settings is None else planned(model, inputs, mesh, **settings)
     given = {"whole_step": WholeStep(adamw, max_grad_norm=None, micro_batches=1), **(rounding or {})}
@@ -75,7 +78,7 @@ def check(
 
 
 def descent(parameters: Any) -> torch.optim.Optimizer:
-    """Moves parameters by whole gradients. Adam would divide small gradients of 16 bits by their own rounding."""
+    """Return SGD over trained parameters. AdamW would divide small gradients of 16 bits by their own rounding error."""
     return torch.optim.SGD([item for item in parameters if item.requires_grad], lr=1.0)
 
 
@@ -101,12 +104,12 @@ QUICK = ("zero",)  # rows are in the test below
     "name", [pytest.param(each, marks=[] if each in QUICK else pytest.mark.slow) for each in CASES]
 )
 def test_adapters_of_4_bit_weights_train_as_on_one_device(name: str) -> None:
-    """Each kind of adapter and layout trains on simulated ranks as on one device."""
+    """Each kind of adapter and layout beside 4-bit weights trains on simulated ranks as on one device."""
     CASES[name]()
 
 
 def test_equal_to_peft_that_autoshard_never_saw() -> None:
-    """The step's losses and adapters are those of the same model in bitsandbytes' own layers."""
+    """Losses and adapters equal those of the same model in bitsandbytes' own layers on one device."""
     model, inputs = adapted()
     plain = copy.deepcopy(model)
     step = autoshard.compile(model, SQUARE, optimizer=adamw(model.parameters()), constraints=ROWS)
@@ -115,7 +118,7 @@ def test_equal_to_peft_that_autoshard_never_saw() -> None:
 
 
 def assert_dequantised_twice(step: Any) -> None:
-    """The forward saves no dequantised weight, and the backward dequantises again."""
+    """Check that the forward saves no dequantised weight, and that the backward dequantises again."""
     phased = step.sharded.program.phased
     forward, backward = (
         [node.name for node in phase.graph.nodes if "dequantize_nf4" in str(node.target)]
@@ -136,7 +139,7 @@ def assert_adapters_same(step: Any, inputs: Inputs, plain: nn.Module, steps: int
 
 @pytest.mark.slow
 def test_stages_train_adapters_of_4_bit_weights() -> None:
-    """Two stages of two ranks train as one device, with packed weights in pieces."""
+    """Two pipeline stages of two ranks, which split packed weights, train as one device."""
     model, inputs = adapted()
     plain = copy.deepcopy(model)
     settings = {"micro_batches": 2, "constraints": {PACKED: P("data")}}
@@ -145,7 +148,7 @@ def test_stages_train_adapters_of_4_bit_weights() -> None:
 
 
 def llama_of_8b(layers: int) -> Any:
-    """A few layers of Llama 3 8B, on meta, in 4 bits, with adapters of all layers."""
+    """Return a few layers of Llama 3 8B on meta, in 4 bits, with adapters of all linear layers."""
     sizes = {"words": 128256, "width": 4096, "inner": 14336, "heads": 32, "key_heads": 8, "length": 8192}
     settings = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16"}
     with torch.device("meta"):
@@ -160,7 +163,7 @@ def llama_of_8b(layers: int) -> Any:
 
 
 PACKED_BYTES = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) // 2
-"""Bytes of the packed weights of a layer of Llama 3 8B."""
+"""Bytes of the packed 4-bit weights of one layer of Llama 3 8B."""
 
 
 def plan_of_8b(model: nn.Module, target: Any, rows: int, **options: Any) -> Plan:
@@ -170,7 +173,7 @@ def plan_of_8b(model: nn.Module, target: Any, rows: int, **options: Any) -> Plan
 
 
 def test_a_model_on_meta_is_planned_in_4_bits() -> None:
-    """The plan knows the size of weights that are not quantised yet: they, embedding and head fit into 6 GiB."""
+    """For a model on meta, predicted memory has 4-bit weights and a bfloat16 embedding and head, within 6 GiB."""
     budget, weights = 6 * 2**30, 2 * PACKED_BYTES + 2 * 2 * 128256 * 4096
     target = Cluster("h100_sxm", 1, 2).mesh({"data": 2})
     plan = plan_of_8b(llama_of_8b(2), target, 2, memory_budget=budget, constraints={"*weight": P()})
@@ -179,7 +182,7 @@ def test_a_model_on_meta_is_planned_in_4_bits() -> None:
 
 
 def test_ranks_gather_packed_weights() -> None:
-    """Between hosts, ZeRO-3 of packed weights gathers bytes alone, once or again in the backward."""
+    """Between hosts, ZeRO-3 gathers the bytes of packed weights once or twice, and not those of bfloat16 weights."""
     model = llama_of_8b(2)
     whole = dict.fromkeys(("*lora_*", "*norm.weight", "*embed_tokens.weight", "*lm_head.weight"), P())
     plan = plan_of_8b(model, Cluster("h100_sxm", 8, 1).mesh({"data": 8}), 8, constraints={**ZERO, **whole})
@@ -203,7 +206,7 @@ def check_memory(packed: P) -> None:
 
 
 def check_files(**options: Any) -> None:
-    """Peft loads the adapter beside 4-bit weights, and transformers the merged model, which is no longer in 4 bits."""
+    """Peft loads the exported adapter, and transformers the merged model in float32; both have the trained loss."""
     model, inputs = adapted(**options)
     step = autoshard.compile(model, PAIR, optimizer=adamw(model.parameters()), constraints=ZERO)
     step(**inputs)
@@ -220,7 +223,7 @@ def check_files(**options: Any) -> None:
 
 
 def check_own_code() -> None:
-    """`generate` runs the model's own layers on gathered weights."""
+    """`generate` on two ranks returns the tokens of one device, with 4-bit weights split."""
     model, inputs = adapted()
     plain = copy.deepcopy(model)
     step = autoshard.compile(model, PAIR, optimizer=adamw(model.parameters()), example_inputs=inputs, constraints=ZERO)

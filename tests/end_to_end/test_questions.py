@@ -1,4 +1,4 @@
-"""Questions of plans of unlike models on unlike clusters: pricing or planning each answer confirms its figures."""
+"""Pricing or planning again confirms the figures that plans of different models on different clusters answer."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.end_to_end.questioned import (
 )
 
 SHARES = (None, 0.95, 0.6)
-"""Shares of the memory of the fastest recipe; None: all of the device's memory."""
+"""Memory budgets as shares of the memory that the fastest recipe takes; None is all of the device's memory."""
 
 
 def confirm(name: str, cluster: PricedCluster, item: Outcome) -> Plan:
-    """Check that a stated recipe has its stated price."""
+    """Price the recipe of an outcome, check that the figures are equal, and return the priced plan."""
     assert item.recipe is not None
     again = price(name, cluster, item.recipe)
     if item.fits:
@@ -46,7 +46,7 @@ def confirm(name: str, cluster: PricedCluster, item: Outcome) -> Plan:
 
 
 def confirm_compared(plan: Plan, item: Outcome, other: Plan) -> None:
-    """Check that a stated recipe, compared with the plan's recipe, has its stated difference."""
+    """Check that `Plan.compare` of a plan and the outcome's priced plan has the figures of both."""
     found = plan.compare(other)
     if item.fits:
         assert found.step_time_s == (plan.predicted.step_time_s, item.step_time_s)
@@ -60,14 +60,17 @@ def confirm_compared(plan: Plan, item: Outcome, other: Plan) -> None:
 
 
 def answered(answer: WhyNot) -> tuple[Variant, ...]:
-    """Return the plans of an answer, which can be printed and written as JSON."""
+    """Check that an answer can be printed and written as JSON, and return its variants."""
     assert answer.feature in str(answer)
     json.dumps(answer.to_json())
     return answer.variants
 
 
 def check_why_not(name: str, place: str, plan: Plan, feature: str) -> int:
-    """Check each answer of `why_not`: its recipe uses the feature, or drops a feature of the plan, and is no faster."""
+    """Check that each recipe of `why_not` uses, or drops, the feature, is priced right and no faster.
+
+    Return the number of recipes.
+    """
     answer, asked = plan.why_not(feature), FEATURES[feature]
     assert plan.recipe is not None
     assert bool(answer.used) == asked.is_used(plan.recipe)
@@ -81,7 +84,10 @@ def check_why_not(name: str, place: str, plan: Plan, feature: str) -> int:
 
 
 def check_limits(name: str, place: str, plan: Plan) -> int:
-    """Each change has the price of its recipe on the changed cluster, and makes no step longer."""
+    """Check that each change of `limits` has the price of its recipe on the changed cluster, and is no slower.
+
+    Return the number of changes.
+    """
     found = plan.limits()
     json.dumps(found.to_json())
     assert "Peak memory" in str(found)
@@ -96,7 +102,7 @@ def check_limits(name: str, place: str, plan: Plan) -> int:
 
 
 def check_recipe(name: str, place: str, share: float | None, question: str) -> int:
-    """The answers of the price of a recipe; says how much was priced again."""
+    """Check the answers of a recipe's plan to `limits` or about a feature; return their number."""
     plan = plan_of_recipe(name, place, share)
     if question == "limits":
         return check_limits(name, place, plan)
@@ -112,7 +118,7 @@ ANY_NUMBER = st.integers(0, 999)
 def test_pricing_confirms_what_prices_of_recipes_answer(
     name: str, place: str, share: float | None, question: str
 ) -> None:
-    """Prices of recipes answer for other features and other hardware."""
+    """Pricing again confirms the answers of recipe plans of small models."""
     try:
         plan_of_recipe(name, place, share)
     except DoesNotFitError:
@@ -125,7 +131,7 @@ def test_pricing_confirms_what_prices_of_recipes_answer(
 @pytest.mark.parametrize("place", UNIFORM)
 @pytest.mark.parametrize("name", OTHERS)
 def test_pricing_confirms_what_plans_of_other_peoples_models_answer(name: str, place: str) -> None:
-    """Plans of other people's models answer for every feature and limit, with plenty of memory and with little."""
+    """Pricing again confirms the answers of recipe plans of public models, with much memory and with little."""
     for share in SHARES:
         try:
             plan_of_recipe(name, place, share)
@@ -136,7 +142,7 @@ def test_pricing_confirms_what_plans_of_other_peoples_models_answer(name: str, p
 
 
 def check_feature(plan: Plan, feature: str) -> None:
-    """Check that planning with a role for an axis gives the stated figures, and uses the axis in that role."""
+    """Check that planning again with an axis in a feature's role gives the figures of `why_not`."""
     again, answer = replan_of(plan), plan.why_not(feature)
     for item in answered(answer):
         if not item.name.startswith(f"{feature} over "):
@@ -152,7 +158,7 @@ def check_feature(plan: Plan, feature: str) -> None:
 
 
 def check_spec(name: str, place: str, mesh: str, plan: Plan, value: str) -> None:
-    """Planning with each other spec as a constraint gives its figures."""
+    """Check that planning with each other spec as a constraint gives the figures of `explain`."""
     found = plan.explain(value)
     assert found.chosen.step_time_s == plan.predicted.step_time_s
     for item in found.others:
@@ -164,7 +170,7 @@ def check_spec(name: str, place: str, mesh: str, plan: Plan, value: str) -> None
 
 
 def check_specs(name: str, place: str, mesh: str, question: str, number: int) -> None:
-    """Check every answer of a plan of specs."""
+    """Check the answer of a plan of specs to one question, `explain` or a feature's name."""
     plan = plan_of_specs(name, UNIFORM[place], mesh)
     if question == "explain":
         check_spec(name, place, mesh, plan, list(plan.parameters)[number % len(plan.parameters)])
@@ -185,7 +191,7 @@ SPEC_QUESTIONS = [question for question in ("explain", *NAMES) if question != "h
 def test_planning_confirms_what_plans_of_specs_answer(
     name: str, place: str, mesh: str, question: str, number: int
 ) -> None:
-    """Plans with specs or roles as constraints, and prices of recipes, confirm the answers of a plan of specs."""
+    """Planning again with a spec or role as constraint confirms the answers of plans of specs of small models."""
     check_specs(name, place, mesh, question, number)
 
 
@@ -194,6 +200,6 @@ def test_planning_confirms_what_plans_of_specs_answer(
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", OTHERS)
 def test_planning_confirms_what_plans_of_other_peoples_models_answer(name: str, mesh: str) -> None:
-    """Answers hold on devices slow enough that the plan splits values."""
+    """Planning again confirms the answers for public models, on devices so slow that plans split values."""
     for question in SPEC_QUESTIONS:
         check_specs(name, "slow devices", mesh, question, 3)

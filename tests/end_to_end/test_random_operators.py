@@ -27,7 +27,7 @@ ONE, PAIR, SQUARE, THREE = Mesh({"a": 1}), Mesh({"data": 2}), Mesh({"data": 2, "
 
 
 def _drawn(family: str, mesh: Mesh, spec: PartitionSpec, shape: tuple[int, int]) -> tuple[list[Tensor], Tensor]:
-    """Return all outputs and the gradient of the parameter for one seed, with the input split by `spec`."""
+    """Return all outputs and the parameter's gradient for one seed, with the input split by `spec`."""
     draws = FAMILIES[family]
     constraints = {"input:0": spec}
     sharded = autoshard.compile(Drawing(draws, shape[1]), mesh, constraints=constraints)
@@ -50,7 +50,7 @@ def _drawn(family: str, mesh: Mesh, spec: PartitionSpec, shape: tuple[int, int])
 def test_every_operator_draws_what_one_rank_draws(
     family: str, mesh: Mesh, spec: PartitionSpec, shape: tuple[int, int]
 ) -> None:
-    """Every random operator draws one rank's bits, and passes the gradients of the same draws."""
+    """Every random operator draws the bits of one rank, and gradients equal those of one rank."""
     found, found_gradient = _drawn(family, mesh, spec, shape)
     expected, expected_gradient = _drawn(family, ONE, P(), shape)
     for name, value, reference in zip(FAMILIES[family], found, expected, strict=True):
@@ -59,7 +59,7 @@ def test_every_operator_draws_what_one_rank_draws(
 
 
 class Diffusion(nn.Module):
-    """A training step of a diffusion model with a random time and random noise for each sample."""
+    """A diffusion model's training loss, with a random time and random noise for each sample."""
 
     def __init__(self, width: int = 16, times: int = 10) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def test_a_diffusion_model_trains_as_on_one_rank(mesh: Mesh) -> None:
 
 
 def test_the_loss_is_distributed_as_on_one_device() -> None:
-    """The mean loss over many calls equals plain PyTorch's mean within five standard errors."""
+    """The mean loss over 60 calls equals the mean of plain PyTorch within five standard errors."""
     plain, latents = _diffusion(), _latents(64)
     sharded = autoshard.compile(_diffusion(), PAIR)
     torch.manual_seed(3)
@@ -120,7 +120,7 @@ class _Noise(nn.Module):
 
 
 def test_a_seed_starts_the_sequence_and_calls_go_on_in_it() -> None:
-    """Two calls draw unequal numbers, and a seed of `torch.manual_seed` determines the sequence."""
+    """Consecutive calls draw different numbers, and `torch.manual_seed` with the same seed repeats the sequence."""
     sharded, x = autoshard.compile(_Noise(), PAIR), torch.zeros(4, 4)
     torch.manual_seed(3)
     first, second = sharded(x), sharded(x)
@@ -136,7 +136,7 @@ def test_a_seed_starts_the_sequence_and_calls_go_on_in_it() -> None:
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.enable_grad])
 def test_evaluation_draws_too(context: Callable[[], AbstractContextManager[None]]) -> None:
-    """A model draws in eval() and without gradients, fresh numbers in each call, equal on every mesh."""
+    """In evaluation, with and without gradients, each call draws new numbers, which are equal on every mesh."""
     samples = []
     for mesh in (PAIR, ONE):
         sharded, x = (
@@ -152,7 +152,7 @@ def test_evaluation_draws_too(context: Callable[[], AbstractContextManager[None]
 
 
 def test_layers_are_dropped_by_what_is_drawn() -> None:
-    """A branch on a random number goes the same way on every mesh, and freshly in each call."""
+    """A branch on a random number is the same on every mesh, and is drawn anew in each call."""
 
     class LayerDrop(nn.Module):
         def __init__(self, p: float) -> None:
@@ -177,7 +177,7 @@ def test_layers_are_dropped_by_what_is_drawn() -> None:
 
 
 def test_two_operators_and_two_elements_draw_different_numbers() -> None:
-    """Each call of an operator draws its own numbers, also two calls of one layer."""
+    """Two calls of one layer draw different numbers, also within one tensor."""
 
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -192,7 +192,7 @@ def test_two_operators_and_two_elements_draw_different_numbers() -> None:
 
 
 def test_micro_batches_draw_fresh_numbers() -> None:
-    """Two micro-batches of a step use the next two seeds."""
+    """Two micro-batches of a step draw the numbers of two consecutive calls, on any mesh."""
 
     class Draws(nn.Module):
         def __init__(self) -> None:
@@ -232,7 +232,7 @@ class _Masked(nn.Module):
 
 
 def test_recomputed_numbers_are_the_first_ones() -> None:
-    """Random numbers recomputed in the backward equal the forward's numbers, because the program keeps the seed."""
+    """Random numbers that are recomputed in the backward equal those of the forward."""
     x = torch.linspace(-1.0, 1.0, 48).reshape(8, 6)
     program = trace(_Masked(), (x,))
     prepared = prepare(program).nodes_by_name()
@@ -263,7 +263,7 @@ def _reads(node: fx.Node, names: Collection[str]) -> bool:
 
 
 def check_on_gloo() -> None:
-    """Outputs equal the outputs of a mesh of one rank, which each process simulates."""
+    """On two processes, random operators draw the bits of a mesh of one rank."""
     found, gradient = _drawn("of values", PAIR, P("data"), (4, 6))
     expected, expected_gradient = _drawn("of values", ONE, P(), (4, 6))
     for value, reference in zip(found, expected, strict=True):

@@ -1,4 +1,4 @@
-"""Plans within recipes have one price for every caller, run, and equal one device."""
+"""Plans within recipes have the same price by every computation of it, run, and equal one device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.runtime.processes import on_processes
 from tests.zoo.table import ARCHITECTURES
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
-"""With an epsilon above the rounding of small gradients, which updates would show otherwise."""
+"""AdamW with an eps above the rounding of small gradients, which would show in updates otherwise."""
 
 BATCH = 8
 SHAPE = replace(LLAMA, layers=1)
@@ -59,7 +59,7 @@ def cluster_of(devices: int) -> Cluster:
 
 
 def plan_of(recipe: Recipe, target: Cluster | Mesh, layers: int = 1, **options: Any) -> Plan:
-    """The plan of a small Llama within a recipe."""
+    """Return the plan of a small Llama within a recipe, for a global batch of `BATCH`."""
     model, inputs = decoder(replace(SHAPE, layers=layers))
     asked = {"optimizer": ADAMW(model.parameters()), "precision": None, "global_batch": BATCH, **options}
     return autoshard.plan(model, target, example_inputs=inputs, recipe=recipe, **asked)
@@ -67,7 +67,7 @@ def plan_of(recipe: Recipe, target: Cluster | Mesh, layers: int = 1, **options: 
 
 @st.composite
 def recipes(draw: st.DrawFn) -> Recipe:
-    """Complete recipes of two or four devices."""
+    """Draw a complete recipe of two or four devices without stages."""
     data, context, tensor = draw(
         st.sampled_from([(2, 1, 1), (4, 1, 1), (1, 1, 2), (2, 1, 2), (2, 2, 1), (1, 2, 1), (1, 2, 2)])
     )
@@ -87,7 +87,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
 
 @st.composite
 def staged_recipes(draw: st.DrawFn) -> Recipe:
-    """Complete recipes of two pipeline ranks, for two blocks or four."""
+    """Draw a complete recipe of two pipeline ranks, with one or two stages each."""
     data, context, tensor = draw(st.sampled_from([(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)]))
     micro_batches = draw(st.sampled_from([2, 4]))
     admitted = [(name, two) for name, two in product(SCHEDULES, (1, 2)) if admits(name, 2, micro_batches, two)]
@@ -108,7 +108,10 @@ def staged_recipes(draw: st.DrawFn) -> Recipe:
 
 
 def check_price(plan: Plan, cluster: Cluster) -> None:
-    """Check that the plan, a plan of its specs without the recipe, and the walk of its program agree on the time."""
+    """Check that a plan, a plan of its specs without the recipe, and its lowered program agree.
+
+    Step time, peak memory and bytes sent are compared.
+    """
     assert isinstance(plan.alternatives, Questions)
     assert isinstance(plan.alternatives.replan, PlanAgain)
     asked = plan.alternatives.replan.planned
@@ -132,7 +135,7 @@ def check_price(plan: Plan, cluster: Cluster) -> None:
 
 @cache
 def trained_alone(layers: int = 1, steps: int = 3) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Losses and parameters of some steps on one device."""
+    """Return the losses and parameters of some steps on one device."""
     model, inputs = decoder(replace(SHAPE, layers=layers))
     optimizer = ADAMW(model.parameters())
     losses = [plain_step(model, optimizer, **inputs) for _ in range(steps)]
@@ -140,7 +143,7 @@ def trained_alone(layers: int = 1, steps: int = 3) -> tuple[list[torch.Tensor], 
 
 
 def check_runs(plan: Plan, mesh: Any, layers: int = 1) -> None:
-    """Check that a plan computes the numbers of one device."""
+    """Check that three steps under a plan have the losses and parameters of one device."""
     model, inputs = decoder(replace(SHAPE, layers=layers))
     step = autoshard.compile(model, mesh, optimizer=ADAMW(model.parameters()), plan=plan)
     losses, parameters = trained_alone(layers)
@@ -158,7 +161,7 @@ EXAMPLES = 20 if settings.default is None else settings.default.max_examples
 @settings(max_examples=max(1, EXAMPLES // 4))
 @given(recipe=recipes())
 def test_one_price_and_it_runs(recipe: Recipe) -> None:
-    """Plan, specs and lowered program of a complete recipe agree, and three steps equal one device."""
+    """For any complete recipe, plan, specs and lowered program have the same price, and training equals one device."""
     cluster = cluster_of(recipe.devices)
     plan = plan_of(recipe, cluster)
     assert plan.runs
@@ -171,7 +174,7 @@ def test_one_price_and_it_runs(recipe: Recipe) -> None:
 @settings(max_examples=max(1, EXAMPLES // 10))
 @given(recipe=staged_recipes())
 def test_recipes_with_stages_run(recipe: Recipe) -> None:
-    """Each stage is planned within the recipe, and three steps in the recipe's micro-batches equal one device."""
+    """For any complete recipe with stages, the plan does as the recipe says, and training equals one device."""
     layers = 4 if recipe.virtual_stages > 1 or recipe.stage_layers else 2
     plan = plan_of(recipe, cluster_of(recipe.devices), layers=layers)
     assert (plan.runs, plan.recipe) == (True, recipe)
@@ -189,7 +192,7 @@ def test_recipes_with_stages_run(recipe: Recipe) -> None:
 
 
 def test_blocks_that_a_model_has_not_are_refused() -> None:
-    """A recipe that names missing blocks is refused with their number."""
+    """A recipe that assigns three blocks to stages of a model with two raises an error with both numbers."""
     with pytest.raises(RecipeError, match=r"stage_layers=\(1, 2\) shares out 3 blocks, .* passes 2"):
         plan_of(Recipe(pipeline=2, stage_layers=(1, 2), micro_batch=4), cluster_of(2), layers=2)
 
@@ -209,7 +212,7 @@ def test_blocks_that_a_model_has_not_are_refused() -> None:
     ],
 )
 def test_recipes_with_experts_run(recipe: Recipe, split: set[str], within: set[str]) -> None:
-    """Axis "expert" splits experts, "model" splits each expert or none, and a step equals one device."""
+    """Axis "expert" splits experts, "model" splits each expert if the recipe says so, and a step equals one device."""
     model, inputs = ARCHITECTURES["mixtral"].build()
     inputs = {name: torch.cat([value] * 2) for name, value in inputs.items()}
     alone = copy.deepcopy(model)
@@ -233,7 +236,7 @@ def test_recipes_with_experts_run(recipe: Recipe, split: set[str], within: set[s
 
 
 def test_what_a_recipe_says_is_what_the_plan_does(tmp_path) -> None:
-    """A plan places parameters, recomputes and cuts the batch as its recipe states, and is saved with the recipe."""
+    """A plan places parameters, recomputes and has micro-batches as its recipe states, and is saved with the recipe."""
     plan = plan_of(Recipe(data=2, zero=3, tensor=2, micro_batch=2, recompute="full"), cluster_of(4), layers=2)
     assert plan.mesh == Mesh({"data": 2, "model": 2})
     matrices = [item for item in plan.parameters.values() if len(item.shape) > 1]
@@ -249,7 +252,7 @@ def test_what_a_recipe_says_is_what_the_plan_does(tmp_path) -> None:
 
 
 def test_what_a_recipe_leaves_free_is_searched() -> None:
-    """Fields without a value are searched over a mesh, and the result is as fast as the best recipe but for the gap."""
+    """Fields without a value are searched, and the found plan is no more than 1 % slower than a complete recipe."""
     free, complete = Recipe(data=2), Execution(data=2, micro_batch=4).recipe
     found = plan_of(free, cluster_of(2))
     assert found.micro_batches == 1
@@ -262,13 +265,13 @@ def test_what_a_recipe_leaves_free_is_searched() -> None:
 
 @pytest.mark.parametrize(("recipe", "words"), REFUSED)
 def test_what_has_no_program_yet_is_refused_by_name(recipe: Recipe, words: str) -> None:
-    """A recipe without a program is refused by name, and still has a price under another runtime."""
+    """A recipe that has no program yet raises an error that names the unsupported fields."""
     with pytest.raises(NotAvailableError, match=words):
         plan_of(recipe, cluster_of(4))
 
 
 def test_a_recipe_that_is_not_of_the_devices_is_refused() -> None:
-    """A recipe for other devices is refused with the sizes, on a cluster and on a mesh."""
+    """A recipe that does not fit the cluster, the mesh or the batch raises an error with the sizes."""
     with pytest.raises(RecipeError, match=r"data=2 .* does not make 4 devices"):
         plan_of(Recipe(data=2, context=1, tensor=1), cluster_of(4))
     with pytest.raises(RecipeError, match=r"tensor=1, but the mesh .* has 2 ranks along 'model'"):
@@ -278,7 +281,7 @@ def test_a_recipe_that_is_not_of_the_devices_is_refused() -> None:
 
 
 def test_a_step_has_the_micro_batches_of_its_plan() -> None:
-    """Another number of micro-batches than the plan's is refused, and so is the price under another runtime."""
+    """`compile` refuses another number of micro-batches than the plan's, and a plan priced for another runtime."""
     plan = plan_of(Recipe(data=2, micro_batch=2), Mesh({"data": 2}))
     model, inputs = decoder(SHAPE)
     with pytest.raises(PlanMismatchError, match="a step of 2 micro-batches, and micro_batches=4"):
@@ -293,7 +296,7 @@ def test_a_step_has_the_micro_batches_of_its_plan() -> None:
 
 
 def check_on_gloo(recipe: Recipe) -> None:
-    """A process per rank runs the plan of a recipe as one device."""
+    """On four processes, training under the plan of a recipe equals one device."""
     layers = recipe.pipeline or 1
     plan = share_among_processes(lambda: plan_of(recipe, cluster_of(4), layers=layers))
     sizes, names = zip(*((size, name) for name, size in plan.mesh.axes), strict=True)

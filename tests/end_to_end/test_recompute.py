@@ -1,4 +1,4 @@
-"""Under tight memory budgets values are recomputed, and training still equals one device."""
+"""In little memory, values are recomputed, and training still equals one device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAIR = Mesh({"data": 2})
 
 
 def tight_plan(name: str, share: float, *, dropout: float = 0.0, **asked: object) -> Plan:
-    """Return a plan in a share of the memory of the fastest plan."""
+    """Return a plan with recomputation, in a share of the memory that the fastest plan needs."""
     model, inputs = MODELS[name](dropout=dropout)
     options = {"precision": None, **asked}
     fastest = autoshard.plan(model, PAIR, example_inputs=inputs, **options)
@@ -29,7 +29,7 @@ def tight_plan(name: str, share: float, *, dropout: float = 0.0, **asked: object
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_training_equals_one_device(name: str) -> None:
-    """Loss, gradients, and parameters after 3 steps of AdamW equal one device."""
+    """With recomputation, loss, gradients, and parameters after three steps of AdamW equal one device."""
     plan = tight_plan(name, 0.7)
     model, inputs = MODELS[name]()
     expected = train(MODELS[name]()[0], inputs)
@@ -38,7 +38,7 @@ def test_training_equals_one_device(name: str) -> None:
 
 @pytest.mark.slow
 def test_dropout_draws_the_same_mask_again() -> None:
-    """Recomputed dropout equals a mesh of one rank, which keeps its masks."""
+    """With recomputed dropout, training equals a mesh of one rank, which keeps its masks."""
     plan = tight_plan("gpt2", 0.55, dropout=0.2)
     assert any("dropout" in node.name or "attention" in node.name for node in plan.recompute.nodes)
     trainings = []
@@ -51,7 +51,7 @@ def test_dropout_draws_the_same_mask_again() -> None:
 
 
 def test_constraints_hold_and_a_plan_is_saved(tmp_path: Path) -> None:
-    """Constraints hold in a plan with recomputation, and a saved plan states its recomputed nodes."""
+    """A plan with recomputation keeps its constraints, states its recomputed nodes, and runs after it is loaded."""
     plan = tight_plan("gpt2", 0.85, constraints={"input:*": P("data"), "*.weight": P()})
     assert {item.spec for name, item in plan.parameters.items() if name.endswith(".weight")} == {P()}
     assert plan.predicted.breakdown["recompute"] > 0

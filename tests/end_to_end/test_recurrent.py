@@ -1,4 +1,4 @@
-"""Recurrent models on a mesh equal one device, with verification on: layers, cells, packed sequences."""
+"""Recurrent layers, cells and packed sequences on a mesh equal one device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BY_BATCH = {"input:*": P("data")}
 
 
 class Classifier(nn.Module):
-    """Tokens, a recurrent layer, and classes from its last state; the loss is a mean over the batch."""
+    """A model that embeds tokens and classifies the last state of a recurrent layer; the loss is a mean."""
 
     def __init__(self, kind: Callable[..., nn.RNNBase], **options: Any) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def _compile(model: nn.Module, mesh: Mesh, plan: Plan | None = None, **options: 
 
 
 def _split_plan(model: nn.Module, inputs: dict[str, Tensor]) -> Plan:
-    """A plan under which every recurrent layer runs on a part of the batch, forward and backward."""
+    """Return a plan under which every recurrent layer runs on a split batch, forward and backward."""
     program = trace(model, (), inputs)
     plan = most_split_plan(program, SQUARE)
     names = {node.name for node in program.graph.nodes if str(node.target).startswith("autoshard.")}
@@ -80,7 +80,7 @@ def _split_plan(model: nn.Module, inputs: dict[str, Tensor]) -> Plan:
 @pytest.mark.parametrize("is_split", [False, True], ids=["chosen", "split"])
 @pytest.mark.parametrize(("kind", "options"), _KINDS)
 def test_training_equals_one_device(kind: type[nn.RNNBase], options: dict[str, Any], is_split: bool) -> None:
-    """Losses, gradients and parameters of three steps equal the given module."""
+    """Losses, gradients and parameters of three steps equal one device, under the chosen plan and a split batch."""
     inputs = _batch()
     plan = _split_plan(_classifier(kind, **options), inputs) if is_split else None
     sharded = _compile(_classifier(kind, **options), SQUARE, plan)
@@ -90,7 +90,7 @@ def test_training_equals_one_device(kind: type[nn.RNNBase], options: dict[str, A
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "options"), [(nn.LSTM, {"bidirectional": True}), (nn.GRU, {})])
 def test_dropout_between_layers_does_not_depend_on_the_mesh(kind: type[nn.RNNBase], options: dict[str, Any]) -> None:
-    """Dropout between layers draws equal masks on any mesh, and drops some elements."""
+    """With the same seed, training with dropout between layers on four ranks equals one rank."""
     inputs, options = _batch(), {**options, "num_layers": 2, "dropout": 0.4}
     trainings = []
     for mesh in (Mesh({"data": 1, "model": 1}), SQUARE):
@@ -105,7 +105,7 @@ def test_dropout_between_layers_does_not_depend_on_the_mesh(kind: type[nn.RNNBas
 
 @pytest.mark.slow
 def test_large_batches_are_split_by_choice() -> None:
-    """The planner splits a large batch over each layer where that pays, and reduces the gradients of its weights."""
+    """The planner splits a large batch over an LSTM, whose weight gradients are then partial sums."""
     plan = autoshard.plan(_classifier(nn.LSTM), SQUARE, example_inputs=_batch(8192, 16))
     layers = [choice for name, choice in plan.nodes.items() if name.startswith("lstm")]
     assert len(layers) == 2
@@ -117,7 +117,7 @@ def test_large_batches_are_split_by_choice() -> None:
 @pytest.mark.parametrize("mesh", [Mesh({"model": 4}), Mesh({"model": 3}), SQUARE], ids=str)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_uneven_splits_equal_one_device(kind: type[nn.RNNBase], mesh: Mesh) -> None:
-    """Five sequences of seven steps equal one device with every possible value split unevenly."""
+    """Five sequences of seven steps, with all values split unevenly, equal one device."""
     model, inputs = _classifier(kind, bidirectional=True), _batch(5, 7)
     plan = most_uneven_plan(trace(model, (), inputs), mesh)
     check_plan(model, mesh, inputs, plan=plan, precise=torch.float64).raise_if_different()
@@ -128,7 +128,7 @@ def test_uneven_splits_equal_one_device(kind: type[nn.RNNBase], mesh: Mesh) -> N
     ("kind", "options", "is_split"), [(*_KINDS[0], False), (*_KINDS[1], True)], ids=["chosen", "split"]
 )
 def test_packed_sequences_equal_one_device(kind: type[nn.RNNBase], options: dict[str, Any], is_split: bool) -> None:
-    """Rows of unequal lengths, packed in the model, equal one device."""
+    """Training on rows of unequal lengths, packed in the model, equals one device."""
     labels, tokens = _batch().values()
     inputs = {"labels": labels, "lengths": torch.tensor([6, 2, 3, 6, 1, 4, 4, 5]), "tokens": tokens}
     plan = _split_plan(_classifier(kind, **options), inputs) if is_split else None
@@ -137,7 +137,7 @@ def test_packed_sequences_equal_one_device(kind: type[nn.RNNBase], options: dict
 
 
 class Decoder(nn.Module):
-    """A decoder that calls a cell for each step, as attention decoders do."""
+    """A model that calls a recurrent cell for each step, as attention decoders do."""
 
     def __init__(self, cell: nn.Module) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ _TENSOR = {"cell.*": P("model"), "input:*": P("data")}
 @pytest.mark.parametrize("constraints", [{}, BY_BATCH, _TENSOR], ids=["chosen", "by batch", "by hidden values"])
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_cells_equal_one_device(kind: type[nn.Module], constraints: dict[str, P]) -> None:
-    """Cells are products and pointwise operators; their weights may be split too."""
+    """Recurrent cells train as on one device, under the chosen plan, a split batch and split weights."""
 
     def build() -> nn.Module:
         torch.manual_seed(0)

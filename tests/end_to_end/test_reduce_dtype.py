@@ -1,4 +1,4 @@
-"""Gradients that travel between ranks in bfloat16 on request."""
+"""With `reduce_dtype="bf16"`, gradients travel between ranks in bfloat16."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def narrow(mesh: Any, layout: str, **options: Any) -> Any:
 
 
 def compare(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """To the rounding of four addends and of their sum, and not to that of float32."""
+    """Check that float32 gradients differ from the wanted ones by bfloat16 rounding, and by more than float32's."""
     for name, want in wanted.items():
         assert found[name].dtype is torch.float32
         torch.testing.assert_close(found[name], want, rtol=2**-7, atol=2**-8 * float(want.abs().max()))
@@ -58,12 +58,12 @@ def compare(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_those_of_one_device_to_their_rounding(layout: str) -> None:
-    """Gradients under data parallelism and ZeRO-3 equal one device but for rounding, on the simulator."""
+    """On simulated ranks, gradients equal one device but for bfloat16 rounding, in both layouts."""
     compare(gradients(narrow(MESH, layout)), gradients(network()))
 
 
 def test_training_follows_one_device() -> None:
-    """Five steps of a whole traced step with micro-batches, whose gradients are reduced once."""
+    """The losses of five training steps with two micro-batches equal one device to 0.1 %."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     wanted = [plain_step(model, optimizer, *batch()).item() for _ in range(5)]
@@ -76,7 +76,7 @@ def test_training_follows_one_device() -> None:
 
 
 def check_bits_are_the_simulators() -> None:
-    """Processes add up in float32, in the order of ranks."""
+    """Gradients on four processes equal those on simulated ranks bit by bit."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
     for layout in LAYOUTS:
         found, simulated = gradients(narrow(mesh, layout)), gradients(narrow(MESH, layout))
@@ -89,13 +89,13 @@ test_processes_compute_what_the_simulator_does = on_processes({"bits": check_bit
 
 @pytest.mark.parametrize("given", ["f16", "bfloat16", torch.bfloat16, 16])
 def test_other_types_are_refused(given: Any) -> None:
-    """The message says why not float16."""
+    """Other values of `reduce_dtype` raise an error that says why float16 is not allowed."""
     with pytest.raises(NotAvailableError, match="In 'f16' small gradients would vanish"):
         autoshard.compile(network(), MESH, options=autoshard.Options(reduce_dtype=given))
 
 
 @pytest.mark.parametrize("prepare", [nn.Module.bfloat16, nn.Module.double, lambda model: model.requires_grad_(False)])
 def test_a_model_without_gradients_of_float32_is_refused(prepare: Callable[[nn.Module], nn.Module]) -> None:
-    """A model without float32 gradients is refused, because there is no gradient to round."""
+    """`reduce_dtype` raises for a model of another type and for a frozen model, which have no float32 gradients."""
     with pytest.raises(NotAvailableError, match="is for gradients of float32 parameters, and this model trains"):
         autoshard.compile(prepare(network()), MESH, options=autoshard.Options(reduce_dtype="bf16"))

@@ -1,4 +1,4 @@
-"""`compile` runs each plan of `plan(global_batch=)` and equals one device, or the error states a way out."""
+"""Each plan of `plan(global_batch=)` runs and equals one device; if none runs, an error names an alternative."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYERS = 4
 
 
 def searched(target: Cluster, **options: Any) -> Plan:
-    """The plan of a small Llama for a batch."""
+    """Return the plan of a small Llama for a global batch."""
     model, inputs = decoder(replace(SHAPE, layers=LAYERS))
     asked = {"optimizer": ADAMW(model.parameters()), "precision": None, "global_batch": BATCH, **options}
     return autoshard.plan(model, target, example_inputs=inputs, **asked)
@@ -53,7 +53,7 @@ CONSTRAINTS = (
 @settings(max_examples=max(1, EXAMPLES // 8))
 @given(target=clusters(), constraints=st.sampled_from(CONSTRAINTS))
 def test_what_is_found_runs(target: Cluster, constraints: dict[str, Any]) -> None:
-    """The found plan uses all devices within the constraints, and three steps equal one device."""
+    """The found plan uses all devices and keeps the constraints, and training equals one device."""
     plan = searched(target, constraints=constraints)
     assert plan.runs
     assert plan.mesh.size == target.size
@@ -80,7 +80,7 @@ def test_what_is_found_runs(target: Cluster, constraints: dict[str, Any]) -> Non
     ],
 )
 def test_without_a_program_there_is_no_plan(options: dict[str, Any], words: str) -> None:
-    """An error without a runnable recipe names a call that has a plan; a price under another runtime does not run."""
+    """If no recipe has a program, the error names a call that works, and a plan for another runtime does not run."""
     model, inputs = decoder(replace(SHAPE, layers=LAYERS))
     asked = {"example_inputs": inputs, "optimizer": "adamw", "global_batch": BATCH, **options}
     with pytest.raises(NotAvailableError, match=words):
@@ -93,7 +93,7 @@ def test_without_a_program_there_is_no_plan(options: dict[str, Any], words: str)
 
 @pytest.mark.slow
 def test_momentum_by_name_has_a_plan() -> None:
-    """SGD with a momentum of 0.9 has a plan, which a step runs."""
+    """The plan of optimizer "sgd_momentum" is proven for `SGD` with momentum 0.9."""
     model, inputs = decoder(replace(SHAPE, layers=LAYERS))
     plan = searched(Cluster("h100_sxm", 1, 2), optimizer="sgd_momentum")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -102,7 +102,7 @@ def test_momentum_by_name_has_a_plan() -> None:
 
 @pytest.mark.slow
 def test_stages_have_a_plan_when_time_is_short() -> None:
-    """A search that its time limit ends returns a plan of its best recipe, which runs."""
+    """A search that its time limit ends returns a plan with stages, which trains as one device."""
     plan = searched(Cluster("h100_sxm", 1, 4), constraints={"pipeline": 4}, time_budget_s=5.0)
     assert plan.runs
     assert len(plan.stages) >= 4
@@ -110,7 +110,7 @@ def test_stages_have_a_plan_when_time_is_short() -> None:
 
 
 class Normalised(nn.Module):
-    """Blocks with batch normalisation, whose buffers change."""
+    """Blocks with batch norms, whose buffers change in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Normalised(nn.Module):
 
 
 def test_where_the_fastest_recipe_has_no_plan_the_next_has() -> None:
-    """A fastest recipe without a plan gives way to the next: stages cannot share changing buffers, a mesh can."""
+    """A model with batch norms, which stages refuse, gets a plan without stages from a free search."""
     model, inputs = Normalised(), (torch.randn(8, 64),)
     asked: dict[str, Any] = {"optimizer": "sgd", "precision": "f32", "global_batch": 8, "example_inputs": inputs}
     cluster = Cluster("h100_sxm", 1, 4)
@@ -138,7 +138,7 @@ def test_where_the_fastest_recipe_has_no_plan_the_next_has() -> None:
 
 @pytest.mark.slow
 def test_a_plan_in_stages_is_asked_questions() -> None:
-    """A plan in stages answers questions by the price of its recipe, and starts a new search from its recipe."""
+    """A plan in stages answers `why_not` and `limits`, and a new search can start from it."""
     cluster = Cluster("h100_sxm", 1, 2)
     plan = searched(cluster, constraints={"pipeline": 2})
     answer = plan.why_not("fsdp")

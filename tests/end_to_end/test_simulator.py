@@ -1,4 +1,4 @@
-"""Models from transformers on simulated meshes train exactly as on one device."""
+"""Models of transformers on simulated meshes train as on one device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYERS = 2
 
 @pytest.fixture(scope="module", params=MODELS)
 def reference(request: pytest.FixtureRequest) -> tuple[str, Training]:
-    """Train two layers on one device."""
+    """Return the name of a model and its training of two layers on one device."""
     model, inputs = MODELS[request.param](LAYERS)
     return request.param, train(model, inputs)
 
@@ -30,7 +30,7 @@ def reference(request: pytest.FixtureRequest) -> tuple[str, Training]:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_training_equals_one_device(reference: tuple[str, Training], mesh: Mesh) -> None:
-    """Loss, gradients, and parameters after 3 steps of AdamW equal one device, under the planner's plan."""
+    """Under the planner's plan, loss, gradients, and parameters after three steps of AdamW equal one device."""
     name, expected = reference
     model, inputs = MODELS[name](LAYERS)
     assert_equal(train(autoshard.compile(model, mesh), inputs), expected)
@@ -42,7 +42,7 @@ _ALONE = [pytest.param(name, marks=pytest.mark.slow) for name in ("data", "tenso
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["data and tensor", "fully sharded", *_ALONE])
 def test_experts_layouts_equal_one_device(reference: tuple[str, Training], layout: str) -> None:
-    """Constraints to data, tensor and fully sharded parallelism, and to mixes, equal one device."""
+    """Training under data, tensor, and fully sharded layouts, and under a mix, equals one device."""
     name, expected = reference
     model, inputs = MODELS[name](LAYERS)
     constraints = layouts(name)[layout]
@@ -72,7 +72,7 @@ def test_torchs_own_eps_enlarges_rounding_alone(name: str) -> None:
 
 
 def test_evaluation_and_training_alternate() -> None:
-    """Training, evaluation and no_grad calls each run their program and agree with the model."""
+    """After a training call, gradients and the logits of an evaluation equal one device."""
     model, inputs = MODELS["gpt2"]()
     plain, _ = MODELS["gpt2"]()
     sharded = autoshard.compile(model, SQUARE, constraints=layouts("gpt2")["tensor"])

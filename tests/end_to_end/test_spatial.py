@@ -1,4 +1,4 @@
-"""Images cut along height and width, rows along their width: operators on pieces, with exchanges, equal one device."""
+"""Operators on images split along height and width, and on rows split along their width, equal one device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Score = Callable[[Site, Strategy], int]
 
 
 class Network(nn.Module):
-    """Residual block and head: every kind of window."""
+    """A residual network with every kind of window, such as strided, dilated and transposed convolutions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,12 +55,12 @@ def _network(*, training: bool) -> tuple[nn.Module, tuple[torch.Tensor]]:
 
 
 def _spatial_axes(_: Site, strategy: Strategy) -> int:
-    """How many axes split spatial dims."""
+    """Return how many axes split spatial dims, in all inputs and outputs of a strategy."""
     return sum(len(axes) for spec in (*strategy.inputs, *strategy.outputs) for axes in spec.dims[2:])
 
 
 def _cut(program: Program, mesh: Mesh) -> Plan:
-    """Return a plan with images cut wherever possible, after a check that the plan cuts an image."""
+    """Return a plan with images split wherever possible, after a check that every windowed operator is split."""
     plan = greedy_plan(program, mesh, _spatial_axes)
     windows = [plan.nodes[node.name] for node in program.graph.nodes if _has_windows(str(node.target))]
     assert len(windows) > 15
@@ -77,7 +77,7 @@ def _has_windows(operator: str) -> bool:
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("training", [False, True])
 def test_a_network_on_pieces_of_images_equals_one_device(mesh: Mesh, training: bool) -> None:
-    """Outputs, all gradients and statistics; the lowered program is proved."""
+    """With images split in every windowed operator, two steps of a network equal one device."""
     model, inputs = _network(training=training)
     plan = _cut(trace(model, inputs), mesh)
     check_plan(model, mesh, inputs, plan=plan, steps=2, precise=torch.float64).raise_if_different()
@@ -98,7 +98,7 @@ class Rows(nn.Module):
 
 
 def _last_axes(_: Site, strategy: Strategy) -> int:
-    """How many axes split the last of two dims."""
+    """Return how many axes split dim 1, in all inputs and outputs of a strategy."""
     return sum(len(spec.axes_of(1)) for spec in (*strategy.inputs, *strategy.outputs))
 
 
@@ -111,7 +111,7 @@ def _rows(width: int = 12) -> tuple[nn.Module, tuple[torch.Tensor]]:
 @pytest.mark.parametrize("mesh", [*MESHES, Mesh({"a": 4})], ids=str)
 @pytest.mark.parametrize("width", [12, 7])
 def test_pieces_of_rows_equal_one_device(mesh: Mesh, width: int) -> None:
-    """Every operator runs on pieces of its rows, evenly or not; the lowered program is proved."""
+    """Operators that need whole rows run on rows split evenly or not, and equal one device."""
     model, inputs = _rows(width)
     program = trace(model, inputs)
     plan = greedy_plan(program, mesh, _last_axes)
@@ -151,14 +151,14 @@ test_on_processes = on_processes(CHECKS, slow=CHECKS)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("spec", [P(None, None, "a"), P(None, None, None, "a")], ids=str)
 def test_an_input_is_constrained_to_pieces(mesh: Mesh, spec: P) -> None:
-    """A constraint splits an input, whatever the planner does with the input later."""
+    """With the input constrained to a split of height or width, the planner's plan equals one device."""
     model, inputs = _network(training=False)
     plan = autoshard.plan(model, mesh, example_inputs=inputs, constraints={"input:0": spec}, precision=None)
     check_plan(model, mesh, inputs, plan=plan, precise=torch.float64).raise_if_different()
 
 
 def test_the_planner_cuts_a_large_image() -> None:
-    """One image is no batch to be split: its halos are sent, and the time of the convolutions halves."""
+    """For a single large image, the planner splits all convolutions along height or width."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Conv2d(16, 16, 3, padding=1) for _ in range(4)))
     image = torch.empty(1, 16, 2048, 2048, device="meta")

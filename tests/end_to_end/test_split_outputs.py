@@ -1,4 +1,4 @@
-"""Outputs on processes are DTensors of the plan, whole tensors or the loss alone, and can be computed with."""
+"""Outputs on processes are DTensors, whole tensors or the loss alone, and can be used in further computation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Found:
 
 
 class Net(nn.Module):
-    """A classifier of each of three positions, with a loss if targets are given."""
+    """A classifier of each position, with a loss if targets are given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def ranks() -> int:
 
 
 def compiled(constraints: dict[str, P] | None = None, **options: Any) -> tuple[ShardedModule, nn.Module]:
-    """Return the model on all processes in one line, with a split batch by default, and a plain model."""
+    """Return the model compiled on all processes along one axis, with the batch split by default, and a plain model."""
     constraints = BY_ROWS if constraints is None else constraints
     sharded = autoshard.compile(Net(), Mesh({"data": ranks()}), constraints=constraints, **options)
     assert isinstance(sharded, ShardedModule)
@@ -77,7 +77,7 @@ def assert_same_gradients(sharded: nn.Module, plain: nn.Module, where: str = "")
 
 
 def check_they_lie_as_planned() -> None:
-    """Each rank has its rows, by the plan; nothing is gathered; the loss is a plain scalar."""
+    """Outputs are DTensors with the plan's placements, and the loss is a plain tensor; no output is gathered."""
     sharded, plain = compiled()
     x, y = batch()
     with mock.patch.object(DTensor, "full_tensor", side_effect=AssertionError("gathered")):
@@ -97,7 +97,7 @@ def check_they_lie_as_planned() -> None:
 
 
 def check_bytes_on_the_wire() -> None:
-    """A call in evaluation sends the parts of the loss alone, fewer bytes than any output has."""
+    """In evaluation, ranks send only parts of the loss, never an output."""
     x, y = batch()
     for options in ({}, {"options": autoshard.Options(outputs="loss")}):
         sharded, _ = compiled(**options)
@@ -113,7 +113,7 @@ def check_bytes_on_the_wire() -> None:
 
 
 def check_whole() -> None:
-    """With gather_outputs=True all outputs are plain tensors, except for outputs in constraints."""
+    """With `gather_outputs=True`, outputs that no constraint names are plain tensors, and train as one device."""
     sharded, plain = compiled(
         {name: spec for name, spec in BY_ROWS.items() if name != "output:1"},
         options=autoshard.Options(gather_outputs=True),
@@ -137,7 +137,7 @@ LAYOUTS: dict[str, dict[str, P]] = {
 
 
 def check_further_computation() -> None:
-    """Losses of the logits with plain targets train under every layout."""
+    """Losses computed from split logits outside the model have values and gradients of one device."""
     criteria = {
         "cross entropy": lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten()),
         "of classes in the middle": lambda logits, y: F.cross_entropy(logits.transpose(1, 2), y),
@@ -167,7 +167,7 @@ def only_logits(network: nn.Module) -> Any:
 
 
 def check_both_ways_back() -> None:
-    """A model's loss plus a loss of its logits trains, although the gradient of the logits arrives as a DTensor."""
+    """A model's own loss plus a loss of its split outputs has the gradients of one device."""
     sharded, plain = compiled()
     x, y = batch()
     for network in (sharded, plain):
@@ -177,7 +177,7 @@ def check_both_ways_back() -> None:
 
 
 def check_uneven() -> None:
-    """Rows that the ranks do not divide are cut as DTensor's chunks, and read right."""
+    """Output rows that ranks do not divide have the values and reductions of one device."""
     sharded, plain = compiled()
     x, y = batch(2 * ranks() - 1)
     with torch.no_grad():
@@ -189,7 +189,7 @@ def check_uneven() -> None:
 
 
 def check_evaluation() -> None:
-    """Evaluation code computes the numbers of one device from split logits."""
+    """Typical evaluation code on split logits gives the numbers of one device."""
     for constraints in (BY_ROWS, {"output:1": P(None, None, "data")}):
         sharded, plain = compiled(constraints)
         x, y = batch()
@@ -208,7 +208,7 @@ def check_evaluation() -> None:
 
 
 def check_errors_name_the_way_out() -> None:
-    """An operator that DTensor lacks is an error that says how to have whole outputs."""
+    """An operator that fails on a split output raises an error that names `gather_outputs` or `full_tensor`."""
     sharded, _ = compiled()
     x, y = batch()
     with torch.no_grad():
@@ -224,7 +224,7 @@ def check_errors_name_the_way_out() -> None:
 
 
 def check_loss_alone() -> None:
-    """Nothing that only the logits need is computed, kept or handed out; a call without a loss is an error."""
+    """With `outputs="loss"`, a call returns the loss alone with its gradients, and raises if there is no loss."""
     x, y = batch()
     sharded, plain = compiled(options=autoshard.Options(outputs="loss"))
     loss = sharded(x, y)
@@ -239,7 +239,7 @@ def check_loss_alone() -> None:
 
 
 def check_options_differ() -> None:
-    """Ranks that ask for other outputs are told."""
+    """If ranks ask for different outputs, all raise."""
     options = {"options": autoshard.Options(gather_outputs=True)} if dist.get_rank() else {}
     sharded, _ = compiled(**options)
     with pytest.raises(autoshard.RankMismatchError, match="all outputs, whole"):
@@ -247,7 +247,7 @@ def check_options_differ() -> None:
 
 
 def check_partial_gradients() -> None:
-    """A gradient that is partial, or placed otherwise than its output, is converted."""
+    """A backward takes an output's gradient that is partial or replicated, and equals one device."""
     sharded, plain = compiled()
     x, _ = batch()
     found, expected = sharded(x).logits, plain(x).logits
@@ -266,7 +266,7 @@ def check_partial_gradients() -> None:
 
 
 def check_transformers() -> None:
-    """A model of transformers: its output type with a DTensor of logits; generate still runs on whole parameters."""
+    """A model of transformers returns its own output type, with logits as a DTensor."""
     model, inputs = gpt2(1)
     sharded = autoshard.compile(copy.deepcopy(model), Mesh({"data": ranks()}), constraints={"input:*": P("data")})
     with torch.no_grad():
@@ -278,7 +278,7 @@ def check_transformers() -> None:
 
 
 def check_lengths() -> None:
-    """Outputs of padded calls are cut to the given length, also along a split dim."""
+    """Outputs of padded calls have the given length and the gradients of one device, also if split along the length."""
     for spec in (P("data"), P(None, "data")):
         model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 4)).eval()
         sharded = autoshard.compile(
@@ -311,7 +311,7 @@ class Wide(nn.Module):
 
 
 def check_memory() -> None:
-    """Unread outputs take no memory, as measured and as predicted."""
+    """With `outputs="loss"`, measured and predicted peaks lack at least half of an unread output's bytes."""
     x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
     peaks, predicted = {}, {}
     for outputs in ("all", "loss"):
@@ -337,7 +337,7 @@ def check_memory() -> None:
 
 
 def test_a_step_computes_the_loss_alone() -> None:
-    """A step's program computes the loss alone, whoever updates; evaluation has all outputs."""
+    """The program of a training step computes the loss alone, and evaluation returns all outputs."""
     x = torch.randn(8, 6)
     for kind in (torch.optim.SGD, torch.optim.RMSprop):
         model, plain = Wide(), Wide()
@@ -353,7 +353,7 @@ def test_a_step_computes_the_loss_alone() -> None:
 
 
 def _plan_with(options: autoshard.Options, x: torch.Tensor) -> autoshard.Plan:
-    """The plan that `compile` makes for calls that run so."""
+    """Return the plan that `compile` makes for a `Wide` with the given options."""
     sharded = autoshard.compile(Wide(), Mesh({"data": 2}), example_inputs=(x,), options=options)
     assert isinstance(sharded, ShardedModule)
     assert sharded.program is not None
@@ -362,7 +362,7 @@ def _plan_with(options: autoshard.Options, x: torch.Tensor) -> autoshard.Plan:
 
 
 def test_what_was_planned_runs() -> None:
-    """A plan of all outputs serves a step and outputs="loss"; a plan of the loss alone is refused for other outputs."""
+    """A plan of all outputs also runs with `outputs="loss"`; a plan of the loss alone is refused for all outputs."""
     x, mesh = torch.randn(8, 6), Mesh({"data": 2})
     every = autoshard.plan(Wide(), mesh, example_inputs=(x,), precision=None)
     alone = _plan_with(autoshard.Options(outputs="loss"), x)
@@ -379,7 +379,7 @@ def test_what_was_planned_runs() -> None:
 
 
 def test_words_are_checked() -> None:
-    """Unknown values of outputs= and gather_outputs= are refused by name."""
+    """Unknown values of `outputs` and `gather_outputs` raise an error that names them."""
     with pytest.raises(NotAvailableError, match="outputs='logits' must be 'all' or 'loss'"):
         autoshard.compile(Wide(), Mesh({"data": 2}), options=autoshard.Options(outputs="logits"))
     with pytest.raises(NotAvailableError, match="gather_outputs='no' is a str"):

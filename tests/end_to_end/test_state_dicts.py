@@ -1,4 +1,4 @@
-"""Torch's functions for state dicts save and load parts and whole values of a model on ranks."""
+"""Torch's state-dict functions save and load a model on ranks, in parts and as whole tensors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def wholes(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_state_is_restored(kind: Callable[..., Any], options: StateDictOptions | None) -> None:
-    """Steps repeat bit by bit after torch's functions restore an earlier state."""
+    """After torch's functions restore an earlier state, steps repeat its losses bit by bit."""
     step = compiled(kind)
     model, optimizer = step.sharded, step.optimizer
     losses(step)
@@ -68,7 +68,7 @@ def check_state_is_restored(kind: Callable[..., Any], options: StateDictOptions 
 
 
 def check_one_rank_has_all(kind: Callable[..., Any]) -> None:
-    """Whole states on the first rank's CPU alone go back to every rank of a model that lies otherwise."""
+    """A whole state that only the first rank has is loaded into a model with another layout on all ranks."""
     step, other = compiled(kind), compiled(kind, COLUMNS)
     losses(step)
     taken = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -87,7 +87,7 @@ def check_one_rank_has_all(kind: Callable[..., Any]) -> None:
 
 
 def check_one_device_goes_on(kind: Callable[..., Any]) -> None:
-    """Whole states fit the plain model and its optimizer, by torch's functions and by `load_state_dict`."""
+    """A whole state from ranks is loaded into a plain model and optimizer, whose next losses are equal."""
     step = compiled(kind, model=Tied(dropout=0.0))
     losses(step)
     full = StateDictOptions(full_state_dict=True)
@@ -100,7 +100,7 @@ def check_one_device_goes_on(kind: Callable[..., Any]) -> None:
 
 
 def check_what_one_device_had_is_loaded(kind: Callable[..., Any]) -> None:
-    """States of the plain model and optimizer load by torch's functions and by plain `load_state_dict`."""
+    """A plain model's state is loaded by torch's functions or `load_state_dict`, and the next losses are equal."""
     model = Tied(dropout=0.0)
     optimizer = kind(model.parameters(), lr=1e-2)
     plain_losses(model, optimizer)
@@ -124,7 +124,7 @@ def plain_losses(model: nn.Module, optimizer: Any, count: int = 3) -> list[Tenso
 
 
 def check_parts_and_wholes() -> None:
-    """`state_dict()` has the ranks' parts without a copy, and `full_tensor` of a part is one device's value."""
+    """`state_dict()` has each rank's part without a copy, and whole values load into a plain model and back."""
     step = compiled(TRACED)
     losses(step)
     state = step.sharded.state_dict()
@@ -142,7 +142,7 @@ def check_parts_and_wholes() -> None:
 
 
 def check_frozen_and_strict() -> None:
-    """Torch's options leave out frozen parameters, and allow missing parameters on request alone."""
+    """Torch's options leave out frozen parameters, and only `strict=False` allows missing ones."""
     model = Tied(dropout=0.1)
     model.linear.requires_grad_(False)
     sharded = autoshard.compile(model, PAIR, example_inputs=(TOKENS,), constraints=ROWS)
@@ -182,5 +182,5 @@ test_with_a_process_per_rank = on_processes(CHECKS, ranks=2, sample=8)
 
 @pytest.mark.parametrize("options", [None, StateDictOptions(full_state_dict=True)], ids=["parts", "wholes"])
 def test_on_the_simulator(options: StateDictOptions | None) -> None:
-    """Parameters are whole tensors, which torch's functions take and give back as on one device."""
+    """On the simulator, torch's functions restore whole parameters, and steps repeat their losses."""
     check_state_is_restored(TRACED, options)

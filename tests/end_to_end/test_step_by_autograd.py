@@ -1,4 +1,4 @@
-"""Steps run by autograd for hooks on parameters and optimizers, and for gradients from earlier calls."""
+"""A step that hooks or earlier gradients force through autograd equals one device."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {"adamw": adam
 
 
 def check_step(mesh: Mesh, change: Change, make: Callable[..., torch.optim.Optimizer], **options: Any) -> None:
-    """Steps with the change, without the change, and onto earlier gradients equal one device."""
+    """Check that steps with a hook, without it, and onto earlier gradients equal one device."""
     model = Perceptron(6, 8, 4)
     reference = copy.deepcopy(model)
     optimizer, plain = make(model), make(reference)
@@ -92,12 +92,12 @@ def check_step(mesh: Mesh, change: Change, make: Callable[..., torch.optim.Optim
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("name", CHANGES)
 def test_hooks_run_and_gradients_are_added(name: str, make: str) -> None:
-    """Hooks and earlier `.grad` values count as on one device; the optimizer's state goes over both ways."""
+    """Steps with a hook, and steps that add to earlier `.grad` values, equal one device."""
     check_step(MESH, CHANGES[name], MAKERS[make])
 
 
 def test_the_reason_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """The log names the parameter once as the reason for autograd."""
+    """The log says once that a parameter has hooks on its gradient, and names the parameter."""
     model = Perceptron(6, 8, 4)
     step = autoshard.compile(model, MESH, optimizer=adamw(model))
     model.up.weight.register_hook(lambda grad: grad)
@@ -110,7 +110,7 @@ def test_the_reason_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_parameters_may_come_later() -> None:
-    """An added layer in its own parameter group is trained, and a frozen layer is not."""
+    """After a layer is added with its own parameter group and another is frozen, steps equal one device."""
     model = Perceptron(6, 8, 4)
     reference = copy.deepcopy(model)
     optimizer, plain = adamw(model), adamw(reference)
@@ -128,7 +128,7 @@ def test_parameters_may_come_later() -> None:
 
 
 def test_parameters_that_the_optimizer_lost_are_named() -> None:
-    """A replaced parameter, which the optimizer no longer updates, is named."""
+    """If a parameter is replaced, so that the optimizer has the old one, the step raises."""
     model = Perceptron(6, 8, 4)
     step = autoshard.compile(model, MESH, optimizer=adamw(model))
     step(X)
@@ -138,7 +138,7 @@ def test_parameters_that_the_optimizer_lost_are_named() -> None:
 
 
 def test_a_failed_step_leaves_earlier_gradients() -> None:
-    """A gradient from before a step in float16 has no scale of the loss after the step raised an error."""
+    """After a float16 step raises, a gradient from before the step is unchanged."""
     model = nn.Linear(6, 2)
     step = autoshard.compile(model, MESH, optimizer=momentum(model), precision="f16")
     model.weight.grad = torch.ones(2, 6)
@@ -149,7 +149,7 @@ def test_a_failed_step_leaves_earlier_gradients() -> None:
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
 def test_steps_without_gradients_enabled_train(kind: Callable[..., torch.optim.Optimizer]) -> None:
-    """A step trains under `no_grad` and `inference_mode` too, whether its update is traced or not."""
+    """Under `no_grad` and `inference_mode`, steps train as on one device, whether traced or not."""
     model, reference = nn.Linear(6, 1), nn.Linear(6, 1)
     reference.load_state_dict(model.state_dict())
     optimizer, plain = kind(model.parameters(), lr=0.1), kind(reference.parameters(), lr=0.1)

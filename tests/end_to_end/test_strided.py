@@ -1,4 +1,4 @@
-"""Models that read memory by strides get the same strides under any split."""
+"""Operators that read memory by strides get the strides of one device, under any split."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MESH = Mesh({"model": 2})
 
 
 class Windows(nn.Module):
-    """Overlapping windows of a value whose dims lie in another order than its memory."""
+    """Overlapping strided windows of a transposed value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Windows(nn.Module):
 
 
 class Gaps(nn.Module):
-    """Windows of every second column."""
+    """A strided read of every second column."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.as_strided((x * 2)[:, ::2], (6, 2), (8, 4)).sum()
@@ -43,7 +43,7 @@ class Gaps(nn.Module):
 
 @pytest.mark.parametrize("constraints", [None, {"input:0": P("model")}, {"first.weight": P("model")}], ids=str)
 def test_windows_of_permuted_memory_equal_one_device(constraints: dict[str, autoshard.PartitionSpec] | None) -> None:
-    """Whether the value was gathered, and so lies in another order, or computed whole."""
+    """`as_strided` of a transposed value equals one device, whether the value was gathered or computed whole."""
     torch.manual_seed(0)
     model, inputs = Windows(), (torch.randn(6, 8),)
     plan = autoshard.plan(model, MESH, example_inputs=inputs, constraints=constraints, precision=None)
@@ -51,7 +51,7 @@ def test_windows_of_permuted_memory_equal_one_device(constraints: dict[str, auto
 
 
 def test_memory_with_gaps_is_refused_where_it_moves() -> None:
-    """A reshard that would lose gaps between elements is refused."""
+    """`as_strided` of memory with gaps raises if the input must be gathered first."""
     constraints = {"input:0": P("model")}
     with pytest.raises(NotAvailableError, match=r"as_strided.*reads memory by strides"):
         autoshard.compile(Gaps(), MESH, example_inputs=(torch.randn(6, 8),), constraints=constraints)
@@ -74,11 +74,11 @@ PERMUTED: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor
     "batch_norm": ((1, 2, 3, 0), lambda x: functional.batch_norm(x, None, None, training=True)),
     "view": ((1, 2, 3, 0), lambda x: x.flatten(1, 2).unflatten(0, (2, 2))),
 }
-"""Operators whose kernels depend on memory, each with the order of dims in front of the operator."""
+"""Operators whose kernels depend on strides, each with the order of dims in which a value is computed."""
 
 
 class Permuted(nn.Module):
-    """A model that permutes a value, so that the trace has usual memory order, or channels-last frames."""
+    """A model that permutes a value and permutes it back before an operator."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Permuted(nn.Module):
 
 
 def _splits_the_first_permute(site: Site, strategy: Strategy) -> int:
-    """Constrain the permuted value to be split by most axes if the value is moved, else by fewest axes."""
+    """Prefer to split the first permute by many axes, and all other nodes by few."""
     count = sum(len(axes) for spec in (*strategy.inputs, *strategy.outputs) for axes in spec.dims)
     return count if site.name == "permute" else -count
 
@@ -100,7 +100,7 @@ def _splits_the_first_permute(site: Site, strategy: Strategy) -> int:
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("name", PERMUTED)
 def test_operators_get_the_order_of_memory_that_they_demand(name: str) -> None:
-    """Operators get their required memory order behind a gather, and the plan's peak has the copies."""
+    """After a gather, operators get the strides that they need and equal one device; the plan's peak has the copies."""
     torch.manual_seed(0)
     model, inputs = Permuted(name), (torch.randn(4, 4, 4, 4),)
     program = trace(model, inputs)

@@ -1,4 +1,4 @@
-"""Eight tiny clusters: `plan(global_batch=)` chooses each way to split by price alone somewhere, and all plans run."""
+"""On eight tiny clusters, `plan(global_batch=)` picks each kind of split somewhere, and all plans equal one device."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Built = tuple[nn.Module, dict[str, torch.Tensor]]
 
 
 def llama(layers: int = 4, sequence: int = LLAMA.sequence) -> Built:
-    """A small Llama with its own loss."""
+    """Return a small Llama, which computes its own loss, and its inputs."""
     return decoder(replace(LLAMA, layers=layers, sequence=sequence))
 
 
 def mixtral() -> Built:
-    """A small Mixtral."""
+    """Return a small Mixtral and its inputs."""
     return ARCHITECTURES["mixtral"].build()
 
 
@@ -76,7 +76,7 @@ TINY = {
     "experts, slow link": Tiny(mixtral, 1, 2, (1e5, 1.0)),
     "experts in two boxes of two": Tiny(mixtral, 2, 2, (1.0, 1e3)),
 }
-"""Clusters of which each way to split is the fastest somewhere."""
+"""Clusters and models chosen so that each kind of split is fastest for one of them."""
 
 
 @cache
@@ -90,7 +90,7 @@ def planned(name: str) -> Plan:
 
 @pytest.mark.parametrize("name", TINY)
 def test_what_is_found_trains_as_one_device(name: str) -> None:
-    """Losses of three steps of AdamW equal one device."""
+    """Under the found plan, the losses of three steps of AdamW equal one device."""
     plan, tiny = planned(name), TINY[name]
     assert plan.runs
     model, inputs = tiny.build()
@@ -105,7 +105,7 @@ def test_what_is_found_trains_as_one_device(name: str) -> None:
 
 
 def test_each_way_to_split_is_chosen_somewhere() -> None:
-    """The search chooses each kind of split for some case by price alone."""
+    """Data, tensor, context, expert and pipeline splits are each chosen for some cluster."""
     recipes = [planned(name).recipe for name in TINY]
     for way in ("data", "tensor", "context", "expert", "pipeline"):
         assert any(recipe is not None and (getattr(recipe, way) or 1) > 1 for recipe in recipes), way

@@ -1,4 +1,4 @@
-"""A compiled model can be verified again, and generated kernels keep its results."""
+"""A compiled model can be verified again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.models import Perceptron
 
 
 def test_a_compiled_model_verifies() -> None:
-    """A compiled model verifies with a report of its nodes and rules, and so does a training step."""
+    """`verify` reports the nodes and rules of a compiled model and of a training step."""
     sharded = autoshard.compile(Perceptron(), Mesh({"x": 2}), example_inputs=(torch.randn(4, 8),))
     report = autoshard.verify(sharded)
     assert report.nodes > 10
@@ -24,6 +24,6 @@ def test_a_compiled_model_verifies() -> None:
 
 
 def test_nothing_compiled_cannot_be_verified() -> None:
-    """The message says to call the model first."""
+    """`verify` before the first call raises an error that says to call the model once."""
     with pytest.raises(autoshard.TraceError, match="nothing has been compiled yet; call the model once"):
         autoshard.verify(autoshard.compile(Perceptron(), Mesh({"x": 2})))

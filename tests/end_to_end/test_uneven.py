@@ -1,4 +1,4 @@
-"""Sizes that no mesh divides: a prime vocabulary, seven heads, odd batches."""
+"""Sizes that no mesh divides, such as a prime vocabulary, seven heads and odd batches, equal one device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MESHES = [Mesh({"model": 4}), Mesh({"model": 3}), Mesh({"data": 2, "model": 2})]
 
 @pytest.fixture(autouse=True)
 def _poisoned_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pad every input of a program with NaN, or with indices out of range."""
+    """Pad every program input with NaN, or with indices out of range, so that a read of padding shows."""
 
     def shard_all(tensor: torch.Tensor, *args: object) -> list[torch.Tensor]:
         if tensor.dtype is torch.bool:
@@ -38,7 +38,7 @@ def _poisoned_padding(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_plan_of_uneven_splits_equals_one_device(mesh: Mesh) -> None:
-    """Plans with every possible value split unevenly, heads and vocabulary among the split dims, equal one device."""
+    """With every value split unevenly, heads and vocabulary too, a model equals one device."""
     model, inputs = odd()
     program = trace(model, (), inputs)
     plan = most_uneven_plan(program, mesh)
@@ -51,14 +51,14 @@ def test_a_plan_of_uneven_splits_equals_one_device(mesh: Mesh) -> None:
 
 @given(programs(), st.sampled_from(MESHES))
 def test_uneven_plans_of_drawn_programs_equal_one_device(program: DrawnProgram, mesh: Mesh) -> None:
-    """Uneven plans of drawn programs equal one device."""
+    """With every value split unevenly, drawn programs equal one device."""
     plan = most_uneven_plan(trace(program.model, program.inputs), mesh)
     check_plan(program.model, mesh, program.inputs, plan=plan, precise=torch.float64).raise_if_different()
 
 
 @pytest.mark.parametrize("mesh", [Mesh({"model": 4}), Mesh({"model": 2})], ids=str)
 def test_parameters_are_constrained_to_uneven_splits(mesh: Mesh) -> None:
-    """Embedding and head lie by vocabulary, and train as on one device."""
+    """With the tied embedding split along the vocabulary, three steps equal one device."""
     model, inputs = odd()
     constraints = {"transformer.wte.weight": P("model"), "input:*": P("model")}
     plan = autoshard.plan(model, mesh, example_inputs=inputs, constraints=constraints, precision=None)

@@ -1,4 +1,4 @@
-"""A table of uses: a compiled model computes one device's numbers, or refuses the use in a sentence."""
+"""For each use in a table, a compiled model computes one device's numbers, or raises the stated error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TABLE: tuple[Use, ...] = tuple(use for module in MODULES for use in module.USES)
 
 
 def outcome(use: Use) -> str:
-    """Return "equal", or the sentence that refuses the use; raise if the numbers differ."""
+    """Return "equal", or the message of the error that refuses the use; raise if the numbers differ."""
     expected = use.script(one_device)
     if use.refused is not None:
         with pytest.raises(autoshard.AutoshardError, match=use.refused) as refusal:
@@ -38,7 +38,7 @@ def outcome(use: Use) -> str:
 
 
 class _Check:
-    """A use as a check of processes, pickled by its name."""
+    """A check of one use, which processes find in the table by its name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -55,10 +55,10 @@ test_two_ranks = on_processes(ON_PROCESSES, ranks=2, sample=20)
 @pytest.mark.sample(20)
 @pytest.mark.parametrize("use", [use for use in TABLE if not use.processes], ids=lambda use: use.name)
 def test_simulated(use: Use) -> None:
-    """A use on two simulated ranks computes one device's numbers, or is refused."""
+    """On two simulated ranks, a use computes the numbers of one device or raises the stated error."""
     outcome(use)
 
 
 def test_names_are_unique() -> None:
-    """Each row of the table has a name of its own."""
+    """No two uses of the table have the same name."""
     assert len({use.name for use in TABLE}) == len(TABLE)

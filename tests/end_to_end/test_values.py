@@ -1,4 +1,4 @@
-"""Models whose Python depends on changing values, of parameters or behind dropout, equal one device."""
+"""Models whose Python branches depend on values of parameters or of activations equal one device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAIR = Mesh({"data": 2})
 
 
 class Branches(nn.Module):
-    """A model that branches on the sign of its first layer's output."""
+    """A model that branches on the sign of the sum of its first layer's output."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -68,26 +68,26 @@ class Experts(nn.Module):
 
 
 def batches(count: int, *shape: int) -> list[Tensor]:
-    """Fresh data of one shape."""
+    """Return drawn batches of one shape."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(shape, generator=generator) for _ in range(count)]
 
 
 def train(model: nn.Module, data: Sequence[Tensor]) -> list[Tensor]:
-    """The loss of each step, then the parameters."""
+    """Train by SGD; return the loss of each step, and then the parameters."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = [plain_step(model, optimizer, x) for x in data]
     return [whole(tensor) for tensor in (*losses, *model.parameters())]
 
 
 def assert_all_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Each equals its own."""
+    """Check that each tensor is close to the one at the same place."""
     for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         assert_close(mine, theirs, f"value {number}")
 
 
 def check_a_branch_that_flips() -> None:
-    """Steps go both ways, and each way is compiled once."""
+    """If steps take both branches, training equals one device, and each branch is compiled once."""
     data = batches(8, 4, 8)
     sharded: Any = autoshard.compile(Branches(), PAIR)
     assert_all_close(train(sharded, data), train(Branches(), data))
@@ -95,7 +95,7 @@ def check_a_branch_that_flips() -> None:
 
 
 def check_a_traced_step() -> None:
-    """The program of a step is looked up by the present values of the parameters."""
+    """A traced training step takes the branch of the current parameters, as one device does."""
     data, model, reference = batches(8, 4, 8), Branches(), Branches()
     step: Any = autoshard.compile(model, PAIR, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     assert step.is_traced
@@ -105,7 +105,7 @@ def check_a_traced_step() -> None:
 
 
 def check_a_branch_in_bfloat16() -> None:
-    """The guard casts as the trace does, so the second call takes the branch of the first call."""
+    """In bfloat16, a second call on the same input takes the same branch and compiles nothing."""
     (x,) = batches(1, 4, 8)
     sharded: Any = autoshard.compile(Branches(), PAIR, precision="bf16")
     assert torch.equal(whole(sharded(x)), whole(sharded(x)))
@@ -113,7 +113,7 @@ def check_a_branch_in_bfloat16() -> None:
 
 
 def check_experts() -> None:
-    """One program serves ten steps on fresh data, although the numbers of rows change at every step."""
+    """A mixture whose experts get new numbers of rows at each step equals one device with one program."""
     data = batches(10, 2, 8, 8)
     sharded: Any = autoshard.compile(Experts(), PAIR)
     assert_all_close(train(sharded, data), train(Experts(), data))
@@ -130,7 +130,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_in_one_process(name: str) -> None:
-    """The simulator equals one device."""
+    """The check passes if all ranks are simulated in this process."""
     CHECKS[name]()
 
 
@@ -138,7 +138,7 @@ test_on_two_processes = on_processes(CHECKS, ranks=2, sample=2)
 
 
 def test_a_branch_on_what_dropout_gives() -> None:
-    """A branch behind dropout follows the call's own mask, equally on one device and on two."""
+    """A branch on values behind dropout takes the same way on one and on two ranks, call by call."""
     (x,) = batches(1, 4, 8)
     found: list[list[Tensor]] = []
     for mesh in (Mesh({"data": 1}), PAIR):
@@ -154,7 +154,7 @@ def test_a_branch_on_what_dropout_gives() -> None:
 
 
 def test_parameters_changed_by_hand_are_seen() -> None:
-    """Nothing of a guard is kept from one call to the next."""
+    """After a parameter changes in place, the next call takes the branch that one device takes."""
     (x,) = batches(1, 4, 8)
     model = Branches()
     sharded: Any = autoshard.compile(model, PAIR)
@@ -168,7 +168,7 @@ def test_parameters_changed_by_hand_are_seen() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["skips", "hit"])
 def test_experts_that_python_chooses(how: str) -> None:
-    """There is one program for each set of experts with rows, two in this test, whatever the numbers of rows."""
+    """With a Python loop over experts with rows, training equals one device, with a program for each set of experts."""
     data = batches(10, 2, 8, 8)
     data[4] = data[4][:1, :1].expand(2, 8, 8).clone()  # all tokens go to two experts
     sharded: Any = autoshard.compile(Experts(**{how: True}), PAIR)
@@ -178,7 +178,7 @@ def test_experts_that_python_chooses(how: str) -> None:
 
 @pytest.mark.slow
 def test_experts_with_dropout() -> None:
-    """Dropout drops the same elements of an expert's rows as one process does."""
+    """With the same seed, training of experts with dropout on two ranks equals one rank."""
     data, found = batches(4, 2, 8, 8), []
     for mesh in (Mesh({"data": 1}), PAIR):
         torch.manual_seed(3)
@@ -189,7 +189,7 @@ def test_experts_with_dropout() -> None:
 
 
 class Attends(nn.Module):
-    """A model that branches behind products of transposed heads, whose memory order differs from the trace."""
+    """A model that branches on values behind attention by hand, with transposed heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Attends(nn.Module):
 
 
 def test_a_branch_behind_attention() -> None:
-    """A branch behind attention finds its program again, because guards compute as the trace does."""
+    """Repeated calls of a model that branches behind attention find their programs again."""
     (x,) = batches(1, 2, 4, 8)
     sharded: Any = autoshard.compile(Attends(), PAIR)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Weights as files, with a process per rank: each reads its shards alone, and one tensor at a time is gathered."""
+"""Ranks read only their shards from weight files, and gather one block at a time to write them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.runtime.processes import on_processes, shared_folder
 FOUR, PAIR, SQUARE = {"data": 4}, {"data": 2}, {"data": 2, "model": 2}
 
 Layout = Callable[[int], PartitionSpec]
-"""How a parameter of so many dims lies."""
+"""Function from a parameter's number of dims to its spec."""
 
 LAYOUTS: dict[str, tuple[dict[str, int], Layout]] = {
     "rows": (FOUR, lambda dims: P("data")),
@@ -76,7 +76,7 @@ def load(model: nn.Module, engine: DistributedEngine, path: Path) -> None:
 def check_both_ways(name: str, layout: str) -> None:
     """Ranks load files of transformers, and transformers loads the ranks' files, with equal tensors and logits.
 
-    Blocks have a few bytes, or any size.
+    Blocks of 2**24 bytes and of 200 bytes are read and written.
     """
     transformers.utils.logging.disable_progress_bar()
     sizes, lie = LAYOUTS[layout]
@@ -103,7 +103,7 @@ def check_both_ways(name: str, layout: str) -> None:
 
 @contextmanager
 def by_blocks_of(most_bytes: int) -> Iterator[None]:
-    """Within this context, blocks of the given size in bytes are read, gathered or written."""
+    """Read, gather and write blocks of the given size in bytes, within this context."""
     with (
         mock.patch("autoshard.runtime.weights.load_weights.BLOCK_BYTES", most_bytes),
         mock.patch("autoshard.runtime.weights.export_weights.BLOCK_BYTES", most_bytes),
@@ -113,7 +113,7 @@ def by_blocks_of(most_bytes: int) -> Iterator[None]:
 
 
 def check_each_rank_reads_its_slices() -> None:
-    """Each rank reads the bytes of its shards alone, also for an expert in a tensor of its own."""
+    """Each rank reads only the bytes of its shards, also if files have a tensor for each expert."""
     name = "mixtral, experts apart in files"
     engine, saved = engine_on(SQUARE), build(name)
     with shared_folder() as folder:
@@ -144,7 +144,7 @@ def counting(read: list[int]) -> Callable[..., torch.Tensor]:
 
 
 def check_one_block_at_a_time_is_gathered() -> None:
-    """No rank has more than a block of a tensor for a moment, and the block before is freed; experts' parts too."""
+    """In an export, each gathered block is freed before the next, and has at most the block size."""
     name = "mixtral, experts apart in files"
     engine = engine_on(SQUARE)
     model = placed(build(name), engine, LAYOUTS["rows over two axes"][1])
@@ -166,7 +166,7 @@ def check_one_block_at_a_time_is_gathered() -> None:
 
 
 def check_types() -> None:
-    """bfloat16 stays, bit by bit."""
+    """bfloat16 weights are exported and loaded bit by bit, and transformers loads them as bfloat16."""
     engine, saved = engine_on(SQUARE), build("llama").bfloat16()
     with shared_folder() as folder:
         model = placed(build("llama").bfloat16(), engine, LAYOUTS["rows"][1])
@@ -178,7 +178,7 @@ def check_types() -> None:
 
 
 def check_errors_are_the_same_on_every_rank() -> None:
-    """A damaged file, or unequal folders, raise an error on every rank before any parameter changes."""
+    """If one rank has a damaged file or another folder, all ranks raise, and no parameter changes."""
     engine, rank = engine_on(FOUR), dist.get_rank()
     with shared_folder() as folder:
         saved, mine = build("llama"), folder / str(rank)
@@ -204,7 +204,7 @@ def check_errors_are_the_same_on_every_rank() -> None:
 
 
 def check_a_slow_rank_is_waited_for() -> None:
-    """A slow reader shows its progress past the time limit, and its errors reach all ranks."""
+    """A rank that reads longer than the time limit is waited for, and its errors reach all ranks."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
     engine = DistributedEngine(mesh, timeout_s=2.0)
 
@@ -224,7 +224,7 @@ def check_a_slow_rank_is_waited_for() -> None:
 
 
 def check_a_full_disk_is_told_to_every_rank() -> None:
-    """Gathering ranks do not wait for a rank with a full disk, and all ranks continue afterwards."""
+    """A full disk raises on all ranks and leaves no file, and the next export succeeds."""
     engine = engine_on(FOUR)
     model = placed(build("llama"), engine, LAYOUTS["rows"][1])
 
@@ -243,7 +243,7 @@ def check_a_full_disk_is_told_to_every_rank() -> None:
 
 
 def check_a_step_trains_on() -> None:
-    """A compiled step loads weights before and after planning, trains, and exports one device's values."""
+    """A step that loads weights before or after planning trains and exports as one device."""
     saved, inputs = llama()
     with shared_folder() as folder:
         if dist.get_rank() == 0:
@@ -272,7 +272,7 @@ def check_a_step_trains_on() -> None:
 
 
 def check_from_meta(build_model: Callable[[], tuple[nn.Module, dict[str, Any]]], *, with_optimizer: bool) -> None:
-    """A model from meta has the weights of files, makes buffers without a file, and exports all values."""
+    """Check that a model from meta loads files, exports equal values and has the loss of one device."""
     saved, inputs = build_model()
     with shared_folder() as folder:
         if rank_of_this() == 0:
@@ -303,7 +303,7 @@ def wait_for_all() -> None:
 
 
 def _pairs() -> dict[str, Callable[[], None]]:
-    """Each architecture under one layout, and the layouts in turn."""
+    """Return `check_both_ways` for each architecture, each with the next of the layouts."""
     layouts = list(LAYOUTS)
     pairs = [(name, layouts[number % len(layouts)]) for number, name in enumerate(BUILDERS)]
     return {f"{name}: {layout}": partial(check_both_ways, name, layout) for name, layout in pairs}
@@ -333,12 +333,12 @@ test_with_four_processes = on_processes(ON_FOUR, ranks=4, slow=ON_FOUR)
 
 @pytest.mark.parametrize("with_optimizer", [False, True], ids=["module", "step"])
 def test_on_the_simulator(with_optimizer: bool) -> None:
-    """`compile` returns an object with both methods, with an optimizer and without."""
+    """On the simulator, a module and a step load and export weights of a model from meta."""
     check_from_meta(llama, with_optimizer=with_optimizer)
 
 
 def test_a_model_without_values_is_not_exported(tmp_path: Path) -> None:
-    """A model without a plan or without weights is not exported."""
+    """`export` raises before a plan exists and before weights exist, and `load_weights` before a plan exists."""
     with torch.device("meta"):
         model, inputs = llama()
     sharded = autoshard.compile(model, autoshard.Mesh(PAIR))

@@ -1,4 +1,4 @@
-"""Any plan of a whole training step leaves the values of torch's own optimizer on one device."""
+"""Under any plan, a whole training step leaves the values of torch's own optimizer on one device."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ STEPS = 3
 
 
 class Net(nn.Module):
-    """Sizes that four ranks do not divide, a tied weight, a scalar, a parameter without gradient, batch statistics."""
+    """A model with odd sizes, a tied weight, a scalar, unused and frozen parameters, and batch statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def batch(step: int, dtype: torch.dtype = torch.float32, outputs: int = 5) -> tu
 
 
 def two_groups(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
-    """Biases in a group of their own, with other options."""
+    """Return an optimizer with biases in a second group, which has other options."""
     named = dict(model.named_parameters())
     biases = [item for name, item in named.items() if name.endswith("bias")]
     others = [item for name, item in named.items() if not name.endswith("bias")]
@@ -99,7 +99,10 @@ def check_step(
     outputs: int = 5,
     **options: Any,
 ) -> TrainStep:
-    """Check losses, parameters, buffers and state of some steps with a schedule."""
+    """Check that three steps with a schedule leave the losses, parameters, buffers and state of one device.
+
+    Return the step.
+    """
     optimizer, reference = two_groups(make, model), two_groups(make, plain)
     step = autoshard.compile(model, mesh, optimizer=optimizer, loss_fn=F.mse_loss, max_grad_norm=limit, **options)
     assert isinstance(step, TrainStep)
@@ -118,7 +121,7 @@ def check_step(
 
 
 def assert_same(step: TrainStep, plain: nn.Module, reference: torch.optim.Optimizer, tolerance: float) -> None:
-    """Parameters, buffers, and optimizer state in torch's own format."""
+    """Check that parameters, buffers and optimizer state equal one device, in torch's own format."""
     found, expected = step.sharded.state_dict(), plain.state_dict()
     assert list(found) == list(expected)
     for name, value in expected.items():
@@ -138,7 +141,7 @@ def assert_same(step: TrainStep, plain: nn.Module, reference: torch.optim.Optimi
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_step_is_that_of_one_device(kind: str, dtype: torch.dtype, foreach: bool) -> None:
-    """Each optimizer with two groups, clipping and a schedule equals both of torch's loops, on uneven sizes."""
+    """Each optimizer, with two groups, clipping and a schedule, equals torch's loop and `foreach` versions."""
     make = partial(OPTIMIZERS[kind], foreach=foreach)
     tolerance = 1e-11 if dtype == torch.float64 else 2e-5
     step = check_step(net(dtype), net(dtype), make, SQUARE, tolerance=tolerance, limit=0.3, outputs=7)
@@ -149,7 +152,7 @@ def test_a_step_is_that_of_one_device(kind: str, dtype: torch.dtype, foreach: bo
 @pytest.mark.parametrize("constraints", [{}, ZERO_1, ZERO_3], ids=["chosen", "ZeRO-1", "ZeRO-3"])
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 def test_micro_batches_add_up(constraints: dict[str, P], micro_batches: int) -> None:
-    """Gradients of micro-batches are summed in place, and clipped and used once."""
+    """Steps of 1, 2 and 4 micro-batches with clipping equal one device, under the chosen layout and ZeRO."""
     options = {"constraints": constraints, "micro_batches": micro_batches, "limit": 0.5}
     step = check_step(small(), small(), OPTIMIZERS["adamw"], LINE, tolerance=2e-5, **options)
     if constraints is ZERO_1:
@@ -160,7 +163,7 @@ def test_micro_batches_add_up(constraints: dict[str, P], micro_batches: int) -> 
 
 @cache
 def program_of(kind: str, limit: float | None) -> Program:
-    """The traced program of a step of `net`."""
+    """Return the traced program of a training step of `net`."""
     model = net()
     update = describe_update(two_groups(OPTIMIZERS[kind], model), names_of(model.named_parameters()), limit)
     return trace(model, batch(0, torch.float64, 7), loss_fn=F.mse_loss, update=update)
@@ -169,7 +172,7 @@ def program_of(kind: str, limit: float | None) -> Program:
 @given(st.data())
 @examples(4, 8)
 def test_any_plan_of_the_step_is_right(data: st.DataObject) -> None:
-    """Any spec for every parameter, gradient, state and intermediate value that the rules admit."""
+    """Under any plan, training steps equal one device in float64."""
     kind = data.draw(st.sampled_from(sorted(OPTIMIZERS)))
     mesh = data.draw(st.sampled_from([Mesh({"data": 2}), Mesh({"data": 3}), SQUARE]))
     limit = data.draw(st.sampled_from([None, 0.3]))
@@ -179,7 +182,7 @@ def test_any_plan_of_the_step_is_right(data: st.DataObject) -> None:
 
 
 def test_state_goes_on_elsewhere() -> None:
-    """torch's own state goes into a step, and a step's into torch's optimizer and into a step of another layout."""
+    """Torch's optimizer state is loaded into a step, and the step's state into a step of another layout."""
     plain = small()
     reference = OPTIMIZERS["adamw"](plain.parameters())
     for number in range(2):
@@ -202,7 +205,7 @@ def test_state_goes_on_elsewhere() -> None:
 
 
 def test_changed_options_need_no_other_program() -> None:
-    """Learning rate, betas and weight decay may change at each step without a new program."""
+    """Learning rate, betas, eps and weight decay may change at each step without a new program."""
     model, plain = small(), small()
     optimizer, reference = (OPTIMIZERS["adamw"](item.parameters()) for item in (model, plain))
     step = autoshard.compile(model, LINE, optimizer=optimizer, loss_fn=F.mse_loss)
@@ -221,7 +224,7 @@ def test_changed_options_need_no_other_program() -> None:
 
 
 def test_a_parameter_that_joins_later_counts_its_own_steps() -> None:
-    """Each parameter's bias correction follows the steps of that parameter, although calls use unequal sets."""
+    """Adam's bias correction counts the steps of each parameter, if some calls leave parameters out."""
 
     class Branching(nn.Module):
         def __init__(self) -> None:
@@ -243,7 +246,7 @@ def test_a_parameter_that_joins_later_counts_its_own_steps() -> None:
 
 
 def test_an_optimizer_that_is_not_traced_takes_its_own_step(caplog: pytest.LogCaptureFixture) -> None:
-    """An optimizer that is not traced takes its own step with a line in the log, and is refused under strict=True."""
+    """RMSprop, which is not traced, equals one device with a warning in the log, and raises under `strict=True`."""
     model, plain = small(), small()
     optimizer, reference = (torch.optim.RMSprop(item.parameters(), lr=0.01) for item in (model, plain))
     with caplog.at_level(logging.WARNING, "autoshard"):
@@ -258,7 +261,7 @@ def test_an_optimizer_that_is_not_traced_takes_its_own_step(caplog: pytest.LogCa
 
 
 def test_nothing_to_train_is_said() -> None:
-    """A loss that depends on no parameter."""
+    """A loss that depends on no parameter raises an error that says so."""
     model = small()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     step = autoshard.compile(model, LINE, optimizer=optimizer, loss_fn=lambda outputs, y: (outputs.detach() - y).sum())
@@ -270,7 +273,7 @@ def test_nothing_to_train_is_said() -> None:
 
 
 def check_on_gloo(kind: str, constraints: dict[str, P], micro_batches: int) -> None:
-    """Parameters and state are DTensors that lie as the plan says, and equal one device."""
+    """Check that steps on processes equal one device, with DTensors that lie as constrained."""
     options = {"constraints": constraints, "micro_batches": micro_batches, "limit": 0.5}
     step = check_step(small(), small(), OPTIMIZERS[kind], LINE, tolerance=2e-5, **options)
     for parameter, state in step.optimizer.state.items():
@@ -283,7 +286,7 @@ def check_on_gloo(kind: str, constraints: dict[str, P], micro_batches: int) -> N
 
 
 def check_uneven_on_gloo() -> None:
-    """Sizes that four ranks do not divide, a tied weight, scalars, statistics of the batch."""
+    """On four processes, sizes that do not divide, a tied weight, scalars and batch statistics equal one device."""
     constraints = {"first.weight": P("data"), "*:first.weight": P(), "input:*": P("data"), "*:second.*": P("data")}
     check_step(
         net(), net(), OPTIMIZERS["amsgrad"], LINE, tolerance=1e-11, limit=0.3, outputs=7, constraints=constraints
@@ -291,7 +294,7 @@ def check_uneven_on_gloo() -> None:
 
 
 def check_state_on_gloo() -> None:
-    """State goes on in a step of another layout, and the two go on alike."""
+    """A step that loads the state of a step with another layout has the same next losses."""
     steps = []
     for constraints in (ZERO_1, ZERO_3):
         model = small()
@@ -304,7 +307,7 @@ def check_state_on_gloo() -> None:
 
 
 def check_state_made_when_built_on_gloo() -> None:
-    """An optimizer that makes its state when built, such as Adagrad, starts with fresh state."""
+    """Adagrad, which makes its state when built, equals one device; an Adagrad that has stepped is refused."""
     model, plain = small(), small()
     make = partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.2)
     optimizer, reference = make(model.parameters()), make(plain.parameters())
@@ -322,7 +325,7 @@ def check_state_made_when_built_on_gloo() -> None:
 
 
 def check_memory_on_gloo() -> None:
-    """The measured peak of a step with its state is the predicted peak, under each layout."""
+    """The measured peak of a step is within 3 % of the predicted peak, under ZeRO-1 and ZeRO-3."""
     for constraints in (ZERO_1, ZERO_3):
         model = small(256, 8)
         optimizer = OPTIMIZERS["adamw"](model.parameters())
@@ -338,7 +341,7 @@ def check_memory_on_gloo() -> None:
 
 
 def check_kernels_on_gloo() -> None:
-    """One launch updates each group of parameters, also in front of a gather of their pieces."""
+    """With `backend="triton"`, one launch updates each of two parameter groups, and steps equal one device."""
     for constraints in (ZERO_1, ZERO_3):
         made, right = [], BucketUpdates.__call__
 
@@ -355,7 +358,7 @@ def check_kernels_on_gloo() -> None:
 
 
 def check_inductor_on_gloo() -> None:
-    """Compiled code updates as the graph does."""
+    """With `backend="inductor"`, steps equal one device."""
     options = {"constraints": ZERO_1, "backend": "inductor"}
     check_step(small(), small(), OPTIMIZERS["adamw"], LINE, tolerance=2e-5, **options)
 

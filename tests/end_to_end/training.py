@@ -1,4 +1,4 @@
-"""Train a model for a few steps, and compare the results."""
+"""Train a model for a few steps, and compare two trainings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RELATIVE, FLOOR = 1e-5, 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Losses of each step, gradients of the first, and parameters after the last, all global."""
+    """Losses of each step, gradients of the first step, and parameters after the last, all as whole tensors."""
 
     losses: list[torch.Tensor]
     gradients: dict[str, torch.Tensor]
@@ -27,7 +27,7 @@ class Training:
 def train(
     model: nn.Module, inputs: Mapping[str, Any], steps: int = 3, *, lr: float = 1e-2, eps: float = 1e-4
 ) -> Training:
-    """Train in plain PyTorch with AdamW; the model returns its loss alone or under "loss".
+    """Train by AdamW in plain PyTorch; the model returns its loss alone or under "loss".
 
     The default eps is 1e-4, not torch's 1e-8. If a true gradient is zero, such as a key bias in attention, AdamW
     divides rounding noise by its own size. Another order of summation would then move the parameter by up to lr.
@@ -78,7 +78,7 @@ def assert_trains_alike(
     loss: tuple[float, float] = (1e-5, 1e-6),
     parameters: tuple[float, float] = (1e-5, 2e-6),
 ) -> None:
-    """Check the losses of a compiled step and its parameters at the end beside one device.
+    """Check that the losses of a compiled step and its final parameters equal one device.
 
     Tolerances are pairs, relative and absolute.
     """
@@ -92,13 +92,13 @@ def assert_trains_alike(
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The global value, in memory of its own."""
+    """Return the whole tensor, detached and copied."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def assert_equal(found: Training, expected: Training) -> None:
-    """Losses, gradients and parameters agree within the promise: 1e-5 of each element, 1e-6 at least."""
+    """Check that losses, gradients and parameters agree, as `assert_close` does."""
     for step, (loss, reference) in enumerate(zip(found.losses, expected.losses, strict=True)):
         assert_close(loss, reference, f"loss of step {step}")
     for kind in ("gradients", "parameters"):
@@ -109,7 +109,7 @@ def assert_equal(found: Training, expected: Training) -> None:
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Check that each element is within 1e-5 of its reference, relative, plus 1e-6."""
+    """Check that each element differs by at most 1e-5 of its reference, or by 1e-6 if that is more."""
     difference = (found - expected).abs()
     excess = difference - (RELATIVE * expected.abs()).clamp(min=FLOOR)
     count = int((excess > 0).sum())

@@ -1,4 +1,4 @@
-"""A clock that counts matrix products, and measures hidden communication exactly under any load.
+"""A clock that counts matrix products, and so measures hidden communication exactly under any load.
 
 `WorkClock` advances with the products of a process and with its waits. `walk` computes the waits of a lowered program
 under the same clock. `hideable_s` computes the time that any order of the program's phases could hide.
@@ -24,11 +24,11 @@ _aten = torch.ops.aten
 _PRODUCTS = {
     _aten.mm.default: 0, _aten.mm.out: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1,
 }  # fmt: skip
-"""Operators, and which operand is the first factor."""
+"""For each operator that is a matrix product, the index of its first factor among the operands."""
 
 
 def flops(operator: Any, args: Sequence[Any]) -> float:
-    """Operations of a product of matrices; 0 for any other operator."""
+    """Return the floating-point operations of a matrix product, and 0 for any other operator."""
     if operator not in _PRODUCTS:
         return 0.0
     left, right = args[_PRODUCTS[operator] : _PRODUCTS[operator] + 2]
@@ -44,11 +44,11 @@ class WorkClock(TorchDispatchMode):
         self._now_s = 0.0
 
     def now_s(self) -> float:
-        """Seconds of work and waits so far."""
+        """Return the seconds of work and waits so far."""
         return self._now_s
 
     def sleep(self, seconds: float) -> None:
-        """Go on."""
+        """Advance the clock by the seconds of a wait."""
         self._now_s += seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,7 +58,7 @@ class WorkClock(TorchDispatchMode):
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A collective of a program, with its duration on a free link and the wait for its result."""
+    """A collective of a program: its bytes, its duration on a free link, and the wait for its result."""
 
     name: str
     sent_bytes: int
@@ -68,18 +68,18 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """Links without latency, all alike, and processes that take time for products alone."""
+    """Equal links without latency, and processes that spend time on matrix products alone."""
 
     flops_per_s: float
     bandwidth_bytes_per_s: float
 
     def computed_s(self, node: fx.Node) -> float:
-        """Seconds of a call."""
+        """Return the seconds that a node computes."""
         args = fx.map_arg(node.args, lambda operand: operand.meta.get("val"))
         return flops(node.target, args) / self.flops_per_s
 
     def sent_s(self, node: fx.Node, phased: PhasedProgram) -> float:
-        """Seconds of a collective."""
+        """Return the seconds of a collective on a free link."""
         return collective_of(node, phased.lowered.mesh).sent_bytes / self.bandwidth_bytes_per_s
 
 
@@ -155,7 +155,7 @@ def _reached(place: int, edges: Sequence[Sequence[int]]) -> set[int]:
 
 
 def products_s(phased: PhasedProgram, rig: Rig) -> float:
-    """Seconds of all products of a step."""
+    """Return the seconds of all matrix products of a step."""
     nodes = (node for phase in phased.phases.values() for node in phase.graph.nodes if node.op == "call_function")
     return sum(map(rig.computed_s, nodes))
 

@@ -1,4 +1,4 @@
-"""Tiny architectures of transformers with random weights, each with a batch, for tests of reading and writing files."""
+"""Tiny models of transformers with random weights, each with a batch, for tests of weight files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from tests import models
 
 WORDS, WIDTH, INNER = 47, 16, 24
-"""A prime number of words, so that no mesh divides the embedding."""
+"""Sizes of the models; the number of words is prime, so that no mesh divides the embedding."""
 
 _SMALL = {
     "vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": 2,
@@ -58,7 +58,7 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
-    """A model in evaluation, whose every parameter and buffer is drawn, biases and norms too."""
+    """Return a model in evaluation mode; noise is added to every parameter and to running statistics."""
     model = BUILDERS[name]().eval()
     torch.manual_seed(seed)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Count the operators that a block of code dispatches."""
+"""Record the operators that a block of code dispatches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class RecordDispatch(TorchDispatchMode):
-    """The operators that run, on plain tensors and on DTensors."""
+    """A mode that records the names of operators, on plain tensors and on DTensors apart."""
 
     def __init__(self) -> None:
         super().__init__()

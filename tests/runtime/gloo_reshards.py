@@ -1,4 +1,4 @@
-"""Compare reshards on Gloo with the simulator, on each of two processes."""
+"""Compare reshards on two Gloo processes with the simulator."""
 
 from itertools import product
 
@@ -22,7 +22,7 @@ UNORDERED = (torch.complex64, torch.float8_e4m3fn, torch.uint16)
 
 
 def compare(engine: DistributedEngine, source: PartitionSpec, target: PartitionSpec, dtype: torch.dtype) -> None:
-    """Run one reshard on Gloo and the simulator, at an even and an uneven shape."""
+    """Check that one reshard on Gloo gives the simulator's bits, at an even and an uneven shape."""
     for shape in ((3, 5), (4, 4)):
         value = torch.arange(shape[0] * shape[1]).reshape(shape).remainder(7).to(dtype)
         inputs, program = shard_all(value, source, MESH), reshard_program(source, target, shape, dtype, MESH)
@@ -35,7 +35,7 @@ def compare(engine: DistributedEngine, source: PartitionSpec, target: PartitionS
 
 
 def check_reshards() -> None:
-    """Compare every kind of step for every element type."""
+    """Check every pair of specs for every element type; types without an order have no partial specs."""
     engine = DistributedEngine(init_device_mesh("cpu", MESH.shape, mesh_dim_names=MESH.axis_names))
     for dtype in ORDERED:
         for source, target in product((*WHOLE, *PARTIAL), repeat=2):

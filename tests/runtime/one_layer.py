@@ -1,4 +1,4 @@
-"""A small model of one layer that every process of a test builds alike."""
+"""A model of one layer, with equal weights in every process that builds it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class OneLayer(nn.Module):
-    """A layer and a loss; weights are equal wherever the model is built."""
+    """A linear layer with fixed initial weights, which returns its mean square."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Prints the page faults of a compiled step on one process; started by `test_freed_memory`."""
+"""Print the page faults of a compiled step on one process; `test_freed_memory` runs this file."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import autoshard
 from tests.models import Chain
 
 WIDTH, LAYERS, ROWS = 256, 6, 2048
-"""Activations of 2 MiB; 12 of them are saved for the backward."""
+"""Sizes for activations of 2 MiB; 12 of them are saved for the backward."""
 SETTLING, STEPS = 10, 6
-"""Steps in which the heap still grows, by 2 MiB in any of the first nine; and steps that are counted."""
+"""Steps in which the heap may still grow, and steps that are counted."""
 
 
 def main() -> None:
-    """Run until memory has settled, then count."""
+    """Print the minor page faults per step, after the first `SETTLING` steps."""
     torch.set_num_threads(1)
     store = Path(tempfile.mkdtemp()) / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)

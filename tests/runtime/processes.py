@@ -1,4 +1,4 @@
-"""Run checks on Gloo processes: one start for many checks, with a deadline, so that nothing hangs."""
+"""Run checks on Gloo processes, many checks with one start, before a deadline."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ PRELOADED = ["autoshard", "passes.driver.entry", "tests.models", "transformers.m
 def run_checks(checks: Mapping[str, Check], ranks: int = 4, deadline_s: float = 300.0) -> dict[str, str]:
     """Run each check, in order, in `ranks` processes of one Gloo group.
 
-    Returns:
-        For each check, what went wrong on the first rank on which something did, or "". Checks that the processes did
-        not come to say so.
+    Return for each check "" or an error: that of a rank that failed by itself, before those of ranks that waited. A
+    check that a process did not reach in `deadline_s` seconds has the text "did not finish".
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("forkserver")
@@ -52,15 +51,16 @@ def run_checks(checks: Mapping[str, Check], ranks: int = 4, deadline_s: float = 
 
 
 def held_store() -> dist.TCPStore:
-    """A store that no rank hosts, as under torchrun, for ranks that are killed or stopped; they call `join_ranks`.
+    """Return a store that no rank hosts, as under torchrun, for ranks that are killed or stopped.
 
-    In a file, a rank that is stopped with the file's lock, or killed within a record, would stop all others.
+    Ranks connect by `join_ranks`. With a store in a file, a rank that is stopped with the file's lock would stop all
+    others.
     """
     return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 
 def join_ranks(port: int, rank: int, ranks: int) -> None:
-    """Become one rank of a Gloo group, whose store is at a port."""
+    """Make this process one rank of a Gloo group whose store listens at a port of this host."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo", WORLD_SIZE=str(ranks), RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     store = dist.TCPStore("localhost", port, is_master=False)
@@ -68,7 +68,7 @@ def join_ranks(port: int, rank: int, ranks: int) -> None:
 
 
 def new_folder() -> Path:
-    """A new folder, the same on all ranks, or of this process alone."""
+    """Return a new folder, the same on all ranks of a process group if there is one."""
     names = [tempfile.mkdtemp() if _is_first() else None]
     if dist.is_initialized():
         dist.broadcast_object_list(names)
@@ -77,7 +77,7 @@ def new_folder() -> Path:
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A `new_folder`, which is deleted in the end, unless a check fails."""
+    """Yield a `new_folder`, and delete it at the end unless a check fails."""
     folder = new_folder()
     yield folder
     if dist.is_initialized():
@@ -91,9 +91,9 @@ def _is_first() -> bool:
 
 
 def checked_once(checks: Mapping[str, Check], **options: Any) -> Any:
-    """A module's fixture: the outcomes of checks, which run for the first test that needs them; see `run_checks`.
+    """Return a module's fixture with the outcomes of checks, which `run_checks` runs at the first use.
 
-    Only those run that a test of this session asks for, by a parameter `name`.
+    Only the checks run that tests of this session ask for, by a parameter `name`.
     """
 
     def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
@@ -105,7 +105,7 @@ def checked_once(checks: Mapping[str, Check], **options: Any) -> Any:
 def on_processes(
     checks: Mapping[str, Check], *, slow: Collection[str] = (), sample: int | None = None, **options: Any
 ) -> Any:
-    """A test of each check; the first test that runs starts all checks that this session asks for; see `run_checks`."""
+    """Return a test with a case for each check; the first case runs `run_checks` on all checks of this session."""
     outcomes: dict[str, str] = {}
 
     @pytest.mark.parametrize("name", named(checks, slow=slow))
@@ -121,20 +121,20 @@ def on_processes(
 
 
 def asked(request: pytest.FixtureRequest, checks: Mapping[str, Check]) -> dict[str, Check]:
-    """The checks that tests of this session ask a module's fixture for, by a parameter `name`."""
+    """Return the checks that tests of this session ask a module's fixture for, by a parameter `name`."""
     tests = [item for item in request.session.items if request.fixturename in getattr(item, "fixturenames", ())]
     names = {test.callspec.params["name"] for test in tests if test.path == request.path}  # type: ignore[attr-defined]
     return {name: check for name, check in checks.items() if name in names}
 
 
 def named(checks: Iterable[str], *, slow: Collection[str]) -> list[Any]:
-    """The names of checks as parameters of a test; checks that resemble a quick one are slow."""
+    """Return the names of checks as parameters of a test; those in `slow` are marked slow."""
     assert set(slow) <= set(checks), f"no check is called {sorted(set(slow) - set(checks))}"
     return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in checks]
 
 
 def report(outcomes: Mapping[str, str], name: str) -> None:
-    """Fail if the check did."""
+    """Fail the test if the outcome of the check is an error."""
     if outcomes[name]:
         pytest.fail(outcomes[name], pytrace=False)
 

@@ -1,7 +1,7 @@
 """Steps launched from CUDA graphs equal steps whose kernels are launched one by one.
 
-Without a GPU, a stand-in records a function by keeping it. Launched again, it computes on the memory that it
-was recorded with, and writes its results where they were.
+Without a GPU, a stand-in records a function by keeping it. At each launch, the function computes on the memory that it
+was recorded with, and its results are copied to their old memory.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,13 +26,13 @@ DEVICE = "cuda" if ON_CUDA else "cpu"
 
 
 class StandIn:
-    """Records by keeping the function; counts recordings and launches."""
+    """A stand-in for recording CUDA graphs, which counts recordings and launches."""
 
     def __init__(self) -> None:
         self.recorded = self.launched = 0
 
     def __call__(self, function: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
-        """Record as a `Record` does."""
+        """Return a function that launches the recorded one again, and the results' memory, as a `Record` does."""
         self.recorded += 1
         replay, results = record_on_cuda(function) if ON_CUDA else self._keep(function)
 
@@ -60,7 +60,7 @@ def _one_process() -> Iterator[None]:
 
 
 def recorded_by(patch: pytest.MonkeyPatch) -> StandIn:
-    """Let steps that are compiled from now on record by a stand-in, which is returned."""
+    """Make steps that are compiled from now on record by a stand-in; return the stand-in."""
     found = StandIn()
     patch.setattr(compile_model, "graphs_of", lambda cuda_graph, *_, **__: GraphedPasses(found))
     return found
@@ -68,12 +68,12 @@ def recorded_by(patch: pytest.MonkeyPatch) -> StandIn:
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """The stand-in of a test's steps."""
+    """Return the stand-in by which the test's steps record."""
     return recorded_by(monkeypatch)
 
 
 class Net(nn.Module):
-    """Products, dropout, and a buffer that a call changes."""
+    """A model with products, dropout, and a buffer that each call changes."""
 
     calls: Tensor
 
@@ -84,14 +84,14 @@ class Net(nn.Module):
         self.register_buffer("calls", torch.zeros(3))
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        """The loss."""
+        """Return the mean squared error of the target."""
         self.calls.add_(1.5)
         out = self.down(self.dropout(torch.relu(self.up(x))))
         return (out - target).square().mean()
 
 
 def train(batches: Sequence[int], *, cuda_graph: bool, dropout: float, **options: Any) -> list[Tensor]:
-    """The losses of steps on batches of these sizes, then all that the model holds."""
+    """Return the losses of steps on batches of the given sizes, and then the model's state."""
     torch.manual_seed(0)
     with torch.device(DEVICE):
         model = Net(dropout)

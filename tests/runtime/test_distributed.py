@@ -1,4 +1,4 @@
-"""The engine of torch.distributed on four Gloo processes."""
+"""The engine of `torch.distributed` on four Gloo processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MEGATRON = {"first.weight": P("model"), "second.weight": P(None, "model"), "inpu
 
 
 class TwoLayers(nn.Module):
-    """`second(first(x))`; returns loss and output, and counts its calls."""
+    """A model that returns the loss and output of `second(first(x))`, and counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def device_mesh(shape: tuple[int, int] = (2, 2)) -> DeviceMesh:
 
 
 def pair(shape: tuple[int, int] = (2, 2)) -> tuple[TwoLayers, ShardedModule]:
-    """A model, and a copy of it in Megatron's layout: hidden values over "model", the batch over "data"."""
+    """Return a model and a compiled copy, with hidden values split over "model" and the batch over "data"."""
     torch.manual_seed(0)
     plain = TwoLayers()
     return plain, autoshard.compile(copy.deepcopy(plain), device_mesh(shape), constraints=MEGATRON)
@@ -67,7 +67,7 @@ def assert_same_gradients(plain: nn.Module, sharded: nn.Module) -> None:
 
 
 def check_each_purpose_has_its_communicator() -> None:
-    """Each purpose has its own communicator along the same ranks in the same order, made once."""
+    """Each purpose has its own process group, made once, of the same ranks in the same order."""
     groups = ProcessGroups(device_mesh())
     names = ["data", "data/gradients", "data/parameters", "data,model/gradients"]
     found = [groups.name(name) for name in names]
@@ -79,7 +79,7 @@ def check_each_purpose_has_its_communicator() -> None:
 
 
 def check_loss_and_gradients() -> None:
-    """Loss and gradients equal one device, also for a batch of 5 over 2 and 4 ranks, and hidden 6 over 4."""
+    """Loss, output, gradients and buffers equal one device, also with sizes that ranks do not divide."""
     for shape, size in (((2, 2), 4), ((2, 2), 5), ((4, 1), 5), ((1, 4), 4)):
         plain, sharded = pair(shape)
         x = batch(size).requires_grad_()
@@ -135,7 +135,7 @@ def check_dtensor_input_and_sharded_output() -> None:
 
 
 def check_a_rank_loads_its_rows_alone() -> None:
-    """The sampler's rows, as DTensors, give the loss of the whole batches; reading them communicates nothing."""
+    """Rows that each rank's sampler loads, as one DTensor, give loss and output of the whole batch."""
     plain, sharded = pair()
     sharded(batch())
     dataset = torch.randn(10, WIDTH, generator=torch.Generator().manual_seed(2))
@@ -155,7 +155,7 @@ def check_a_rank_loads_its_rows_alone() -> None:
 
 
 def check_groups_over_several_axes() -> None:
-    """A group over two axes, and numbers of the rank, are written into the graph."""
+    """A graph bound to a rank can all-reduce over a group of two mesh axes."""
     engine = DistributedEngine(device_mesh())
     graph = fx.Graph()
     x = graph.placeholder("x")
@@ -168,7 +168,7 @@ def check_groups_over_several_axes() -> None:
 
 
 def check_an_update_in_place_makes_no_dtensors() -> None:
-    """Parameters and state that a step overwrites stay the same DTensors; comparing versions makes no new DTensors."""
+    """A second training step makes no new DTensor, since parameters and state are overwritten."""
     torch.manual_seed(0)
     model = TwoLayers()
     step = autoshard.compile(model, device_mesh(), optimizer=torch.optim.AdamW(model.parameters(), fused=True))
@@ -181,7 +181,7 @@ def check_an_update_in_place_makes_no_dtensors() -> None:
 
 
 def check_meshes_and_processes() -> None:
-    """An abstract mesh finds the processes; a larger mesh is refused; a smaller mesh is simulated."""
+    """A mesh as large as the run uses its processes; a larger mesh raises, and one rank is simulated."""
     assert isinstance(make_engine(Mesh({"data": 2, "model": 2}), torch.device("cpu")), DistributedEngine)
     assert isinstance(make_engine(Mesh({"data": 1}), torch.device("cpu")), SimulatorEngine)
     with pytest.raises(MeshError, match=r"has 8 ranks, but this run has 4 processes"):
@@ -189,7 +189,7 @@ def check_meshes_and_processes() -> None:
 
 
 def check_ranks_with_different_seeds() -> None:
-    """A seed that only one rank has is found when it compiles."""
+    """Ranks with different seeds raise at the first call."""
     torch.manual_seed(0)
     sharded = autoshard.compile(TwoLayers(), device_mesh())
     torch.manual_seed(dist.get_rank())

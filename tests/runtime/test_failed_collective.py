@@ -1,4 +1,4 @@
-"""The collective in which an error was raised."""
+"""`failed_collective` describes the collective in which an error was raised."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def fail(value: torch.Tensor) -> torch.Tensor:
 
 
 def failing_graph() -> fx.GraphModule:
-    """An all-reduce that fails."""
+    """Return a graph whose only call, an all-reduce, raises."""
     graph = fx.Graph()
     value = graph.placeholder("value")
     started = graph.call_function(fail, (value,), name="all_reduce")
@@ -30,14 +30,14 @@ def error_of(module: fx.GraphModule) -> RuntimeError:
 
 
 def test_the_failing_node_is_named() -> None:
-    """The words have the collective, its group, module and line."""
+    """The description has the collective, its mesh axis, module and source line."""
     module = failing_graph()
     words = failed_collective(error_of(module), module.graph)
     assert words == "in the all-reduce over 'data' of up (model.py:3 in forward)"
 
 
 def test_an_error_of_other_code() -> None:
-    """An error that was not raised in the graph's code is not described."""
+    """The description of an error that was not raised in the graph's code is empty."""
     error = error_of(failing_graph())
     assert failed_collective(ValueError(), failing_graph().graph) == ""
     assert failed_collective(error, fx.Graph()) == ""

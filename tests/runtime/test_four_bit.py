@@ -1,4 +1,4 @@
-"""4-bit layers are taken over; weights that are stored in other ways are refused by name."""
+"""Layers of bitsandbytes with NF4 weights are taken over, and all other quantised layers are refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_weights_are_refused(name: str) -> None:
-    """The message names the layer and the way out, and comes before any planning."""
+    """`compile` of a layer with other quantised weights raises an error that names the layer and an alternative."""
     make, message = REFUSED[name]
     model = nn.Sequential(make())
     with pytest.raises(NotAvailableError, match=message):
@@ -50,7 +50,7 @@ def test_other_weights_are_refused(name: str) -> None:
 
 
 def test_a_layer_is_taken_over_once() -> None:
-    """The layer stays the same object, with three frozen parameters, however often it is taken over."""
+    """Taking a layer over twice leaves the same layer with the same three frozen parameters."""
     model = nn.Sequential(linear().to("cpu"))
     layer = model[0]
     take_over_4bit_layers(model)
@@ -65,7 +65,7 @@ def test_a_layer_is_taken_over_once() -> None:
 
 
 def test_a_weight_on_meta_gets_its_packed_shape() -> None:
-    """Half a byte for each number, and a byte for each scale."""
+    """On meta, a taken-over weight has half a byte for each number, and its scales one byte each."""
     with torch.device("meta"):
         model = nn.Sequential(linear())
     take_over_4bit_layers(model)

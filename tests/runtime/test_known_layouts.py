@@ -1,4 +1,4 @@
-"""Facts cached for tensors whose sharding is the same as in the previous call."""
+"""`is_same_memory` compares the memory of two tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autoshard.runtime.known_layouts import is_same_memory
 
 
 def test_the_same_memory_is_the_same_elements_in_the_same_places() -> None:
-    """Other elements of a tensor, or equal elements in another order, are not the same memory."""
+    """Equal views are the same memory; a transposed view, a part, a copy and another part are not."""
     x = torch.zeros(2, 2)
     assert is_same_memory(x, x.view(2, 2))
     assert not any(is_same_memory(x, other) or is_same_memory(other, x) for other in (x.t(), x[0], x.clone()))

@@ -22,7 +22,7 @@ from tests.models import Chain
 
 
 def test_the_program_used_least_recently_is_forgotten_and_freed() -> None:
-    """With room for two of three kinds of calls, the least recently used kind is compiled a second time."""
+    """With room for two programs, a third shape frees the least recently used one, which can be compiled again."""
     sharded = autoshard.compile(nn.Linear(4, 2), Mesh({"data": 2}), options=autoshard.Options(max_programs=2))
     sharded(torch.ones(2, 4))
     first = weakref.ref(sharded.programs[0].phased.lowered.graph_module)
@@ -39,7 +39,7 @@ def test_the_program_used_least_recently_is_forgotten_and_freed() -> None:
 
 
 def check_freed(axes: dict[str, int]) -> None:
-    """Steps and evaluations of three lengths equal one device, and free all of their six programs but the last."""
+    """Check that steps and evaluations of three lengths equal one device, and free all six programs but the last."""
     torch.manual_seed(0)
     model, reference = Chain(4, 2), Chain(4, 2)
     reference.load_state_dict(model.state_dict())
@@ -71,12 +71,12 @@ def _graph_of(sharded: ShardedModule) -> weakref.ref[Any]:
 
 @pytest.mark.parametrize("axes", [{"data": 2}, {"pipeline": 2}], ids=str)
 def test_forgotten_steps_and_evaluations_are_freed(axes: dict[str, int]) -> None:
-    """Neither the optimizer's side nor the stages of a pipeline keep a dropped program alive."""
+    """A program dropped from the cache is freed, on data ranks and in pipeline stages."""
     check_freed(axes)
 
 
 def test_what_is_made_for_a_program_goes_with_it() -> None:
-    """A value is made once per program, even if another value replaces it; copies of its holder start empty."""
+    """A `PerProgram` value is made once per program and freed with it; copies of the holder start empty."""
     sharded: Any = autoshard.compile(nn.Linear(4, 2), Mesh({"data": 2}), example_inputs=(torch.ones(2, 4),))
     (executable,) = sharded._known
     other = executable.for_a_copy()

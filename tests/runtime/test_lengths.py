@@ -1,4 +1,4 @@
-"""Calls of many lengths are padded to few lengths, with unchanged results."""
+"""With `dynamic_lengths`, calls of many lengths are padded to few lengths, and results equal one device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORDS, WIDTH = 12, 8
 
 
 class Tagger(nn.Module):
-    """A causal model that returns a loss without targets of -100, and its predictions."""
+    """A causal model that returns a loss, which ignores targets of -100, and predictions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Tagger(nn.Module):
 
 
 class Mean(Tagger):
-    """A model whose loss is a mean over all places."""
+    """A model whose loss is a mean over all positions, so that padding changes it."""
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"loss": super().forward(tokens, targets)["scores"].square().mean()}
@@ -55,14 +55,14 @@ def batch(length: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_lengths_are_few_and_at_most_half_more() -> None:
-    """Between 8 and 4,096 there are 19 lengths, each at least the requested length."""
+    """Lengths from 8 to 4096 are padded to 19 different lengths, by at most half."""
     found = {length: padded_length(length) for length in range(8, 4097)}
     assert len(set(found.values())) == 19
     assert all(length <= padded <= 1.5 * length for length, padded in found.items())
 
 
 def test_many_lengths_share_programs_and_equal_one_device() -> None:
-    """Loss, predictions and gradients of eight lengths equal one device, with two training programs."""
+    """Outputs and gradients of eight lengths equal one device, with training programs for two padded lengths."""
     model = Tagger()
     plain = copy.deepcopy(model)
     sharded = autoshard.compile(model, Mesh({"data": 2}), options=autoshard.Options(dynamic_lengths=PADDING))
@@ -81,7 +81,7 @@ def test_many_lengths_share_programs_and_equal_one_device() -> None:
 
 
 def test_what_is_undefined_on_one_device_is_no_effect_of_padding() -> None:
-    """The loss without any target is NaN, padded or not; finite values beside it are compared."""
+    """A padded call without any target returns a NaN loss and right predictions, as one device does."""
     model = Tagger()
     sharded = autoshard.compile(model, Mesh({"data": 2}), options=autoshard.Options(dynamic_lengths=PADDING))
     tokens, targets = batch(10)
@@ -91,7 +91,7 @@ def test_what_is_undefined_on_one_device_is_no_effect_of_padding() -> None:
 
 
 def test_a_training_step_pads() -> None:
-    """Three steps of SGD on three lengths give the parameters of one device."""
+    """Three padded steps of SGD on three lengths give the losses and parameters of one device."""
     model = Tagger()
     plain = copy.deepcopy(model)
     step = autoshard.compile(
@@ -113,7 +113,7 @@ def test_a_training_step_pads() -> None:
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, partial(torch.optim.Adagrad, eps=1e-3)])
 def test_micro_batches_are_padded(kind: Callable[..., torch.optim.Optimizer]) -> None:
-    """Padded micro-batches with unequal numbers of targets are weighed as the batch of one device is."""
+    """Padded micro-batches with unequal numbers of targets train as the whole batch on one device."""
     model = Tagger()
     plain = copy.deepcopy(model)
     options = autoshard.Options(dynamic_lengths=PADDING)
@@ -132,14 +132,14 @@ def test_micro_batches_are_padded(kind: Callable[..., torch.optim.Optimizer]) ->
 
 
 def test_an_empty_length_is_refused() -> None:
-    """A call without any token is refused as without padding."""
+    """A call of length zero raises."""
     sharded = autoshard.compile(Tagger(), Mesh({"data": 2}), options=autoshard.Options(dynamic_lengths=PADDING))
     with pytest.raises(TraceError, match="no elements"):
         sharded(*batch(0))
 
 
 def equal_to_one_device(model: nn.Module, padding: dict[str, float], *calls: tuple[torch.Tensor, ...]) -> ShardedModule:
-    """A compiled model, which computed the calls as one device does, with their gradients."""
+    """Check outputs, gradients and buffers of padded calls against one device; return the compiled model."""
     plain = copy.deepcopy(model)
     sharded = autoshard.compile(model, Mesh({"data": 2}), options=autoshard.Options(dynamic_lengths=padding))
     for call in calls:
@@ -160,7 +160,7 @@ def leaves_of(outputs: Any) -> list[torch.Tensor]:
 
 
 def test_a_model_that_looks_at_padding_runs_at_its_own_lengths(caplog: pytest.LogCaptureFixture) -> None:
-    """One warning names the operator and the line, and results equal one device."""
+    """A model that padding would change runs unpadded, and one warning names the operator and its line."""
     sharded = equal_to_one_device(Mean(), PADDING, *(batch(length) for length in (9, 10, 11, 12)))
     assert len(sharded.programs) == 4
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
@@ -169,7 +169,7 @@ def test_a_model_that_looks_at_padding_runs_at_its_own_lengths(caplog: pytest.Lo
 
 
 def test_statistics_of_the_batch_are_those_of_the_batch() -> None:
-    """A running mean counts no padding."""
+    """Running statistics of a batch norm equal one device, without padding."""
 
     class Normed(nn.Module):
         def __init__(self) -> None:
@@ -183,7 +183,7 @@ def test_statistics_of_the_batch_are_those_of_the_batch() -> None:
 
 
 def test_results_that_grow_otherwise_are_not_cut_to_a_guess() -> None:
-    """A result twice as long as the inputs is that of the inputs' own length."""
+    """A result twice as long as the input equals one device."""
 
     class Doubled(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -193,7 +193,7 @@ def test_results_that_grow_otherwise_are_not_cut_to_a_guess() -> None:
 
 
 class Pooled(nn.Module):
-    """A classifier that pools words; in some ways `how`, padding reaches the result."""
+    """A classifier that pools words; padding changes its result only later or only in training."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class Pooled(nn.Module):
 
 @pytest.mark.parametrize("how", ["zero-initialised head", "padding's row begins at zero", "pools in training only"])
 def test_padding_that_counts_later_on_does_not_count(how: str) -> None:
-    """Training is that of one device also where padding changes nothing at first, or in evaluation."""
+    """Training equals one device if padding has an effect only after some steps, or only in training."""
     model = Pooled(how)
     plain = copy.deepcopy(model)
     sharded = autoshard.compile(model, Mesh({"data": 2}), options=autoshard.Options(dynamic_lengths={"tokens": 0}))
@@ -253,7 +253,7 @@ def later(scores: torch.Tensor) -> torch.Tensor:
 
 
 class Masked(Tagger):
-    """Attention written by hand, with a mask of its own."""
+    """A tagger with attention by hand, whose scores are masked in one of the ways of `MASKS`."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -268,7 +268,10 @@ class Masked(Tagger):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("how", MASKS)
 def test_rows_of_padding_whose_scores_are_all_masked_are_not_padded(how: str) -> None:
-    """Their weights are 0 / 0, and so is the gradient of all parameters; other masks leave padding out."""
+    """Calls whose masks leave a padded row no key run unpadded; calls with other masks share one padded program.
+
+    A softmax over such a row is NaN, and so would be all gradients.
+    """
     calls = [(*batch(length, length), torch.ones(4, length)) for length in (9, 10)]
     sharded = equal_to_one_device(Masked(how), {**PADDING, "mask": 0}, *calls)
     assert len(sharded.programs) == (2 if how in ("rows and keys", "rows, then keys") else 1)
@@ -287,7 +290,7 @@ SHAPES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 class Shaped(nn.Module):
-    """A sum of a function of each element, times a mask."""
+    """A sum of a function of each element and a mask."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -299,7 +302,10 @@ class Shaped(nn.Module):
 
 @pytest.mark.parametrize("how", SHAPES)
 def test_padding_without_a_gradient_is_none(how: str) -> None:
-    """An infinite derivative at the padding value, times zero, is NaN, though the loss is finite."""
+    """Models with an infinite derivative at padding run at their own lengths, and equal one device.
+
+    That derivative times a mask of zero is NaN, although the loss is finite.
+    """
     calls = [(torch.rand(4, length, 3) + 0.5, torch.ones(4, length, 1)) for length in (9, 10)]
     sharded = equal_to_one_device(Shaped(how), {"x": 0, "mask": 0}, *calls)
     assert len(sharded.programs) == (1 if how in ("norm", "power of two") else 2)
@@ -323,7 +329,7 @@ OWN_LENGTH = ("view without elements at short lengths", "whole division", "remai
 
 
 class Edge(nn.Module):
-    """A function of some numbers and of whole numbers without zeros."""
+    """A function of fractions and of whole numbers without zeros."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -336,14 +342,14 @@ class Edge(nn.Module):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("how", EDGES)
 def test_numbers_views_without_elements_and_divisions_are_followed(how: str) -> None:
-    """A call that would raise an error in padding, or that no proof follows, runs at its own length."""
+    """Calls that would raise in padding, or cannot be proven, run at their own lengths; all others are padded."""
     calls = [(torch.rand(4, length), torch.full((4, length), 5)) for length in (9, 10)]
     sharded = equal_to_one_device(Edge(how), {"x": 0, "ids": 0}, *calls)
     assert len(sharded.programs) == (2 if how in OWN_LENGTH else 1)
 
 
 def test_arguments_that_do_not_share_a_length_are_refused() -> None:
-    """The error says which lengths were found."""
+    """Arguments with different lengths, or without the padded dim, raise an error that states lengths or shape."""
     sharded = autoshard.compile(Tagger(), Mesh({"data": 2}), options=autoshard.Options(dynamic_lengths=PADDING))
     with pytest.raises(TraceError, match=r"lengths of this call are {'tokens': 9, 'targets': 7}"):
         sharded(batch(9)[0], batch(7)[1])

@@ -1,4 +1,4 @@
-"""A taken-over layer computes the same as bitsandbytes' own, forward and backward."""
+"""A taken-over 4-bit layer computes as the layer of bitsandbytes does, forward and backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ bnb = pytest.importorskip("bitsandbytes")
 def layer(
     dtype: torch.dtype = torch.float32, compute: torch.dtype | None = None, *, bias: bool = False, nested: bool = True
 ) -> Any:
-    """A quantised layer from 128 to 96 features."""
+    """Return a quantised layer of bitsandbytes from 128 to 96 features."""
     torch.manual_seed(0)
     made = bnb.nn.Linear4bit(
         128, 96, bias=bias, compute_dtype=compute, compress_statistics=nested, quant_type="nf4"
@@ -44,7 +44,7 @@ def taken_over(own: nn.Module) -> Any:
 )
 @pytest.mark.parametrize("nested", [False, True])
 def test_equal_to_bitsandbytes(dtype: torch.dtype, compute: torch.dtype | None, nested: bool) -> None:
-    """Results and gradients are equal, for weights quantised from one type and computed in another."""
+    """Outputs and input gradients equal those of bitsandbytes, for several weight and compute types."""
     own = layer(dtype, compute, nested=nested)
     ours = taken_over(own)
     results = []
@@ -58,7 +58,7 @@ def test_equal_to_bitsandbytes(dtype: torch.dtype, compute: torch.dtype | None, 
 
 
 def test_a_bias_has_a_gradient() -> None:
-    """A trained bias beside the frozen weight."""
+    """The output with a bias, and the bias gradient, equal those of bitsandbytes."""
     own = layer(bias=True)
     ours = taken_over(own)
     for module in (own, ours):
@@ -69,7 +69,7 @@ def test_a_bias_has_a_gradient() -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_new_weight_brings_its_scales(nested: bool) -> None:
-    """Peft merges an adapter by setting a new weight; the layer then computes with this weight and its scales."""
+    """After a new weight is set, as peft does to merge, the layer has this weight's values and scales."""
     ours = taken_over(layer(nested=nested))
     values = 7 * torch.randn(96, 128)
     options = {"quant_type": "nf4", "compress_statistics": nested}
@@ -79,14 +79,14 @@ def test_a_new_weight_brings_its_scales(nested: bool) -> None:
 
 
 def test_casts_leave_scales_alone() -> None:
-    """`model.to(dtype)` changes no bit of the weight, as in bitsandbytes."""
+    """After `.bfloat16()`, the dequantised weight is the same bit by bit."""
     ours = taken_over(layer())
     before = ours.dequantize()
     assert torch.equal(ours.bfloat16().dequantize(torch.float32), before)
 
 
 def test_in_full() -> None:
-    """A plain layer with the same numbers, in the type from which the weight was quantised."""
+    """`in_full` returns a plain `nn.Linear` with the dequantised weight in its original type, also on meta."""
     ours = taken_over(layer(torch.bfloat16, bias=True))
     full = ours.in_full()
     assert type(full) is nn.Linear
@@ -100,7 +100,7 @@ def test_in_full() -> None:
 
 
 def test_state_dict_has_all_tensors() -> None:
-    """A second layer loads them and computes the same."""
+    """A layer that loads another's state dict has the same dequantised weight."""
     ours, other = taken_over(layer()), taken_over(layer().to(torch.float32))
     assert ours.state_dict().keys() == {"weight", "absmax", "nested"}
     with torch.no_grad():

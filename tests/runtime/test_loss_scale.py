@@ -1,4 +1,4 @@
-"""The scale of the loss follows torch's scaler step by step."""
+"""The loss scale changes as that of torch's `GradScaler`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTINGS = st.builds(
 
 @given(SETTINGS, st.lists(st.booleans(), max_size=20))
 def test_it_rises_and_falls_as_torch_does(settings: LossScaling, skipped: list[bool]) -> None:
-    """Equal to the last bit until torch's scale has no inverse; a copy that loads the state goes on alike."""
+    """After each step, the scale equals torch's to the last bit, down to the smallest scale; so does a loaded copy."""
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     scaler = torch.amp.GradScaler("cpu", **dataclasses.asdict(settings))
@@ -46,7 +46,7 @@ def test_it_rises_and_falls_as_torch_does(settings: LossScaling, skipped: list[b
 
 
 def test_the_scale_stays_above_zero() -> None:
-    """After hundreds of skipped steps the scale has an inverse in float32, and so has a loaded scale of zero."""
+    """After 300 skipped steps, the inverse is finite in float32, also after a zero scale was loaded."""
     scale = LossScale(LossScaling())
     for _ in range(300):
         scale.update(was_skipped=True)
@@ -56,7 +56,7 @@ def test_the_scale_stays_above_zero() -> None:
 
 
 def test_it_rises_after_a_longer_interval_was_loaded() -> None:
-    """A state with more good steps than the new interval makes the next good step raise the scale."""
+    """If a loaded state has more good steps than the growth interval, the next good step raises the scale."""
     long, short = LossScale(LossScaling(growth_interval=9)), LossScale(LossScaling(growth_interval=4))
     for _ in range(6):
         long.update(was_skipped=False)
@@ -66,7 +66,7 @@ def test_it_rises_after_a_longer_interval_was_loaded() -> None:
 
 
 def test_the_inverse_removes_the_scale() -> None:
-    """Powers of two change no digit."""
+    """The inverse times the default scale is exactly 1."""
     scale = LossScale(LossScaling())
     assert scale.inverse * scale.value == 1.0
     assert scale.inverse == 2.0**-16

@@ -1,4 +1,4 @@
-"""Pickling shards: one rank writes whole tensors as plain ones, and refuses shards."""
+"""One rank alone can pickle whole tensors, which become plain tensors, and not shards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def network() -> nn.Sequential:
 
 
 def stepped(constraints: dict[str, P]) -> tuple[nn.Sequential, Any]:
-    """A model that took a step, and its step."""
+    """Return a model after a training step, and the step."""
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     step = autoshard.compile(
@@ -51,7 +51,7 @@ def reread(value: Any) -> Any:
 
 
 def check_one_rank_refuses_parts() -> None:
-    """Common ways to save: one rank alone raises the error, and all ranks continue after it."""
+    """If one rank alone saves shards in any common way, it raises, and all ranks can go on."""
     model, step = stepped(PARTS)
     output = autoshard.compile(nn.Linear(6, 2), PAIR, constraints={"input:0": P("data")})(INPUTS)
     if dist.get_rank() == 0:
@@ -65,7 +65,7 @@ def check_one_rank_refuses_parts() -> None:
 
 
 def check_one_rank_saves_wholes() -> None:
-    """A first rank that holds whole parameters writes the file of one device: plain tensors and parameters."""
+    """If parameters are whole on each rank, rank 0 alone saves files that one device loads."""
     model, step = stepped(WHOLE)
     if dist.get_rank() == 0:
         state = reread(model.state_dict())
@@ -84,7 +84,7 @@ def check_one_rank_saves_wholes() -> None:
 
 
 def check_all_ranks_save_what_they_gathered() -> None:
-    """The way out that the error names gives rank 0 a whole file."""
+    """`get_model_state_dict` with `full_state_dict`, which the error names, gives rank 0 the whole state."""
     model, step = stepped(PARTS)
     gathered = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     expected = wholes(model.state_dict())
@@ -94,7 +94,7 @@ def check_all_ranks_save_what_they_gathered() -> None:
 
 
 def check_copies_and_processes_get_dtensors() -> None:
-    """Copies, and tensors sent to another process of a rank, stay DTensors with the rank's shards."""
+    """Copies of a parameter, and a tensor sent to another process, are DTensors with the rank's shard."""
     for constraints in (WHOLE, PARTS):
         model, _ = stepped(constraints)
         weight: Any = model.get_parameter("0.weight")
@@ -106,7 +106,7 @@ def check_copies_and_processes_get_dtensors() -> None:
 
 
 def check_other_dtensors_are_torchs() -> None:
-    """A DTensor on a mesh without a compiled model is pickled as torch does."""
+    """A DTensor on a mesh without a compiled model is pickled and loaded as without autoshard."""
     stepped(PARTS)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("another",))
     tensor: Any = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
@@ -132,5 +132,5 @@ outcomes = checked_once(CHECKS, ranks=2)
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_with_a_process_per_rank(outcomes: dict[str, str], name: str) -> None:
-    """The checks pass on two ranks, with a sharded model or a replicated one."""
+    """The check passes on both ranks."""
     report(outcomes, name)

@@ -1,4 +1,4 @@
-"""Graphs bound to a rank."""
+"""Programs that take their inputs from a list."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoshard.runtime.process_groups import taking_from_a_list
 
 
 def test_a_graph_that_takes_a_list_frees_each_input_after_its_last_use() -> None:
-    """No other object holds the inputs: neither the caller's list nor its arguments."""
+    """An input that is taken from the caller's list is freed after its last use within the graph."""
     alive: list[bool] = []
     kept: list[weakref.ref[torch.Tensor]] = []
 

@@ -1,4 +1,4 @@
-"""Reductions on Gloo add in the order of ranks, and send no unnecessary bytes."""
+"""Reductions on Gloo add in the order of ranks, and send no more bytes than needed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REDUCTIONS = ("sum", "max", "min", "product")
 
 
 def reducing(target: Any, *args: Any, known: Tensor | None = None) -> fx.GraphModule:
-    """A program that starts a reduction of its first input, doubles its second, and waits."""
+    """Return a program that starts a reduction of its first input, doubles its second twice, and waits."""
     graph = fx.Graph()
     value, other = graph.placeholder("value"), graph.placeholder("other")
     value.meta["val"] = known
@@ -35,13 +35,13 @@ def reducing(target: Any, *args: Any, known: Tensor | None = None) -> fx.GraphMo
 
 
 def values(size: int, dtype: torch.dtype = torch.float32, *shape: int) -> list[Tensor]:
-    """A value for each rank, whose sum depends on the order."""
+    """Return a value for each rank; the bits of their sum depend on the order."""
     drawn = torch.randn(size, *shape, generator=torch.Generator().manual_seed(0)) * 100
     return list(drawn.to(dtype).unbind(0))
 
 
 def same_bits(found: Tensor, wanted: Tensor) -> bool:
-    """Zeros of either sign apart."""
+    """Return whether shapes and bits are equal; zeros of different signs are different."""
     return found.shape == wanted.shape and torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (found, wanted)))
 
 
@@ -51,7 +51,7 @@ def engine() -> DistributedEngine:
 
 
 def check_bits_are_the_simulators() -> None:
-    """Each reduction of each type has the simulator's bits, on sizes that divide and do not, small and large."""
+    """Each reduction of each type has the simulator's bits, for small, large and uneven shapes."""
     size, rank, here = dist.get_world_size(), dist.get_rank(), engine()
     for reduction in REDUCTIONS:
         for dtype in (torch.float32, torch.bfloat16):
@@ -67,7 +67,7 @@ def check_bits_are_the_simulators() -> None:
 
 
 def check_bits_do_not_depend_on_the_bucket() -> None:
-    """The bits are equal for a tensor alone, and at an odd offset in a larger tensor."""
+    """The bits of a sum are the same for a tensor alone and within a larger tensor."""
     size, rank, here = dist.get_world_size(), dist.get_rank(), engine()
     alone, before, behind = (values(size, torch.float32, count)[rank] for count in (10007, 337, 5000))
     program = reducing(_c10d.all_reduce.default, "sum", "data")
@@ -79,7 +79,7 @@ def check_bits_do_not_depend_on_the_bucket() -> None:
 
 
 def check_bytes() -> None:
-    """A reduce-scatter sends half of Gloo's bytes, an all-reduce as many as before; the kernel counts them."""
+    """A reduce-scatter writes its input's bytes once, less the rank's own part, and an all-reduce twice."""
     size, here = dist.get_world_size(), engine()
     value = torch.ones(size * 2**17)
     halves = {_c10d.reduce_scatter_tensor.default: ("sum", size, "data"), _c10d.all_reduce.default: ("sum", "data")}
@@ -100,7 +100,7 @@ def written_bytes() -> int:
 
 
 def check_a_nan_of_any_rank_is_kept() -> None:
-    """The largest and the smallest of numbers and a NaN is NaN, as on one device, on small and large tensors."""
+    """Maximum and minimum are NaN if any rank has a NaN, for small and large tensors."""
     size, rank, here = dist.get_world_size(), dist.get_rank(), engine()
     for reduction in ("max", "min"):
         for shape in ((3,), (2 * SMALL_BYTES,)):
@@ -128,12 +128,12 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_processes(outcomes: dict[str, str], name: str) -> None:
-    """Run the function of that name on processes."""
+    """The check passes on two, three and four processes."""
     report(outcomes, name)
 
 
 def called(program: fx.GraphModule, size: int) -> list[str]:
-    """Return the calls of the rewritten program, except for shapes."""
+    """Return the names of calls in the program that reduces in rank order, without calls for shapes."""
     graph = reduce_in_rank_order(program, Mesh({"data": size})).graph
     nodes = [node for node in graph.nodes if node.op == "call_function" and "_shape_of" not in node.name]
     names = [node.name.rstrip("0123456789").rstrip("_") for node in nodes]
@@ -141,7 +141,7 @@ def called(program: fx.GraphModule, size: int) -> list[str]:
 
 
 def test_what_is_sent_is_issued_at_the_start() -> None:
-    """Work between a start and its wait runs beside the all-to-all, and beside the all-gather of an all-reduce."""
+    """Messages start where the reduction starts, so that the work before its wait hides them."""
     scatter = reducing(_c10d.reduce_scatter_tensor.default, "sum", 2, "data")
     assert called(scatter, 2) == ["_rows", "all_to_all_single", "mul", "mul", "wait", "_reduce"]
     whole = reducing(_c10d.all_reduce.default, "sum", "data")
@@ -155,7 +155,7 @@ def test_what_is_sent_is_issued_at_the_start() -> None:
 
 
 def test_orders_that_do_not_matter_are_left() -> None:
-    """The largest of some integers is the same in any order. Floats are reduced by autoshard, which keeps a NaN."""
+    """A maximum of integers stays Gloo's all-reduce; one of floats is rewritten, to keep NaN."""
     for kind, first in ((torch.int32, "all_reduce"), (torch.float32, "_flat")):
         program = reducing(_c10d.all_reduce.default, "max", "data", known=torch.ones(3, dtype=kind))
         assert called(program, 4)[0] == first

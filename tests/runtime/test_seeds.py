@@ -1,4 +1,4 @@
-"""Sequences of seeds follow torch's generator, as random numbers do on one device."""
+"""A `SeedSequence` follows torch's generator, as random numbers do on one device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoshard.runtime.seeds import SeedSequence
 
 
 def draw(seeds: SeedSequence, count: int = 1) -> list[int]:
-    """The draws of `count` calls of a module."""
+    """Return the seeds that `count` calls of a module draw."""
     found = []
     for _ in range(count):
         if seeds.is_outdated:
@@ -24,7 +24,7 @@ def draw(seeds: SeedSequence, count: int = 1) -> list[int]:
 
 @pytest.fixture
 def seeds() -> SeedSequence:
-    """A sequence whose model drew its weights behind the seed."""
+    """Return a sequence made after 500 numbers were drawn from a set seed, as for a model's weights."""
     torch.manual_seed(3)
     torch.randn(500)
     return SeedSequence()
@@ -32,7 +32,7 @@ def seeds() -> SeedSequence:
 
 @pytest.mark.parametrize("others", [0, 1, 3, 700])
 def test_the_seed_that_is_set_begins_again(seeds: SeedSequence, others: int) -> None:
-    """A seed starts its sequence, whatever is drawn between the seed and the call."""
+    """Setting a seed starts the sequence again, whatever is drawn between the seed and the call."""
     torch.manual_seed(3)
     first = draw(seeds, 3)
     torch.rand(2000)
@@ -43,7 +43,7 @@ def test_the_seed_that_is_set_begins_again(seeds: SeedSequence, others: int) -> 
 
 
 def test_a_state_repeats_its_numbers_however_far_it_is(seeds: SeedSequence) -> None:
-    """A state repeats its numbers after a million draws between the seed and the call."""
+    """After the same seed and a million other draws, the sequence repeats its seeds."""
     found = []
     for _ in range(2):
         torch.manual_seed(3)
@@ -54,7 +54,7 @@ def test_a_state_repeats_its_numbers_however_far_it_is(seeds: SeedSequence) -> N
 
 @pytest.mark.parametrize("others", [0, 1, 1000, 1_000_000])
 def test_numbers_that_others_draw_make_no_difference(seeds: SeedSequence, others: int) -> None:
-    """Ranks may draw different numbers of random numbers elsewhere."""
+    """Random numbers that other code draws between calls do not change the seeds."""
     found = draw(seeds, 1)
     for _ in range(4):
         torch.randn(others)
@@ -78,7 +78,7 @@ def test_numbers_that_others_draw_make_no_difference(seeds: SeedSequence, others
 def test_what_a_fork_draws_is_forgotten(
     seeds: SeedSequence, inside: Callable[[], object], before: int, within: int, far: int
 ) -> None:
-    """After the fork, the sequence continues as if there had been no fork."""
+    """After `fork_rng`, the sequence goes on as if there had been no fork."""
     torch.rand(far)
     expected = draw(copy.deepcopy(seeds), 6)
     found = draw(seeds, 3)
@@ -91,14 +91,14 @@ def test_what_a_fork_draws_is_forgotten(
 
 
 def test_a_fork_goes_on_where_it_begins(seeds: SeedSequence) -> None:
-    """A fork without a seed draws numbers that are drawn a second time after it."""
+    """Inside `fork_rng` without a seed, calls draw the same seeds as after it."""
     with torch.random.fork_rng(devices=[]):
         inside = draw(seeds, 2)
     assert draw(seeds, 2) == inside
 
 
 def test_forks_nest(seeds: SeedSequence) -> None:
-    """Each fork restores its beginning, seeded or not."""
+    """After each of two nested forks, the sequence goes on as before the fork."""
     expected = draw(copy.deepcopy(seeds), 4)
     found = draw(seeds)
     with torch.random.fork_rng(devices=[]):
@@ -114,7 +114,7 @@ def test_forks_nest(seeds: SeedSequence) -> None:
 
 
 def test_a_state_that_is_set_brings_its_place_back(seeds: SeedSequence) -> None:
-    """`get_rng_state` and `set_rng_state` work, as checkpointing and evaluation use them."""
+    """After `set_rng_state`, the sequence draws the seeds that followed `get_rng_state`."""
     draw(seeds, 2)
     state = torch.get_rng_state()
     expected = draw(seeds, 3)
@@ -125,7 +125,7 @@ def test_a_state_that_is_set_brings_its_place_back(seeds: SeedSequence) -> None:
 
 
 def test_an_evaluation_that_sets_the_seed_repeats_while_training_goes_on(seeds: SeedSequence) -> None:
-    """Seed, draw a batch, call; in a fork, after each epoch."""
+    """Evaluations in a fork with a fixed seed repeat their seeds, and training never does."""
     training, evaluation = [], []
     for _ in range(3):
         training += draw(seeds, 4)
@@ -140,7 +140,7 @@ def test_an_evaluation_that_sets_the_seed_repeats_while_training_goes_on(seeds: 
 @pytest.mark.parametrize("set_generator_first", [True, False])
 @pytest.mark.parametrize("seed", [3, 11])
 def test_a_state_that_is_loaded_goes_on(seeds: SeedSequence, set_generator_first: bool, seed: int) -> None:
-    """The sequence continues for any later seed, whether torch's state is set before, after or never."""
+    """A loaded sequence goes on after another seed, whether torch's state is set before or after loading."""
     draw(seeds, 2)
     torch.rand(7)
     saved, generator = seeds.state(), torch.get_rng_state()
@@ -160,7 +160,7 @@ def test_a_state_that_is_loaded_goes_on(seeds: SeedSequence, set_generator_first
 
 
 def test_a_seed_that_is_set_behind_a_loaded_state_counts(seeds: SeedSequence) -> None:
-    """Another seed counts, and so does the same seed."""
+    """A seed that is set after a state is loaded starts its own sequence, also if it is the same seed."""
     draw(seeds, 2)
     for seed in (3, 4):
         seeds.load(seeds.state())
@@ -171,14 +171,14 @@ def test_a_seed_that_is_set_behind_a_loaded_state_counts(seeds: SeedSequence) ->
 
 
 def test_a_pickled_sequence_goes_on(seeds: SeedSequence) -> None:
-    """The sequence is loaded in another process, with other hashes of texts."""
+    """A sequence that was pickled and loaded draws the next seeds of the original."""
     draw(seeds, 2)
     other = pickle.loads(pickle.dumps(seeds))
     assert draw(other, 2) == draw(seeds, 2)
 
 
 def test_what_is_saved_behind_a_seed_is_its_sequence(seeds: SeedSequence) -> None:
-    """The saved sequence is not that of the previous call."""
+    """The state after setting a seed has this seed at position 0."""
     draw(seeds, 2)
     torch.manual_seed(3)
     assert seeds.state().tolist() == [3, 0]
@@ -186,6 +186,6 @@ def test_what_is_saved_behind_a_seed_is_its_sequence(seeds: SeedSequence) -> Non
 
 
 def test_few_places_are_remembered(seeds: SeedSequence) -> None:
-    """Memory does not grow with the steps."""
+    """After 5000 draws, the sequence remembers 4096 positions."""
     draw(seeds, 5000)
     assert len(seeds._known) == 4096

@@ -1,4 +1,4 @@
-"""The sharded module has the interface of the original model, and few programs."""
+"""A `ShardedModule` has the interface of the original model, and compiles one program for each kind of call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MESH = Mesh({"data": 2, "model": 2})
 
 
 def test_it_has_the_names_and_objects_of_the_model() -> None:
-    """Names, parameter objects, modes and attributes are the user's model's."""
+    """Names, parameter objects, attributes and modes of the compiled module are those of the user's model."""
     model = nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 3))
     model.config = {"hidden": 6}  # type: ignore[assignment]
     names = list(model.state_dict())
@@ -37,7 +37,7 @@ def test_it_has_the_names_and_objects_of_the_model() -> None:
 
 
 def test_state_dicts_run_the_hooks_of_the_model() -> None:
-    """Hooks on the state dict run once, whether they were registered on the model or on the sharded module."""
+    """State-dict hooks, registered on the model or on the compiled module, run once each, also in a copy."""
     model, ran = nn.Linear(3, 6), list[str]()
     sharded = autoshard.compile(model, MESH)
     for module in (model, sharded):
@@ -54,7 +54,7 @@ def test_state_dicts_run_the_hooks_of_the_model() -> None:
 
 
 def test_calls_of_one_kind_share_a_program() -> None:
-    """A new shape, mode or gradient mode compiles once."""
+    """A new shape, a new mode and `no_grad` compile one program each, and repeated calls none."""
     sharded = autoshard.compile(nn.Linear(3, 6), MESH)
     for _ in range(2):
         sharded(torch.randn(4, 3))
@@ -68,7 +68,7 @@ def test_calls_of_one_kind_share_a_program() -> None:
 
 
 def test_no_grad_gives_outputs_without_graph() -> None:
-    """Under no_grad the outputs need no gradient and the values are the same."""
+    """Under `no_grad`, outputs require no gradient and equal one device."""
     model, x = nn.Linear(3, 6), torch.randn(4, 3)
     sharded = autoshard.compile(copy.deepcopy(model), MESH)
     with torch.no_grad():
@@ -78,7 +78,7 @@ def test_no_grad_gives_outputs_without_graph() -> None:
 
 
 def test_frozen_parameters_get_no_gradient() -> None:
-    """A parameter that does not require grad gets no gradient, and the other parameters get theirs."""
+    """A frozen parameter gets no gradient, and gradients of the others equal one device."""
     plain = nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 3))
     sharded, x = autoshard.compile(copy.deepcopy(plain), MESH), torch.randn(4, 3)
     for model in (plain, sharded):
@@ -89,7 +89,7 @@ def test_frozen_parameters_get_no_gradient() -> None:
 
 
 def test_ranks_agree_on_what_they_run_and_with_what(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first step: mesh, torch's version, seed, call, weights, and digests of both programs."""
+    """When compiling, ranks compare mesh, torch's version, seed, call, parameters and both programs."""
     seen: dict[object, str] = {}
     monkeypatch.setattr(SimulatorEngine, "agree", lambda self, facts: seen.update(facts()))
     autoshard.compile(nn.Linear(4, 2), Mesh({"data": 2}), example_inputs=(torch.ones(4, 4),))
@@ -101,7 +101,7 @@ def test_ranks_agree_on_what_they_run_and_with_what(monkeypatch: pytest.MonkeyPa
 
 
 def test_forward_has_the_signature_of_the_model() -> None:
-    """The bound method, the class and a copy say which arguments the model takes, as transformers' Trainer asks."""
+    """The compiled module, its class and a copy have the model's `forward` signature, for transformers' Trainer."""
 
     class Answering(nn.Module):
         def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
@@ -116,7 +116,7 @@ def test_forward_has_the_signature_of_the_model() -> None:
 
 
 def test_module_is_loaded_with_its_signature() -> None:
-    """A pickled module runs and has the model's signature."""
+    """A pickled and loaded module has the model's signature and the same outputs."""
     sharded = autoshard.compile(nn.Linear(4, 2), Mesh({"data": 2}))
     loaded = pickle.loads(pickle.dumps(sharded))
     assert [*inspect.signature(loaded.forward).parameters] == ["input"]
@@ -124,7 +124,7 @@ def test_module_is_loaded_with_its_signature() -> None:
 
 
 def test_containers_are_read_and_changed_like_the_model() -> None:
-    """`sharded[0]`, slices, lengths and loops are those of an `nn.Sequential`; other models have no length."""
+    """A compiled `nn.Sequential` can be indexed, sliced, looped over and changed; other models have no length."""
     model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 3))
     x, sharded = torch.randn(4, 3), cast(Any, autoshard.compile(model, MESH))
     assert sharded[0] is model[0]
@@ -139,7 +139,7 @@ def test_containers_are_read_and_changed_like_the_model() -> None:
 
 
 def test_a_call_without_targets_returns_the_outputs() -> None:
-    """With `loss_fn`, a step is evaluated by the outputs of its model. A step itself needs targets."""
+    """With `loss_fn`, a call without targets returns the model's outputs; a training step without targets raises."""
     torch.manual_seed(0)
     model, x, y = nn.Linear(3, 6), torch.randn(4, 3), torch.randint(6, (4,))
     optimizer, loss_fn = torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.cross_entropy
@@ -154,7 +154,7 @@ def test_a_call_without_targets_returns_the_outputs() -> None:
 
 
 def test_errors_of_cost_models_have_a_public_class_at_calls_too() -> None:
-    """A call plans too, and the cost models have error classes of their own."""
+    """An error of the cost models that planning raises is an `autoshard.errors` class."""
 
     def plan() -> None:
         raise UnknownHardwareError("no host_link")

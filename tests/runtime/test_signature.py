@@ -1,4 +1,4 @@
-"""Inputs are on the program's device, or one error names their device."""
+"""Inputs on another device than the program's raise an error that names both devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def test_an_input_on_another_device() -> None:
-    """The error names the input, its device and the right device; inputs traced on the CPU stay there."""
+    """An input on another device than it was traced on raises an error that names input and devices."""
     with FakeTensorMode():
         given = {"input:0": torch.empty(2, 3, device=CUDA), "input:1": torch.empty(2)}
     check_devices(given, CUDA, {"input:0": "cuda", "input:1": "cpu"})
@@ -29,7 +29,7 @@ def test_an_input_on_another_device() -> None:
 
 @pytest.mark.parametrize("compiled_first", [False, True])
 def test_an_input_without_values(compiled_first: bool) -> None:
-    """A call on the meta device is refused, with and without a program for it."""
+    """A call on an input on meta is refused, whether a program for its shape is compiled or not."""
     inputs = torch.ones(4, 6, device="meta")
     sharded = autoshard.compile(
         nn.Linear(6, 2), autoshard.Mesh({"data": 2}), example_inputs=(inputs,) if compiled_first else None

@@ -1,4 +1,4 @@
-"""The simulator."""
+"""The simulator runs a program on all ranks of a mesh in one process."""
 
 import operator
 import weakref
@@ -25,14 +25,14 @@ MESH = Mesh({"data": 2, "model": 2})
 
 
 def program(build: Callable[[fx.Graph, fx.Node], Any]) -> fx.GraphModule:
-    """A program of one input whose outputs `build` makes."""
+    """Return a program of one input, whose outputs `build` makes."""
     graph = fx.Graph()
     graph.output(build(graph, graph.placeholder("value")))
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
 def collective(target: Any, *args: Any) -> fx.GraphModule:
-    """A program that applies one collective to its input."""
+    """Return a program that applies one collective to its input."""
 
     def build(graph: fx.Graph, value: fx.Node) -> tuple[fx.Node]:
         return (graph.call_function(C10D.wait_tensor.default, (graph.call_function(target, (value, *args)),)),)
@@ -41,7 +41,7 @@ def collective(target: Any, *args: Any) -> fx.GraphModule:
 
 
 def run(graph_module: fx.GraphModule, values: Sequence[Any], mesh: Mesh = MESH) -> list[Any]:
-    """The first output as lists."""
+    """Return each rank's first output, as nested lists."""
     return [value.tolist() for value in simulate(graph_module, mesh, [values])[0]]
 
 
@@ -59,18 +59,18 @@ RANKS = [torch.tensor([float(rank), 10.0 * rank]) for rank in range(4)]
     ],
 )
 def test_all_reduce(reduction: str, expected: list[list[float]]) -> None:
-    """Each group gets the reduction of its operands."""
+    """Each rank of a group gets the reduction of the group's operands."""
     assert run(collective(C10D.all_reduce.default, reduction, "model"), RANKS) == expected
 
 
 def test_all_gather() -> None:
-    """Operands are concatenated on dim 0, in the order of the group."""
+    """Each rank gets the group's operands, concatenated on dim 0 in the order of the group."""
     expected = [[0, 0, 2, 20], [1, 10, 3, 30]] * 2
     assert run(collective(C10D.all_gather_into_tensor.default, 2, "data"), RANKS) == expected
 
 
 def test_reduce_scatter() -> None:
-    """Each rank gets its piece of the reduction."""
+    """Each rank of a group gets its part of the sum, split along dim 0."""
     assert run(collective(C10D.reduce_scatter_tensor.default, "sum", 2, "data"), RANKS) == [
         [2],
         [4],
@@ -93,7 +93,7 @@ def test_joined_axes_are_one_group() -> None:
 
 @given(st.data())
 def test_reduce_scatter_and_all_gather_are_an_all_reduce(data: st.DataObject) -> None:
-    """On any mesh and group the two halves make the whole."""
+    """On any mesh and group, a reduce-scatter followed by an all-gather equals an all-reduce."""
     mesh = data.draw(meshes())
     axes = data.draw(st.lists(st.sampled_from(mesh.axis_names), min_size=1, unique=True))
     name, size = ",".join(axes), mesh.shards(axes)
@@ -109,7 +109,7 @@ def test_reduce_scatter_and_all_gather_are_an_all_reduce(data: st.DataObject) ->
 
 
 def test_axis_index_is_each_ranks_own() -> None:
-    """Values that depend on the rank are computed for each rank."""
+    """`axis_index`, and a slice that starts at it, are computed for each rank apart."""
 
     def build(graph: fx.Graph, value: fx.Node) -> tuple[fx.Node, ...]:
         index = graph.call_function(axis_index, ("model",))
@@ -120,7 +120,7 @@ def test_axis_index_is_each_ranks_own() -> None:
 
 
 def test_copies_are_computed_once() -> None:
-    """Ranks whose operands are the same objects share one result."""
+    """Ranks whose operands are the same objects get the same result object."""
 
     def build(graph: fx.Graph, value: fx.Node) -> tuple[fx.Node, ...]:
         return (graph.call_function(ATEN.exp.default, (value,)),)
@@ -132,7 +132,7 @@ def test_copies_are_computed_once() -> None:
 
 
 def test_values_are_freed_after_their_last_use() -> None:
-    """A value that nothing reads any more is freed."""
+    """In a chain of five operators, at most three values exist at once."""
 
     alive: list[Any] = []
     counts: list[int] = []
@@ -151,7 +151,7 @@ def test_values_are_freed_after_their_last_use() -> None:
 
 
 def test_modules_methods_and_attributes() -> None:
-    """Other nodes of fx graphs run too."""
+    """Nodes of fx graphs that call modules or methods, or read attributes, run without gradients."""
     root = torch.nn.Module()
     root.linear = torch.nn.Linear(2, 2)
     root.scale = torch.tensor(2.0)
@@ -167,13 +167,13 @@ def test_modules_methods_and_attributes() -> None:
 
 
 def test_wrong_number_of_inputs() -> None:
-    """Placeholders and inputs match."""
+    """Fewer inputs than placeholders raise an error."""
     with pytest.raises(AutoshardError, match="has 1 placeholders"):
         simulate(collective(C10D.all_reduce.default, "sum", "model"), MESH, [])
 
 
 def test_wrong_number_of_ranks() -> None:
-    """An input has a value per rank."""
+    """An input with fewer values than ranks raises an error."""
     with pytest.raises(AutoshardError, match="a value per rank"):
         simulate(collective(C10D.all_reduce.default, "sum", "model"), MESH, [RANKS[:2]])
 
@@ -191,19 +191,19 @@ def test_wrong_number_of_ranks() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(graph_module: fx.GraphModule, match: str) -> None:
-    """The error names a collective that is unknown, or does not fit the mesh."""
+    """A collective that is unknown, or does not fit the mesh or its operand, raises an error that says why."""
     with pytest.raises(AutoshardError, match=match):
         simulate(graph_module, MESH, [RANKS])
 
 
 def test_unknown_axis() -> None:
-    """A group names axes of the mesh."""
+    """A group of an axis that the mesh lacks raises an error that names the axis."""
     with pytest.raises(MeshError, match="has no axis 'stage'"):
         simulate(collective(C10D.all_reduce.default, "sum", "stage"), MESH, [RANKS])
 
 
 def test_program_without_output() -> None:
-    """A lowered program returns something."""
+    """A program without an output node raises an error."""
     graph = fx.Graph()
     graph.call_function(ATEN.exp.default, (graph.placeholder("value"),))
     module = fx.GraphModule(torch.nn.Module(), graph)
@@ -212,5 +212,5 @@ def test_program_without_output() -> None:
 
 
 def test_emitted_reshards_agree_with_gloo() -> None:
-    """Two processes on Gloo equal the simulator, bit for bit, for every step and dtype."""
+    """Reshards on two Gloo processes equal the simulator bit by bit, for every pair of specs and type."""
     report(run_checks({"reshards": check_reshards}, ranks=2), "reshards")

@@ -1,4 +1,4 @@
-"""Results computed from a sharded output outside of a model have the values and gradients of one device."""
+"""Computations on a split output outside the model have the values and gradients of one device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WEIGHTS = torch.rand(CLASSES, generator=torch.Generator().manual_seed(5)) + 0.5
 LAYOUTS: dict[str, Placement] = {"rows": Shard(0), "positions": Shard(1), "classes": Shard(2), "whole": Replicate()}
 
 Computation = Callable[[Tensor, Tensor], Tensor]
-"""A number of logits [rows, 4, CLASSES] and of targets [rows, 4], of which -100 are ignored."""
+"""A function from logits [rows, 4, CLASSES] and targets [rows, 4], of which -100 are ignored, to a scalar."""
 
 
 def flat(z: Tensor, y: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -30,7 +30,7 @@ def flat(z: Tensor, y: Tensor, *args: Any, **options: Any) -> Tensor:
 
 
 def likely(z: Tensor) -> Tensor:
-    """Targets that are probabilities."""
+    """Return targets that are probabilities, for each row and position of the logits."""
     return torch.arange(z.shape[0] * 4.0 * CLASSES).view(-1, CLASSES).sin().softmax(-1)
 
 
@@ -108,7 +108,7 @@ def logits_and_targets(rows: int) -> tuple[Tensor, Tensor]:
 
 
 class _Check:
-    """One computation under every layout; a class, as checks are pickled."""
+    """A check of one computation under every layout; processes pickle it by its name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -134,7 +134,7 @@ class _Check:
 
 
 def check_what_is_trained_outside() -> None:
-    """A plain temperature, or plain weights of an output, get the plain gradient of one device."""
+    """A plain parameter that multiplies a split output gets a plain gradient, equal to one device."""
     z, _ = logits_and_targets(8)
     mesh = init_device_mesh("cpu", (2,))
     for shape in ((), (CLASSES,)):
@@ -147,7 +147,7 @@ def check_what_is_trained_outside() -> None:
 
 
 def check_two_meshes() -> None:
-    """Outputs of two models on separate mesh objects are computed with together."""
+    """Split outputs on two different mesh objects can be combined, with the values of one device."""
     z, _ = logits_and_targets(8)
     student = SplitOutput.of(distribute_tensor(z, init_device_mesh("cpu", (2,)), [Shard(0)]))
     teacher = SplitOutput.of(distribute_tensor(z, init_device_mesh("cpu", (2,), mesh_dim_names=("a",)), [Shard(1)]))
@@ -156,7 +156,7 @@ def check_two_meshes() -> None:
 
 
 def check_half_precision() -> None:
-    """A mean of many losses in float16, whose sum exceeds float16."""
+    """The mean cross entropy of 30,000 float16 rows is right, although their sum exceeds float16."""
     z, y = torch.zeros(30_000, CLASSES, dtype=torch.float16), torch.zeros(30_000, dtype=torch.long)
     split = SplitOutput.of(distribute_tensor(z, init_device_mesh("cpu", (2,)), [Shard(0)]))
     found = F.cross_entropy(split, y)
@@ -180,5 +180,5 @@ def outcomes() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_as_on_one_device(outcomes: dict[str, str], name: str) -> None:
-    """The checks pass on two Gloo ranks."""
+    """The check passes on two Gloo ranks."""
     report(outcomes, name)

@@ -1,4 +1,4 @@
-"""A step reports the norm of its gradients, and stops with one error that names loss, norm and step."""
+"""A step reports its gradient norm, and stops at a loss or norm that is not finite."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def compiled(optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, **options
 
 
 def test_finite_numbers_pass() -> None:
-    """Each action lets a step pass; ranks without a loss, and steps without gradients, have fewer numbers."""
+    """Under each action, a step with a finite loss and norm passes, also if one of them is None."""
     for action in (None, "raise", "skip"):
         check = StepCheck(None, action)
         assert check.passes(ONE, ONE)
@@ -42,7 +42,7 @@ def test_finite_numbers_pass() -> None:
 
 @pytest.mark.parametrize(("loss", "norm"), [(NAN, ONE), (ONE, INF), (INF, NAN), (None, NAN), (NAN, None)])
 def test_each_number_is_checked(loss: torch.Tensor | None, norm: torch.Tensor | None) -> None:
-    """A loss or a norm alone stops the step, and nothing is checked by default."""
+    """A non-finite loss or norm stops the step under "skip", and passes without an action."""
     check = StepCheck(None, "skip")
     assert not check.passes(loss, norm)
     assert check.skipped_steps == 1
@@ -51,7 +51,7 @@ def test_each_number_is_checked(loss: torch.Tensor | None, norm: torch.Tensor | 
 
 
 def test_the_error_names_loss_norm_and_step() -> None:
-    """The message says where the step was, what it found, what stayed, and the way out."""
+    """The error names the step's number, loss and norm, and says that nothing was updated."""
     check = StepCheck(None, "raise")
     for _ in range(2):
         check.begin()
@@ -68,7 +68,7 @@ def test_the_error_names_loss_norm_and_step() -> None:
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.RMSprop])
 @pytest.mark.parametrize("limit", [None, 0.01])
 def test_the_norm_is_that_before_clipping(optimizer: type[torch.optim.Optimizer], limit: float | None) -> None:
-    """The step's norm equals the result of `clip_grad_norm_`, step by step."""
+    """`last_grad_norm` is the norm before clipping, as `clip_grad_norm_` returns it on one device."""
     step, x = compiled(optimizer, max_grad_norm=limit, options=Options(grad_norm=limit is None)), torch.rand(6, 4)
     assert step.last_grad_norm is None
     norms = []
@@ -82,7 +82,7 @@ def test_the_norm_is_that_before_clipping(optimizer: type[torch.optim.Optimizer]
 
 
 def test_a_limit_that_is_set_later_brings_the_norm() -> None:
-    """Without a limit and without the option, the norm is refused by name."""
+    """Without a limit, `last_grad_norm` raises; after a limit is set, the next step has it."""
     step, x = compiled(), torch.rand(6, 4)
     step(x)
     with pytest.raises(NotAvailableError, match=r"options=autoshard\.Options"):

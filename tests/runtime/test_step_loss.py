@@ -1,4 +1,4 @@
-"""The loss of a step acts as a plain number, except in a backward."""
+"""The loss that a step returns acts as a plain tensor, except that a backward of it raises."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def test_a_backward_says_that_it_has_run(backward: Callable[[torch.Tensor], Any]
 
 
 def test_results_are_plain(loss: torch.Tensor) -> None:
-    """Computed, copied and saved losses are ordinary tensors; a sum with another loss has the other's gradient."""
+    """Results computed from a step's loss, and copied or loaded losses, are plain tensors with its value.
+
+    A product with another tensor gives that tensor its gradient.
+    """
     total = torch.zeros(())
     total += loss
     kept = io.BytesIO()

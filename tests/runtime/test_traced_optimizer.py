@@ -1,4 +1,4 @@
-"""Descriptions of optimizers' updates, read from torch's own objects."""
+"""`describe_update` describes the update of torch's optimizers, by groups of parameters."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def _model() -> nn.Sequential:
 
 
 class Slower(torch.optim.SGD):
-    """Somebody's own."""
+    """An optimizer class of a user's own, derived from torch's."""
 
 
 def test_which_optimizers_are_traced() -> None:
-    """Four classes are traced, but not their subclasses; the reason names the optimizer."""
+    """SGD, Adam, AdamW and Muon are traced, joined too; for others the reason names optimizer and cause."""
     model = _model()
     for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         assert why_untraced(kind(model.parameters(), lr=0.1)) is None
@@ -38,7 +38,7 @@ def test_which_optimizers_are_traced() -> None:
 
 
 def test_groups_have_their_own_rules() -> None:
-    """One group has momentum, the other has none; the vector has the operators' order."""
+    """A group with momentum and a group without have different update operators, in the optimizer's order."""
     model = _model()
     groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "momentum": 0.0}]
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
@@ -51,7 +51,7 @@ def test_groups_have_their_own_rules() -> None:
 
 
 def test_parameters_of_unequal_age_are_told_apart() -> None:
-    """One parameter of a group has taken a step, the other has not."""
+    """Parameters of one group with different step counts are described as two groups."""
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
     names = names_of(model.named_parameters())
@@ -66,7 +66,7 @@ def test_parameters_of_unequal_age_are_told_apart() -> None:
 
 
 def test_adam_may_decouple_weight_decay() -> None:
-    """Adam's flag for decoupled weight decay gives AdamW's update."""
+    """Adam with `decoupled_weight_decay=True` has the flags of AdamW, and `maximize` is a flag too."""
     model = _model()
     names = names_of(model.named_parameters())
     flags = [
@@ -81,7 +81,7 @@ def test_adam_may_decouple_weight_decay() -> None:
 
 
 def test_parameters_of_another_model_are_refused() -> None:
-    """Parameters of another model have no name."""
+    """An optimizer over another model's parameters raises an error with their number."""
     optimizer = torch.optim.SGD(_model().parameters(), lr=0.1)
     with pytest.raises(TraceError, match="holds 4 parameters in group 0 that are not the model's"):
         describe_update(optimizer, names_of(_model().named_parameters()), None)

@@ -11,7 +11,7 @@ from autoshard.runtime.sharded_module import ShardedModule
 
 
 class Branching(nn.Module):
-    """A loss whose program depends on the values of its inputs."""
+    """A loss that branches on the values of its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Branching(nn.Module):
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_programs_are_looked_up_once(micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One lookup for each part of a batch, also where the program depends on the values of the part."""
+    """A step looks up a program once per micro-batch, also if the model branches on values."""
     torch.manual_seed(0)
     model, x = Branching(), torch.rand(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

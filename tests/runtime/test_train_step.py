@@ -1,4 +1,4 @@
-"""A step runs its micro-batches in the proven order."""
+"""A step runs its micro-batches in an order that was verified."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MICRO_BATCHES = 2
 
 
 class Model(nn.Module):
-    """A loss, and an average that depends on the order of the forwards."""
+    """A model that returns a loss, and keeps an average that depends on the order of the forwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Model(nn.Module):
 
 
 def trained(order: Callable[[int], PipelineOrder], monkeypatch: pytest.MonkeyPatch, *, verify: bool) -> dict:
-    """The state of a model after two steps."""
+    """Return the second loss, and the state after two steps in a given order of tasks."""
     monkeypatch.setattr(train_step, "one_after_another", order)
     torch.manual_seed(0)
     model, x = Model(), torch.randn(8, 4)
@@ -65,7 +65,7 @@ def last_first(micro_batches: int) -> PipelineOrder:
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
 def test_a_norm_may_be_a_number_of_numpy(kind: Callable[..., torch.optim.Optimizer]) -> None:
-    """A norm of NumPy clips as the same number of Python does, whether the update is traced or not."""
+    """A NumPy number as `max_grad_norm` clips as the equal Python number, traced or not."""
     found, x = [], torch.ones(8, 4)
     for norm in (0.5, np.float32(0.5)):
         torch.manual_seed(0)
@@ -81,7 +81,7 @@ def test_a_norm_may_be_a_number_of_numpy(kind: Callable[..., torch.optim.Optimiz
 
 
 def test_another_right_order_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All forwards, then all backwards: as a pipeline does."""
+    """All forwards before all backwards train as each forward followed by its backward."""
     usual = trained(one_after_another, monkeypatch, verify=True)
     other = trained(forwards_first, monkeypatch, verify=True)
     assert usual.keys() == other.keys()
@@ -93,7 +93,7 @@ def test_another_right_order_trains_alike(monkeypatch: pytest.MonkeyPatch) -> No
 def test_wrong_orders_change_numbers_and_are_refused(
     wrong: Callable[[int], PipelineOrder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wrong orders change numbers and are refused, so the step runs the proven order."""
+    """An order that lacks a backward or starts at the last micro-batch changes results, and is not verified."""
     usual = trained(one_after_another, monkeypatch, verify=True)
     other = trained(wrong, monkeypatch, verify=False)
     assert any(not torch.allclose(other[name], value) for name, value in usual.items())

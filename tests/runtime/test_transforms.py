@@ -1,4 +1,4 @@
-"""Transforms of `torch.func` around compiled calls are refused by name."""
+"""Transforms of `torch.func` around a compiled call raise an error that names an alternative."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ USES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of forward_ad itself
 @pytest.mark.parametrize("name", USES)
 def test_transforms_are_refused(name: str) -> None:
-    """The error names the way out, which works."""
+    """A transform around a compiled call raises, and `torch.autograd.grad`, which the error names, works."""
     compiled, x = autoshard.compile(nn.Linear(4, 2), autoshard.Mesh({"data": 2})), torch.randn(6, 4)
     with pytest.raises(autoshard.NotAvailableError, match=r"vmap, grad.*use torch\.autograd\.grad"):
         USES[name](compiled, x)

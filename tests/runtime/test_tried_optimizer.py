@@ -1,4 +1,4 @@
-"""Trial steps tell how much state an optimizer keeps, and which parameters it needs whole."""
+"""Trial steps on small parameters tell how much state an optimizer keeps, and which parameters it needs whole."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ def test_elementwise_optimizers_of_torch_may_be_split(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Adafactor", "Rprop"])
 def test_other_optimizers_of_torch_need_whole_parameters(name: str) -> None:
-    """Adafactor needs whole matrices, and torch does not run Rprop on split DTensors."""
+    """Adafactor and Rprop need every parameter whole.
+
+    Adafactor uses whole matrices, and torch does not run Rprop on split DTensors.
+    """
     assert _whole(getattr(torch.optim, name)([MATRIX, VECTOR])) == {id(MATRIX), id(VECTOR)}
 
 
 @pytest.mark.parametrize("lr", [0.0, 0.1])
 def test_own_optimizers_are_tried(lr: float) -> None:
-    """Lion moves elements apart from each other, Shampoo does not, even if a schedule starts at zero."""
+    """Lion may split parameters, and Shampoo needs its parameters whole, also at a learning rate of zero."""
     assert not _whole(Lion([MATRIX, VECTOR, KERNEL], lr=lr))
     assert _whole(Shampoo([MATRIX], lr=lr)) == {id(MATRIX)}
     assert _whole(Shampoo([KERNEL], lr=lr)) == {id(KERNEL)}
@@ -41,7 +44,7 @@ def test_own_optimizers_are_tried(lr: float) -> None:
 
 
 def test_a_trial_leaves_the_optimizer_alone() -> None:
-    """Parameters, state, hooks and schedules of the optimizer stay as they are."""
+    """A trial step changes no parameter, state or schedule of the optimizer, and calls no hook."""
     parameter = nn.Parameter(torch.ones(3, 2))
     optimizer = Lion([parameter])
     called: list[object] = []
@@ -57,7 +60,7 @@ def test_a_trial_leaves_the_optimizer_alone() -> None:
 
 
 def test_bytes_of_state() -> None:
-    """Per byte of a parameter, with the fullest of joined optimizers."""
+    """State is counted in bytes per parameter byte; joined optimizers have the largest of their values."""
     assert state_bytes_per_parameter_byte(torch.optim.AdamW([MATRIX])) == 2.0
     assert state_bytes_per_parameter_byte(torch.optim.SGD([MATRIX])) == 0.0
     assert state_bytes_per_parameter_byte(torch.optim.Adagrad([MATRIX])) == 1.0
@@ -66,12 +69,12 @@ def test_bytes_of_state() -> None:
 
 
 def test_random_steps_are_refused() -> None:
-    """Ranks would draw different numbers."""
+    """An optimizer that draws random numbers is refused, since ranks would draw different ones."""
     with pytest.raises(NotAvailableError, match="optimizer=Noisy draws random numbers"):
         parameters_needed_whole(Noisy([MATRIX]))
 
 
 def test_a_step_that_fails_alone_is_refused() -> None:
-    """The refusal names the optimizer and its error."""
+    """An optimizer whose trial step raises is refused by an error with its name and the cause."""
     with pytest.raises(NotAvailableError, match=r"optimizer=Failing fails on a small.*KeyError: 'layer name'"):
         state_bytes_per_parameter_byte(Failing([MATRIX]))

@@ -1,4 +1,4 @@
-"""Parameters that an optimizer needs whole are constrained to be whole, or an argument that splits them is refused."""
+"""Parameters that an optimizer needs whole are kept whole, and arguments that would split them are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _compiled(make: Any, **options: Any) -> Any:
 
 
 def test_parameters_are_constrained_by_name() -> None:
-    """The user's constraints on other values stay, and an elementwise optimizer adds none."""
+    """Shampoo adds a constraint to whole for each parameter to the user's constraints, and Lion adds none."""
     model, given = _model(), {"input:0": P("data")}
     found = with_whole_parameters(given, Shampoo(model.parameters()), model, recipe=None, fixed=None)
     assert found == {"input:0": P("data"), "0.weight": P(), "0.bias": P(), "1.weight": P()}
@@ -49,14 +49,14 @@ def test_parameters_are_constrained_by_name() -> None:
 )
 @pytest.mark.parametrize("make", [torch.optim.Adafactor, torch.optim.Rprop, Shampoo])
 def test_arguments_that_split_are_refused_at_compile(make: Any, options: dict[str, Any], splits: str) -> None:
-    """The refusal names the optimizer, the argument and the way out."""
+    """Constraints or a recipe that split parameters raise an error that names the optimizer and the argument."""
     name = make.__name__
     with pytest.raises(NotAvailableError, match=f"optimizer={name} needs each parameter whole.*{splits}.*or use AdamW"):
         _compiled(make, **options)
 
 
 def test_a_plan_that_splits_is_refused() -> None:
-    """A plan made for AdamW with split weights does not serve Adafactor."""
+    """A plan with split weights, made for RMSprop, is refused for Adafactor."""
     plan = _compiled(torch.optim.RMSprop, constraints={"*.weight": P("data")}).plan
     with pytest.raises(NotAvailableError, match=r"optimizer=Adafactor needs each.*plan= splits '0.weight'"):
         _compiled(torch.optim.Adafactor, plan=plan)
@@ -64,7 +64,7 @@ def test_a_plan_that_splits_is_refused() -> None:
 
 
 def test_the_plan_keeps_the_parameters_whole() -> None:
-    """Each parameter of the plan is whole, and its gradient too."""
+    """In a plan made for Adafactor, each parameter is whole."""
     step = _compiled(torch.optim.Adafactor)
     assert {name: item.spec for name, item in step.plan.parameters.items()} == dict.fromkeys(
         ("0.weight", "0.bias", "1.weight"), P()
@@ -72,7 +72,7 @@ def test_the_plan_keeps_the_parameters_whole() -> None:
 
 
 def test_plain_tensors_stay_as_they_are() -> None:
-    """Parameters that are no DTensors are not replaced."""
+    """`plain_parameters` does not replace parameters that are plain tensors."""
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.RMSprop([parameter])
     with plain_parameters(optimizer):

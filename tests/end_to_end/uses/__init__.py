@@ -1,1 +1,1 @@
-"""Uses that demanding users tried, in a module for each kind; the modules' `USES` form one table."""
+"""Uses that demanding users tried, one module for each kind; `test_uses` joins the modules' `USES` to one table."""

@@ -20,7 +20,7 @@ def averaged(
     updating: Callable[[], AbstractContextManager[None]] = nullcontext,
     **options: Any,
 ) -> Callable[[Compile], Numbers]:
-    """Train a model with batch norm beside `AveragedModel(compiled, **options)`, and evaluate the average.
+    """Return a script that trains a model with batch norm beside an `AveragedModel`, and evaluates the average.
 
     Args:
         before_the_first_call: the average is made before the model has run.

@@ -1,4 +1,4 @@
-"""A use of checkpoints: a state of plain values and tensors of the user is restored."""
+"""A use of checkpoints with a user's own state of containers and a sparse tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.runtime.processes import new_folder
 
 
 class Held:
-    """Something with a state."""
+    """An object whose state a checkpoint saves and loads."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -27,7 +27,7 @@ class Held:
 
 
 def containers(compile: Compile) -> Numbers:
-    """Save a model and a state of containers with a sparse tensor, and load both."""
+    """Save a model with a state of containers and a sparse tensor, clear both, and load them."""
     torch.manual_seed(0)
     inputs = torch.randn(4, 3)
     model = compile(nn.Linear(3, 2), example_inputs=(inputs,))

@@ -1,4 +1,4 @@
-"""Uses of torch's generator around a model that draws: seeds repeat draws, and sequences continue."""
+"""Uses of torch's generator around a model that draws: seeds repeat draws, and restored states continue them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Script = Callable[[Callable[[], Tensor]], Numbers]
 
 
 class Noisy(nn.Module):
-    """A layer whose input loses elements and whose output gets noise."""
+    """A layer with dropout on its input and noise on its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Noisy(nn.Module):
 
 
 def drawing(script: Script) -> Callable[[Compile], Numbers]:
-    """Make a use from a script with a random call; the numbers must not depend on the draws."""
+    """Make a use from a script that gets a call of `Noisy`; its numbers must not depend on the draws."""
 
     def use(compile: Compile) -> Numbers:
         torch.manual_seed(3)
@@ -102,7 +102,7 @@ def state_set_again(call: Callable[[], Tensor]) -> Numbers:
 
 
 def common_numbers(compile: Compile) -> Numbers:
-    """Take finite differences of a loss, with one seed before each call."""
+    """Return the difference of a loss between two biases, with the same seed before each call."""
     torch.manual_seed(0)
     x = torch.linspace(-1, 1, 64).view(8, 8)
     layer = nn.Linear(8, 1)
@@ -117,7 +117,7 @@ def common_numbers(compile: Compile) -> Numbers:
 
 
 def copies_draw_alike(compile: Compile) -> Numbers:
-    """Run a model and its copy, each from the same seed."""
+    """Run a model, its copy and the model again from the same seed; compare the outputs."""
     torch.manual_seed(0)
     x = torch.linspace(-1, 1, 64).view(8, 8)
     compiled = compile(Noisy(), example_inputs=(x,))

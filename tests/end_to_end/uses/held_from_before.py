@@ -1,4 +1,4 @@
-"""Uses that hold parameters from before `compile`: optimizers, lists, averages."""
+"""Uses in which optimizers, lists or averages hold parameters from before `compile`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SPLIT = {"*.weight": autoshard.P("data")}
 def optimizer_from_before(
     make: Make, *, compiles_first: bool = False, keeps_a_graph: bool = False, **options: Any
 ) -> Callable:
-    """A loop whose optimizer was made before `compile`."""
+    """Return a script that trains with an optimizer made before `compile`."""
 
     def script(compile: Compile) -> Numbers:
         model, inputs = _model()
@@ -75,7 +75,7 @@ def written_from_before(compile: Compile) -> Numbers:
 
 
 def groups_and_schedule(compile: Compile) -> Numbers:
-    """Two groups and a schedule, made before; tied weights."""
+    """Train tied weights with an optimizer of two groups and a schedule made before `compile`."""
     model, inputs = _model()
     model.append(nn.Linear(2, 16, bias=False))
     model[3].weight = nn.Parameter(model[0].weight[:, :2].detach().clone())
@@ -93,7 +93,7 @@ def groups_and_schedule(compile: Compile) -> Numbers:
 
 
 def recurrent(compile: Compile) -> Numbers:
-    """A recurrent layer, whose parameters torch holds weakly."""
+    """Train a GRU, to whose parameters torch holds weak references, with an optimizer from before `compile`."""
     torch.manual_seed(0)
     model, inputs = nn.GRU(4, 6, batch_first=True), torch.randn(4, 3, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -126,7 +126,10 @@ def stepped_before(compile: Compile) -> Numbers:
 
 
 def loop_goes_on(make: Make, *, loads: bool = False, **options: Any) -> Callable[[Compile], Numbers]:
-    """A loop on one device whose model is compiled after some steps; `loads`: by the state of another optimizer."""
+    """Return a script that compiles its model after two steps, and takes two more.
+
+    With `loads`, a new optimizer takes over the state of the old one.
+    """
 
     def script(compile: Compile) -> Numbers:
         model, inputs = _model()
@@ -161,7 +164,7 @@ def two_models(compile: Compile) -> Numbers:
 
 
 def called_from_before(compile: Compile) -> Numbers:
-    """Call the original model on its own code, and take a gradient through the call."""
+    """Call the original model, with whole parameters, after it was compiled, and take its gradients."""
     model, inputs = _model()
     compiled = compile(model, example_inputs=(inputs,), constraints=_SPLIT)
     _loss(compiled, inputs).backward()

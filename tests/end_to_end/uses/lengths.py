@@ -1,4 +1,4 @@
-"""Uses of calls of many lengths: masks of all forms, and computations without a gradient in padding."""
+"""Uses of `dynamic_lengths` with masks of many forms, and with functions that have no gradient at padding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers
 WORDS, WIDTH = 12, 8
 
 Weigh = Callable[[Tensor, Tensor], Tensor]
-"""Scores and the mask of keys to masked scores."""
+"""A function from scores and the mask of keys to masked scores."""
 
 Shape = Callable[[Tensor, Tensor], Tensor]
 """A function from words [batch, length, width] and mask [batch, length, 1] to the input of the head."""
@@ -37,7 +37,7 @@ class Attending(nn.Module):
 
 
 class Shaped(nn.Module):
-    """A classifier over a function of words, which leaves padding out at the end."""
+    """A classifier of the sum of a masked function of words."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Shaped(nn.Module):
 
 
 def _losses_of(model: nn.Module, compile: Compile, make: Callable[[int], Tensor], *, ends: bool) -> Numbers:
-    """Losses and parameters of three steps on three lengths, of which some samples end early."""
+    """Train on three lengths; return losses and parameters. With `ends`, some samples end early."""
     padding = {"tokens" if ends else "x": 0, "targets": -100 if ends else 0, "mask": 0}
     trained = compile(model, options=Options(dynamic_lengths=padding))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -1,4 +1,4 @@
-"""Uses of `autoshard.data.sampler`: each rank loads its rows alone, and trains as one device does on whole batches."""
+"""Uses of `autoshard.data.sampler`, in which each rank loads only its rows and trains as one device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Optimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 def loaded(optimizer: _Optimizer, *, rows: int = 8, **options: Any) -> Callable[[Compile], Numbers]:
-    """Train a classifier for two epochs, with some targets ignored."""
+    """Return a script that trains a classifier for two epochs, with some targets ignored."""
 
     def script(compile: Compile) -> Numbers:
         torch.manual_seed(0)

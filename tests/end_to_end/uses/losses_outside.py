@@ -1,4 +1,4 @@
-"""Uses of losses outside of the model, on outputs that two ranks split."""
+"""Uses of losses computed outside the model, on outputs that two ranks split."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def classifier() -> nn.Module:
 
 
 def train(compile: Compile, loss: Loss, *beside: nn.Parameter) -> Numbers:
-    """Take two steps of SGD; ignored last targets give the ranks unequal counts."""
+    """Take two steps of SGD, with ignored targets that give the ranks unequal counts; `beside` is trained too."""
     model = classifier()
     x, y = torch.randn(8, 6), torch.tensor([0, 3, 1, 4, 2, -100, -100, -100])
     compiled = compile(model, example_inputs=(x,), constraints=BY_ROWS)
@@ -37,7 +37,7 @@ def train(compile: Compile, loss: Loss, *beside: nn.Parameter) -> Numbers:
 
 
 def temperature(compile: Compile) -> Numbers:
-    """Train a temperature, a plain parameter beside the model."""
+    """Train a plain parameter that divides the logits, beside the model."""
     scale = nn.Parameter(torch.tensor(2.0))
     return train(compile, lambda z, y: F.cross_entropy(z / scale, y), scale)
 
@@ -54,7 +54,7 @@ def distilled(compile: Compile) -> Numbers:
 
 
 def evaluated(compile: Compile) -> Numbers:
-    """Perplexity and accuracy over the targets that count."""
+    """Return perplexity, accuracy and other figures of the logits, over targets that are not ignored."""
     x, y = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 3, 1, 4, -100, -100, 2, 2])
     compiled = compile(classifier(), example_inputs=(x,), constraints=BY_ROWS)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Uses of compiled modules out of place: in wrappers and captures, on inputs elsewhere, after a step."""
+"""Uses of compiled modules in wrappers, captures and other modules, on inputs on meta, and after a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers, on_both, o
 
 
 class Outer(nn.Module):
-    """A module around another module."""
+    """A module that returns the mean square of another module's output."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def torch_compile(compile: Compile) -> Numbers:
 
 
 def torch_compile_in_place(compile: Compile) -> Numbers:
-    """`compiled.compile()`, after a call."""
+    """Call `compiled.compile()` after a first call, and train."""
     model, inputs = _model()
     compiled = compile(model)
     compiled(inputs)
@@ -53,7 +53,7 @@ def torch_compile_in_place(compile: Compile) -> Numbers:
 
 
 def torch_compile_around(compile: Compile) -> Numbers:
-    """`torch.compile` of a function that calls the compiled module."""
+    """Use `torch.compile` on a function that calls the compiled module."""
     model, inputs = _model()
     compiled = compile(model)
 
@@ -65,7 +65,7 @@ def torch_compile_around(compile: Compile) -> Numbers:
 
 
 def torch_compile_of_a_step(compile: Compile) -> Numbers:
-    """`torch.compile` of a training step."""
+    """Use `torch.compile` on a training step."""
     model, inputs = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = compile(Outer(model), optimizer=optimizer)
@@ -81,7 +81,7 @@ def compiled_part(compile: Compile) -> Numbers:
 
 
 def compiled_later(compile: Compile) -> Numbers:
-    """Compile a part after the whole model."""
+    """Compile a part of a model after the whole model, and call the whole again."""
     model, inputs = _model()
     outer = Outer(model)
     whole = compile(outer)
@@ -91,7 +91,7 @@ def compiled_later(compile: Compile) -> Numbers:
 
 
 def compiled_in_loss(compile: Compile) -> Numbers:
-    """A loss function that calls another compiled module."""
+    """Use a loss function that calls another compiled module."""
     model, inputs = _model()
     judge = compile(nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -100,7 +100,7 @@ def compiled_in_loss(compile: Compile) -> Numbers:
 
 
 def part_of_eager(compile: Compile) -> Numbers:
-    """Run a compiled module inside a plain module."""
+    """Run and differentiate a compiled module inside a plain module."""
     model, inputs = _model()
     outer = Outer(compile(model))
     outer(inputs).backward()
@@ -108,7 +108,7 @@ def part_of_eager(compile: Compile) -> Numbers:
 
 
 def distributed_before(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[Compile], Numbers]:
-    """Compile a model that is wrapped for data parallelism, in part or whole."""
+    """Return a script that compiles a model after `wrap` has wrapped it, in part or whole."""
 
     def script(compile: Compile) -> Numbers:
         model, inputs = _model()
@@ -142,14 +142,14 @@ def target_on_meta(compile: Compile) -> Numbers:
 
 @contextmanager
 def _deprecated() -> Iterator[None]:
-    """`torch.jit` is deprecated, and still used."""
+    """Ignore the deprecation warnings of `torch.jit`, which is still used."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
 
 
 def captured(capture: Callable[[nn.Module, torch.Tensor], Any]) -> Callable[[Compile], Numbers]:
-    """Compiled modules are recorded by torch, after a call."""
+    """Return a script that captures a compiled module by a function of torch after a call."""
 
     def script(compile: Compile) -> Numbers:
         model, inputs = _model()
@@ -162,7 +162,7 @@ def captured(capture: Callable[[nn.Module, torch.Tensor], Any]) -> Callable[[Com
 
 
 def scripted_step(compile: Compile) -> Numbers:
-    """`torch.jit.script` of a training step."""
+    """Use `torch.jit.script` on a training step."""
     model, inputs = _model()
     step = compile(Outer(model), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     with _deprecated():
@@ -170,7 +170,7 @@ def scripted_step(compile: Compile) -> Numbers:
 
 
 def captured_before(capture: Callable[[nn.Module, torch.Tensor], nn.Module]) -> Callable[[Compile], Numbers]:
-    """A model whose first layer torch's JIT has compiled."""
+    """Return a script that compiles a model whose first layer torch's JIT has captured."""
 
     def script(compile: Compile) -> Numbers:
         model, inputs = _model()
@@ -182,7 +182,7 @@ def captured_before(capture: Callable[[nn.Module, torch.Tensor], nn.Module]) -> 
 
 
 def backward_of_a_step(compile: Compile) -> Numbers:
-    """A loop that kept its `loss.backward()`, scaled for accumulation, beside a whole step."""
+    """Call `backward` on the loss of a whole step, which has already run the backward."""
     model, inputs = _model()
     loss = compile(Outer(model), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))(inputs)
     if compile is not one_device:

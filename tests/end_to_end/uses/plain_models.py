@@ -1,4 +1,4 @@
-"""Models that one device trains: control flow, grouped products, sparse matrices, odd lists of layers."""
+"""Uses of models with control flow, grouped products, sparse matrices, quantisation, and lists with missing layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Forward = Callable[["Layers", Tensor], Tensor]
 
 
 class Layers(nn.Module):
-    """A function of three optional layers and of buffers."""
+    """The mean square of a given function of a list of layers, expert weights and an edge list."""
 
     edges: Tensor
 
@@ -66,7 +66,7 @@ def _drops_by_rows(model: Layers, x: Tensor) -> Tensor:
 
 
 def trains(forward: Forward) -> Callable[[Compile], Numbers]:
-    """Three steps of a loop on inputs whose mean changes its sign."""
+    """Return a script that trains for three steps, on inputs whose mean changes its sign."""
 
     def script(compile: Compile) -> Numbers:
         torch.manual_seed(0)
@@ -81,7 +81,7 @@ def trains(forward: Forward) -> Callable[[Compile], Numbers]:
 
 
 class Quantized(nn.Module):
-    """A layer whose weight is quantised by channel."""
+    """A layer whose weight is fake-quantised by channel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Quantized(nn.Module):
 
 
 def quantised(*, first_call: bool) -> Callable[[Compile], Numbers]:
-    """Training with a quantised weight, after one call of the model or without."""
+    """Return a script that trains a quantised layer, after a first call of the plain model or without."""
 
     def script(compile: Compile) -> Numbers:
         torch.manual_seed(0)
@@ -109,7 +109,7 @@ def quantised(*, first_call: bool) -> Callable[[Compile], Numbers]:
 
 
 class Recognises(nn.Module):
-    """A model that masks places with a token, adds rows at other places, and compares with concatenated targets."""
+    """A speech model that writes at masked positions, adds to masked rows, and has concatenated CTC targets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Recognises(nn.Module):
 
 
 def speech(compile: Compile) -> Numbers:
-    """Losses and gradients on batches whose masks and targets have other sizes."""
+    """Return losses and gradients on batches with different numbers of masked positions and targets."""
     torch.manual_seed(0)
     compiled, found = compile(Recognises()), []
     for _ in range(3):
@@ -143,11 +143,11 @@ def speech(compile: Compile) -> Numbers:
 
 
 class OwnRprop(torch.optim.Rprop):
-    """A class that is not torch's own."""
+    """An optimizer class of the user's own, derived from torch's."""
 
 
 def own_update(kind: type[torch.optim.Optimizer], spec: P) -> Callable[[Compile], Numbers]:
-    """Steps with an optimizer whose update is not traced, on weights that lie as a spec says."""
+    """Return a script that trains with an optimizer that is not traced, on weights with a given spec."""
 
     def script(compile: Compile) -> Numbers:
         torch.manual_seed(0)

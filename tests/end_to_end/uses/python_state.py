@@ -1,4 +1,4 @@
-"""Uses whose model computes with Python state that changes in place between calls."""
+"""Uses of models that read Python state, such as lists and arrays, which changes in place between calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Net(nn.Module):
 def changed(
     make: Callable[[], Any], read: Callable[[Any], Any], change: Callable[[Any], Any]
 ) -> Callable[[Compile], Numbers]:
-    """The content of a model changes after a step of an optimizer."""
+    """Return a script that trains a model and changes the state that it reads after each step."""
 
     def script(compile: Compile) -> Numbers:
         model = _Net(make(), read)

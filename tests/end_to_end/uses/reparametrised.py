@@ -16,7 +16,7 @@ Change = Callable[[nn.Module], Any]
 
 
 def changed(change: Change, *, when: str = "after a call") -> Callable[[Compile], Numbers]:
-    """A layer of a model is changed before or after `compile`, or after a call; then the model is trained."""
+    """Return a script that changes a layer before or after `compile`, or after a call, and then trains."""
 
     def script(compile: Compile) -> Numbers:
         torch.manual_seed(0)
@@ -52,7 +52,7 @@ prune_half = partial(prune.l1_unstructured, name="weight", amount=0.5)
 
 
 def prune_for_good(layer: nn.Module) -> None:
-    """Prune, and make the zeros the weight's own."""
+    """Prune a layer, and make the zeros part of the weight itself."""
     prune_half(layer)
     prune.remove(layer, "weight")
 

@@ -1,4 +1,4 @@
-"""Uses of gradients of gradients: penalties, inner steps, per-sample gradients, transforms of `torch.func`."""
+"""Uses of second derivatives in penalties, inner steps, per-sample gradients and transforms of `torch.func`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers, on_both, t
 
 
 class Attends(nn.Module):
-    """A block of RMS norm and attention; eager attention with second derivatives consists of small operators."""
+    """A residual block with RMS norm and attention by torch's math kernel, which has second derivatives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Attends(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer and a score of its last state."""
+    """A recurrent layer, and a score of its last output."""
 
     def __init__(self, layer: type[nn.RNNBase], **options: Any) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Recurrent(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Classes of rows, and their loss."""
+    """A perceptron that returns the cross entropy of its classes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Classifier(nn.Module):
 
 
 class Inside(nn.Module):
-    """A function of a model and its inputs."""
+    """A module whose forward is a given function of a model and its inputs."""
 
     def __init__(self, function: Callable[..., Tensor], model: nn.Module) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Inside(nn.Module):
 
 
 def steps(compile: Compile, make: Callable[[], nn.Module], *inputs: Tensor, times: int = 2) -> Numbers:
-    """Losses and last parameters of a few steps of a loop."""
+    """Train for a few steps; return the losses and the final parameters."""
     torch.manual_seed(0)
     compiled = compile(make())
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
@@ -71,18 +71,18 @@ def steps(compile: Compile, make: Callable[[], nn.Module], *inputs: Tensor, time
 
 
 def rows() -> tuple[Tensor, Tensor]:
-    """Eight rows and their classes."""
+    """Return eight rows and their classes."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(8, 8, generator=generator), torch.randint(0, 4, (8,), generator=generator)
 
 
 def sequences() -> Tensor:
-    """Four sequences of three vectors."""
+    """Return four sequences of three vectors."""
     return torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(1))
 
 
 def penalty_of_parameters(compile: Compile) -> Numbers:
-    """The square of a loss's gradient, in a plain loop."""
+    """Return a penalty on a loss's gradients with respect to parameters, and the gradients of the penalty."""
     torch.manual_seed(0)
     compiled = compile(Classifier())
     parameters = list(compiled.parameters())
@@ -93,7 +93,7 @@ def penalty_of_parameters(compile: Compile) -> Numbers:
 
 
 def penalty_inside(make: Callable[[], nn.Module]) -> Callable[[Compile], Numbers]:
-    """The critic's loss of WGAN-GP, written into forward."""
+    """Return a script that trains with the critic's loss of WGAN-GP, computed in forward."""
 
     def penalised(critic: nn.Module, x: Tensor) -> Tensor:
         z = x.detach().requires_grad_()
@@ -105,7 +105,7 @@ def penalty_inside(make: Callable[[], nn.Module]) -> Callable[[Compile], Numbers
 
 
 def penalty_outside(compile: Compile) -> Numbers:
-    """The critic's loss of WGAN-GP, in a plain loop."""
+    """Return an input gradient, and the parameters' gradients of its square sum, computed outside the model."""
     torch.manual_seed(0)
     compiled = compile(Attends())
     z = sequences().requires_grad_()
@@ -115,7 +115,7 @@ def penalty_outside(compile: Compile) -> Numbers:
 
 
 def inner_step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """MAML: the loss of half of the rows after a step on the other half of the rows."""
+    """Return the loss of MAML: the loss of half of the rows after a step on the other half."""
     state = dict(model.named_parameters())
     loss = functional_call(model, state, (x[::2], y[::2]))
     gradients = torch.autograd.grad(loss, list(state.values()), create_graph=True)
@@ -124,7 +124,7 @@ def inner_step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def per_sample(model: nn.Module, *inputs: Tensor) -> Tensor:
-    """The mean square of each sample's gradient."""
+    """Return the mean over samples of the square sum of each sample's gradient."""
 
     def loss(parameters: dict[str, Tensor], *sample: Tensor) -> Tensor:
         return functional_call(model, parameters, tuple(value[None] for value in sample)).sum()
@@ -134,18 +134,18 @@ def per_sample(model: nn.Module, *inputs: Tensor) -> Tensor:
 
 
 def curvature(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """The loss and the square of its Hessian by a row of the inputs."""
+    """Return the loss plus the square sum of its Hessian with respect to one input row."""
     second = jacrev(grad(lambda row: model(row[None], y[:1])))(x[0])
     return model(x, y) + second.square().sum()
 
 
 def jacobian(model: nn.Module, x: Tensor) -> Tensor:
-    """The square of a Jacobian of scores by inputs."""
+    """Return the square sum of the Jacobian of scores with respect to inputs."""
     return jacrev(model)(x).square().sum()
 
 
 class Ensemble(nn.Module):
-    """Three classifiers whose parameters are stacked, run by one vmap."""
+    """Three classifiers with stacked parameters, run by one vmap."""
 
     def __init__(self) -> None:
         super().__init__()

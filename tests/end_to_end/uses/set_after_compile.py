@@ -1,4 +1,4 @@
-"""Uses that set attributes of a compiled step or model."""
+"""Uses that set attributes of a compiled step, model or optimizer after `compile`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def group_added(optimizer_class: type[torch.optim.Optimizer], *, held: bool = False, freezes: bool = False) -> Callable:
-    """A head joins the optimizer after two steps, frozen until then or not."""
+    """Return a script that adds the head's parameters to the optimizer after two steps.
+
+    With `held`, the parameters were listed before `compile`; with `freezes`, the head is frozen until then.
+    """
 
     def script(compile: Compile) -> Numbers:
         model, batch = _Net(), _batch()
@@ -52,7 +55,7 @@ def group_added(optimizer_class: type[torch.optim.Optimizer], *, held: bool = Fa
 
 
 def group_taken_out(compile: Compile) -> Numbers:
-    """A group is taken out of the optimizer after two steps."""
+    """Remove a parameter group from the optimizer after two steps."""
     model, batch = _Net(), _batch()
     groups = [{"params": [*model.body.parameters()]}, {"params": [*model.head.parameters()]}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
@@ -67,7 +70,7 @@ def group_taken_out(compile: Compile) -> Numbers:
 
 
 def norm_set(optimizer_class: type[torch.optim.Optimizer]) -> Callable[[Compile], Numbers]:
-    """Change the largest norm of gradients at later steps, and then remove the limit."""
+    """Return a script that changes `max_grad_norm` between steps, also to None."""
 
     def script(compile: Compile) -> Numbers:
         model, batch = _Net(), _batch()
@@ -83,7 +86,7 @@ def norm_set(optimizer_class: type[torch.optim.Optimizer]) -> Callable[[Compile]
 
 
 def set_on_step(name: str, value: object) -> Callable[[Compile], Numbers]:
-    """Something else is set on a step."""
+    """Return a script that sets an attribute of a compiled step."""
 
     def script(compile: Compile) -> Numbers:
         model, batch = _Net(), _batch()
@@ -95,7 +98,7 @@ def set_on_step(name: str, value: object) -> Callable[[Compile], Numbers]:
 
 
 def attributes_set(compile: Compile) -> Numbers:
-    """Attributes of the model are set on the compiled module: numbers, words, modules, parameters."""
+    """Set a number, a word, a new attribute and `training` of a model through its compiled module."""
     model, batch = _Net(), _batch()
     compiled = compile(model)
     found = [compiled(*batch)]
@@ -112,7 +115,7 @@ def attributes_set(compile: Compile) -> Numbers:
 
 
 def module_set(compile: Compile) -> Numbers:
-    """A submodule of the compiled module is replaced."""
+    """Replace a submodule through the compiled module."""
     model, batch = _Net(), _batch()
     compiled = compile(model)
     first = compiled(*batch)

@@ -1,4 +1,4 @@
-"""Uses of a backward from some of several outputs."""
+"""Uses of a backward from only some of a model's outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers, on_both
 
 
 class _TwoLosses(nn.Module):
-    """A body with two heads, whose losses are outputs beside the body's own result."""
+    """A model with two heads, which returns a loss of each and its hidden values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class _TwoLosses(nn.Module):
 
 
 class _Infinite(_TwoLosses):
-    """Its auxiliary loss has an infinite derivative."""
+    """A model whose auxiliary loss has an infinite derivative."""
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         h = self.body(x).tanh()
@@ -43,7 +43,7 @@ def _inputs() -> torch.Tensor:
 
 
 def _gradients(model: nn.Module) -> list[float]:
-    """Which parameters have a gradient, and these gradients."""
+    """Return for each parameter whether it has a gradient, and then all entries of the gradients."""
     found = [parameter.grad for parameter in model.parameters()]
     return [*(float(grad is not None) for grad in found), *numbers(*(grad for grad in found if grad is not None))]
 
@@ -64,12 +64,12 @@ def alternating_losses(compile: Compile) -> Numbers:
 
 
 def one_head_alone(compile: Compile) -> Numbers:
-    """The auxiliary head is never trained, nor decayed."""
+    """Train on the main loss alone; AdamW must not decay the auxiliary head."""
     return _train(compile, "main main main")
 
 
 def hidden_result(compile: Compile) -> Numbers:
-    """Train now and then on an output that is no loss."""
+    """Train in turn on the hidden values and on a loss."""
     return _train(compile, "h main h")
 
 
@@ -85,14 +85,14 @@ def gradients_of_each(compile: Compile) -> Numbers:
 
 
 def infinite_derivative_beside(compile: Compile) -> Numbers:
-    """A loss whose derivative is infinite does not spoil another loss's gradients."""
+    """Return the main loss's gradients, beside an auxiliary loss with an infinite derivative."""
     model = compile(_Infinite())
     model(_inputs())["main"].backward()
     return _gradients(model)
 
 
 def zeros_are_not_none(compile: Compile) -> Numbers:
-    """A loss that reaches parameters by a derivative of zero gives zeros."""
+    """Return gradients of a loss whose derivative is zero, which are zeros and not None."""
     model, found = compile(_Steps()), []
     for name in ("main", "aux"):
         model.zero_grad()
@@ -102,7 +102,7 @@ def zeros_are_not_none(compile: Compile) -> Numbers:
 
 
 def two_backwards_in_turn(compile: Compile) -> Numbers:
-    """One graph, a backward from each loss, gradients added up."""
+    """Run a backward from each loss of one call, and return the summed gradients after each."""
     model = compile(_TwoLosses())
     outputs = model(_inputs())
     outputs["aux"].backward(retain_graph=True)
@@ -112,7 +112,7 @@ def two_backwards_in_turn(compile: Compile) -> Numbers:
 
 
 def penalty_of_one_loss(compile: Compile) -> Numbers:
-    """A gradient penalty of one loss leaves the gradients of the second head None."""
+    """Return the gradients of a gradient penalty of one loss; those of the auxiliary head are None."""
     model, x = compile(_TwoLosses()), _inputs().requires_grad_()
     (gradient,) = torch.autograd.grad(model(x)["main"], x, create_graph=True)
     gradient.square().sum().backward()

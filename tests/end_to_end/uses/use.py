@@ -1,4 +1,4 @@
-"""One row of the table of uses: lines a user would write, run on one device and compiled."""
+"""A use is a script as a user would write it, run on one device and with `autoshard.compile`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Numbers = Sequence[float]
 
 
 class Compile(Protocol):
-    """`autoshard.compile` without its mesh, or its stand-in on one device."""
+    """The type of `compile` in a script, which takes no mesh."""
 
     def __call__(self, model: nn.Module, **options: Any) -> Any: ...
 
@@ -59,18 +59,18 @@ def train(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor], st
 
 
 def one_device(model: nn.Module, **options: Any) -> Any:
-    """The stand-in of `compile` on one device: the model, or a plain training step."""
+    """Stand in for `compile` on one device: return the model, or a plain training step if given an optimizer."""
     optimizer = options.get("optimizer")
     return model if optimizer is None else _Step(model, optimizer, options.get("loss_fn"), options.get("max_grad_norm"))
 
 
 def sharded(model: nn.Module, **options: Any) -> Any:
-    """`compile` on two ranks that split the batch: of the simulator, or of the process group that there is."""
+    """Compile on two ranks that split the batch, which are simulated or those of the process group."""
     return autoshard.compile(model, autoshard.Mesh({"data": 2}), **options)
 
 
 def numbers(*values: Any) -> list[float]:
-    """Return every entry of whole tensors and numbers in one list."""
+    """Return all entries of tensors and numbers in one list; DTensors are gathered."""
     found: list[float] = []
     for value in values:
         tensor = torch.as_tensor(value).detach()
@@ -80,7 +80,7 @@ def numbers(*values: Any) -> list[float]:
 
 
 class _Step:
-    """Forward, backward, clipping and update, as in a script for one device."""
+    """A training step on one device, with loss function and clipping."""
 
     def __init__(self, model: nn.Module, optimizer: Any, loss_fn: Any, max_grad_norm: float | None) -> None:
         self.model, self.optimizer, self.loss_fn, self.max_grad_norm = model, optimizer, loss_fn, max_grad_norm

@@ -1,4 +1,4 @@
-"""Uses of models that compute with a new number at each call."""
+"""Uses of models that compute with a Python number that changes at each call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Net(nn.Module):
 
 
 def counted(factor: Callable[[Any, torch.Tensor], Any], calls: int = 16) -> Callable[[Compile], Numbers]:
-    """Set the number of the step and its derived values before each step."""
+    """Return a script that sets a step number, and values derived from it, before each training step."""
 
     def script(compile: Compile) -> Numbers:
         model = _Net(factor)

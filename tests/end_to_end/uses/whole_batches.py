@@ -1,4 +1,4 @@
-"""Uses of models that need several rows of a batch: batch norm, tables of the batch's size."""
+"""Uses of models that depend on the batch's size, by batch norm or by a table with a row for each sample."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers, on_both, o
 
 
 class Table(nn.Module):
-    """A layer beside a table with a row for each sample of a batch."""
+    """A layer whose output is added to a table with four rows, one for each sample; `cut` takes the first rows."""
 
     def __init__(self, table: Callable[[Tensor], Any], *, cut: bool = False) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Table(nn.Module):
 
 
 class Buffer(Table):
-    """The table is a buffer."""
+    """A `Table` whose table is a buffer."""
 
     def __init__(self, *, cut: bool = False) -> None:
         super().__init__(nn.Identity(), cut=cut)
@@ -33,7 +33,7 @@ class Buffer(Table):
 
 
 def stepped(make: Callable[[], nn.Module], rows: int = 4, **options: Any) -> Callable[[Compile], Numbers]:
-    """A step of a model that returns its loss."""
+    """Return a script that takes one step of SGD, and returns the loss and parameters."""
 
     def script(compile: Compile) -> Numbers:
         torch.manual_seed(0)
@@ -45,7 +45,7 @@ def stepped(make: Callable[[], nn.Module], rows: int = 4, **options: Any) -> Cal
 
 
 class Normed(nn.Module):
-    """Batch norm between two layers."""
+    """The mean square of a perceptron with batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,10 @@ class Normed(nn.Module):
 
 
 def one_row(compile: Compile, *, training: bool = True) -> Numbers:
-    """Train on a batch of one row, which one device refuses; the reference has two rows."""
+    """Call a model with batch norm on one row, which raises in training.
+
+    The script on one device uses two rows in training, so that it returns numbers.
+    """
     torch.manual_seed(0)
     model = Normed().train(training)
     rows = 2 if training and compile is one_device else 1
@@ -64,7 +67,7 @@ def one_row(compile: Compile, *, training: bool = True) -> Numbers:
 
 
 def one_place(compile: Compile) -> Numbers:
-    """Normalise channels of one place each; see `one_row`."""
+    """Call an instance norm on channels of one position, which raises; one device gets two positions."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(4, 4, 1), nn.InstanceNorm1d(4))
     inputs = torch.randn(2, 4, 2 if compile is one_device else 1)

@@ -1,4 +1,4 @@
-"""Uses that write parameters and buffers through `.data` and in place: momentum encoders, tables of bounded rows."""
+"""Uses that write parameters and buffers in place or through `.data`, in forward or between calls."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _transpose_data(kept: Tensor, new: Tensor) -> None:
 
 
 class _Momentum(nn.Module):
-    """A query encoder, and a key encoder whose parameters `forward` moves."""
+    """A query encoder, and a key encoder whose parameters `forward` moves towards those of the query."""
 
     def __init__(self, move: Move) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class _Momentum(nn.Module):
 
 
 class _Buffered(nn.Module):
-    """`_Momentum`, with its moving weights in buffers."""
+    """A `_Momentum` whose moved weight is a buffer."""
 
     def __init__(self, move: Move) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class _Buffered(nn.Module):
 
 
 def trained(kind: Callable[[Move], nn.Module], move: Move) -> Callable[[Compile], Numbers]:
-    """Train for three steps a model that moves its own buffers."""
+    """Return a script that trains for three steps a model whose forward writes parameters or buffers."""
 
     def script(compile: Compile) -> Numbers:
         compiled = compile(kind(move))
@@ -77,7 +77,7 @@ def trained(kind: Callable[[Move], nn.Module], move: Move) -> Callable[[Compile]
 
 
 def moved_between_calls(move: Move) -> Callable[[Compile], Numbers]:
-    """The key encoder is moved by the loop, not by the model."""
+    """Return a script whose loop moves the key encoder between calls."""
 
     def script(compile: Compile) -> Numbers:
         model = _Momentum(lambda kept, new: None)
@@ -93,7 +93,7 @@ def moved_between_calls(move: Move) -> Callable[[Compile], Numbers]:
 
 
 def moved_model(compile: Compile) -> Numbers:
-    """Send a compiled model to its own device, which sets or swaps its parameters."""
+    """Call a compiled model before and after `.to("cpu").float()`, which changes nothing."""
     compiled = compile(_Momentum(lambda kept, new: None))
     inputs = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
     first = compiled(inputs)
@@ -102,14 +102,14 @@ def moved_model(compile: Compile) -> Numbers:
 
 
 def max_norm(compile: Compile) -> Numbers:
-    """torch's own `max_norm`, which writes over the table in `forward`."""
+    """Call an embedding with `max_norm`, which overwrites its table in `forward`."""
     torch.manual_seed(0)
     model = nn.Embedding(6, 4, max_norm=1.0)
     return numbers(compile(model)(torch.arange(6)))
 
 
 def scaled_between_calls(compile: Compile) -> Numbers:
-    """The table is scaled before each call, as the refusal of `max_norm` says; one device has `max_norm`."""
+    """Train an embedding whose rows are scaled before each call; on one device, `max_norm` scales them."""
     torch.manual_seed(0)
     is_one = compile is one_device
     model = nn.Embedding(6, 4, max_norm=1.0 if is_one else None)

@@ -1,4 +1,4 @@
-"""Messages over the store of a run."""
+"""Ranks exchange messages over the store of their process group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoshard.runtime.agreement.control_channel import ControlChannel
 
 @pytest.fixture
 def channel() -> Iterator[ControlChannel]:
-    """A channel of one rank over a store like `torchrun`'s."""
+    """Yield a channel of one rank over a `TCPStore`, as under `torchrun`."""
     store = dist.TCPStore("localhost", 0, 1, is_master=True)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield ControlChannel([0])
@@ -22,14 +22,14 @@ def channel() -> Iterator[ControlChannel]:
 
 @pytest.mark.parametrize("size", [0, 1, 4 * 2**20, 4 * 2**20 + 1, 20 * 2**20])
 def test_a_message_has_any_size(channel: ControlChannel, size: int) -> None:
-    """A message may be larger than the store's limit; each turn has its own message."""
+    """Messages of any size, also above the store's limit, arrive at each of three turns."""
     for turn in range(3):
         value = bytes([turn]) * size
         assert channel.exchange(value, "say much") == [value]
 
 
 def test_many_turns_leave_few_keys(channel: ControlChannel) -> None:
-    """The store, which a process holds in memory, does not grow with the number of turns."""
+    """The number of keys in the store does not grow with the number of turns."""
     sizes = []
     for _ in range(5):
         channel.exchange(b"0", "say little")
@@ -38,7 +38,7 @@ def test_many_turns_leave_few_keys(channel: ControlChannel) -> None:
 
 
 def test_what_comes_a_moment_later_is_waited_for(channel: ControlChannel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A waiting rank polls with pauses, and leaves the processor to other ranks."""
+    """A rank that waits for a key checks the store again until the key is there."""
     answers = iter([False, False, True])
     monkeypatch.setattr(channel, "_store", SimpleNamespace(check=lambda keys: next(answers)))
     assert channel._has_come("verdict")

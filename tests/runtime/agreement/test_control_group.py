@@ -1,4 +1,4 @@
-"""Ranks ask each other whether something holds on any of them."""
+"""`ControlGroup.any` tells every rank whether a condition holds on any rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.runtime.processes import checked_once, report
 
 
 def all_ranks_get_one_answer() -> None:
-    """One rank's yes is everybody's, over sockets and over the store."""
+    """If the condition holds on one rank, all get True, over sockets and over the store; else False."""
     control = ControlGroup(range(dist.get_world_size()), timeout_s=20.0)
     assert control.vectors is not None
     for waits in (False, True):
@@ -25,5 +25,5 @@ outcomes = checked_once(CHECKS, ranks=3)
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_any_rank(outcomes: dict[str, str], name: str) -> None:
-    """No check fails."""
+    """The check passes on every rank."""
     report(outcomes, name)

@@ -19,7 +19,7 @@ TYPES = (torch.bool, torch.uint8, torch.float8_e5m2, torch.bfloat16, torch.int32
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (5, 7), (0, 3)])
 def test_equal_tensors_have_equal_digests(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """The digests are equal for any memory layout."""
+    """A tensor and its non-contiguous copy have equal digests, for any type and shape."""
     tensor = torch.arange(64).remainder(2).to(dtype)[: torch.Size(shape).numel()].reshape(shape)
     apart = torch.stack([tensor, tensor], -1)[..., 0]
     assert digest_of(tensor) == digest_of(apart)
@@ -27,7 +27,7 @@ def test_equal_tensors_have_equal_digests(dtype: torch.dtype, shape: tuple[int, 
 
 @pytest.mark.parametrize("count", [6, 2048, 2049, 5000, 1 << 21])
 def test_a_swap_shows(count: int) -> None:
-    """A swap of two elements changes the digest, although sum and sample of the tensor stay."""
+    """A swap of two elements, which leaves the sum unchanged, changes the digest."""
     tensor = torch.arange(count, dtype=torch.float64)
     for first, second in ((0, 1), (0, count - 1), (count // 2, count // 2 + 1), (count - 2, count - 1)):
         swapped = tensor.clone()
@@ -36,19 +36,19 @@ def test_a_swap_shows(count: int) -> None:
 
 
 def test_shape_and_type_count() -> None:
-    """Zeros of other shapes and types are other tensors."""
+    """Zeros of different shapes or types have different digests."""
     zeros = [torch.zeros(8), torch.zeros(2, 4), torch.zeros(8, dtype=torch.int32), torch.zeros(7)]
     assert len({digest_of(item) for item in zeros}) == len(zeros)
 
 
 def test_a_view_that_is_no_whole_words_has_a_digest() -> None:
-    """Its memory begins between two words."""
+    """A view whose memory begins between two 8-byte words has the digest of its copy."""
     tensor = torch.arange(9, dtype=torch.float32)
     assert digest_of(tensor[1:]) == digest_of(tensor[1:].clone())
 
 
 def test_samples_reach_every_word() -> None:
-    """Samples are bounded; over the turns they cover all words except the remainder."""
+    """Samples have at most 320 words, and 64 turns cover more than 99 % of all words."""
     words = words_of(torch.arange(10_000))
     seen: set[int] = set()
     for turn in range(64):
@@ -60,7 +60,7 @@ def test_samples_reach_every_word() -> None:
 
 
 def test_a_conjugate_has_the_digest_of_its_elements() -> None:
-    """Its memory has other bits."""
+    """A lazily conjugated tensor has the digest of its elements, and not of the memory it shares."""
     tensor = torch.randn(5, 3, dtype=torch.complex64)
     assert digest_of(tensor.conj()) == digest_of(tensor.conj().resolve_conj()) != digest_of(tensor)
 
@@ -68,7 +68,7 @@ def test_a_conjugate_has_the_digest_of_its_elements() -> None:
 @pytest.mark.parametrize("size", [8, (1 << 15) + 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bfloat16, torch.int64])
 def test_a_change_anywhere_shows_at_once(size: int, dtype: torch.dtype) -> None:
-    """A change also shows in a large tensor, of which only a sample is read in order."""
+    """A change of any element changes the digest of samples at once, also of a large tensor."""
     tensor = torch.arange(size).remainder(100).to(dtype)
     for place in (0, 5, size // 2, size - 1):
         changed = tensor.clone()
@@ -78,7 +78,7 @@ def test_a_change_anywhere_shows_at_once(size: int, dtype: torch.dtype) -> None:
 
 
 def test_another_order_shows_within_some_turns() -> None:
-    """Swapping rows of a large tensor leaves the sum unchanged, but changes the sample within some turns."""
+    """A swap of two rows of a large tensor changes the digest of samples within 40 turns."""
     rows = torch.randn(1 << 10, 32, generator=torch.Generator().manual_seed(0))
     changed = rows.clone()
     changed[[3, 700]] = rows[[700, 3]]

@@ -1,4 +1,4 @@
-"""Ranks that fail tell each other."""
+"""Ranks that fail report their errors to all other ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.runtime.processes import checked_once, report
 
 
 def a_failed_rank_is_quoted() -> None:
-    """Rank 0 quotes rank 1's error and names silent rank 2; the reports of one run are not deleted."""
+    """Rank 0 quotes the first error of rank 1, and names rank 2, which reported nothing."""
     if dist.get_rank() == 1:
         with pytest.raises(ValueError, match="of its own"), naming_lost_ranks():
             raise ValueError("an error of its own.")
@@ -36,17 +36,17 @@ outcomes = checked_once(CHECKS, ranks=3)
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_reports(outcomes: dict[str, str], name: str) -> None:
-    """No check fails."""
+    """The check passes on every rank."""
     report(outcomes, name)
 
 
 def test_silent_ranks_are_named_beside_many_reports() -> None:
-    """Four sentences are shown, and the last one names the ranks without a report."""
+    """At most four sentences are shown, and the last names the ranks without a report, if any."""
     told = {rank: f"ValueError: {rank}" for rank in range(6)}
     assert in_words(told, [6, 7]).endswith("Rank 2 failed with ValueError: 2. Ranks [6, 7] gave no sign.")
     assert in_words(told, []).endswith("Rank 3 failed with ValueError: 3.")
 
 
 def test_a_process_without_a_group_reports_nothing() -> None:
-    """A report needs other ranks."""
+    """In a process without a group, `report_failure` does nothing."""
     report_failure(ValueError())

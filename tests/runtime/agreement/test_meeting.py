@@ -1,4 +1,4 @@
-"""Processes of one attempt of a run meet in a store that outlives attempts."""
+"""Processes of one attempt of a run meet in a store that outlives attempts, and agree on a token."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def client(store: dist.TCPStore) -> dist.TCPStore:
 
 
 def clients(store: dist.TCPStore, count: int) -> list[dist.TCPStore]:
-    """Clients of a store, made before any of them polls, because connecting to a busy store can take five seconds."""
+    """Return clients of a store, connected before any of them polls; a busy store can take five seconds to connect."""
     return [client(store) for _ in range(count)]
 
 
 def tokens(stores: list[dist.TCPStore], delays_s: list[float], timeout_s: float = 20.0) -> list[str]:
-    """The token that each rank finds, which comes so much later."""
+    """Return the token that each rank finds, if rank i comes `delays_s[i]` seconds later."""
 
     def come(rank: int) -> str:
         time.sleep(delays_s[rank])
@@ -47,7 +47,7 @@ def tokens(stores: list[dist.TCPStore], delays_s: list[float], timeout_s: float 
 
 
 def test_attempts_have_tokens_of_their_own() -> None:
-    """An attempt has one token, for any order and number of ranks, and after any messages of earlier attempts."""
+    """All ranks of an attempt get one token, and no two attempts get the same, in any order of arrival."""
     server, found = held_store(), list[str]()
     stores = clients(server, 3)
     for delays_s in ([0.0, 0.2], [0.2, 0.0], [0.0, 0.1, 0.2], [0.1, 0.0], [0.0]):
@@ -58,15 +58,15 @@ def test_attempts_have_tokens_of_their_own() -> None:
 
 
 FEWEST_ACTS = 6
-"""Acts in the store of a rank that comes so late that it never polls again; the first rank has one more."""
+"""Store operations of a rank that comes so late that it never polls twice; the first rank has one more."""
 
 
 class DoomedError(Exception):
-    """A launcher ended the process."""
+    """The error that stands for the end of a process by its launcher."""
 
 
 class DoomedStore:
-    """A store whose process ends after some operations, and with it the other processes of the attempt."""
+    """A store that raises after some operations, and then in all processes of the attempt."""
 
     def __init__(self, store: dist.TCPStore, acts: int, over: threading.Event) -> None:
         self._store, self._acts, self._over = store, acts, over
@@ -82,7 +82,7 @@ class DoomedStore:
 
 @pytest.mark.parametrize("doomed", [0, 1, 2])
 def test_an_attempt_that_ended_anywhere_is_no_part_of_the_next(doomed: int) -> None:
-    """A rank ends after each number of acts in the store, and the next attempt meets in the same store."""
+    """After an attempt ends at any store operation of any rank, the next attempt meets with a new token."""
     server, found = held_store(), set[str]()
     stores = clients(server, 3)
     for acts in range(12):
@@ -99,7 +99,7 @@ def test_an_attempt_that_ended_anywhere_is_no_part_of_the_next(doomed: int) -> N
 
 
 def test_a_first_rank_that_was_replaced_ends() -> None:
-    """The replaced rank waits for ended ranks; the ranks of the next attempt meet without it."""
+    """Rank 0 of an ended attempt raises once a new rank 0 comes, and the new attempt meets."""
     store = held_store()
     stores = clients(store, 4)
     with ThreadPoolExecutor(4) as pool:
@@ -117,7 +117,7 @@ def test_a_first_rank_that_was_replaced_ends() -> None:
     ("late", "match"), [(1, r"Ranks \[1\] did not come within 0"), (0, r"Ranks \[0\] did not come")]
 )
 def test_a_rank_that_does_not_come_is_named(late: int, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The remaining ranks name the missing rank."""
+    """If a rank does not come in time, each other rank raises an error that names it."""
     monkeypatch.setattr("autoshard.runtime.agreement.meeting._GRACE_S", 0.3)
     store, ranks = held_store(), [rank for rank in range(3) if rank != late]
     stores = clients(store, 3)
@@ -136,7 +136,7 @@ def restarted(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, count: int 
 
 @pytest.fixture(params=["by torch", "given"])
 def group_on_kept_store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A group that a user made on the launcher's store."""
+    """Make a process group on the launcher's store, by torch's environment or from a given store."""
     store = held_store()
     restarted(store, monkeypatch)
     given = {"store": client(store), "rank": 0, "world_size": 1} if request.param == "given" else {}
@@ -146,7 +146,7 @@ def group_on_kept_store(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
 
 def test_a_group_on_the_kept_store_is_refused(group_on_kept_store: None) -> None:
-    """A group on the kept store is refused at a restart, with both ways out."""
+    """At a restart, a process group on the store of earlier attempts raises, and the error names two alternatives."""
     model = nn.Linear(2, 2)
     mesh = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("data",))
     with pytest.raises(NotAvailableError, match=r"this is restart 1.*Mesh.*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
@@ -154,13 +154,13 @@ def test_a_group_on_the_kept_store_is_refused(group_on_kept_store: None) -> None
 
 
 def test_a_group_of_the_first_attempt_is_taken(group_on_kept_store: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody has used the store before."""
+    """At the first attempt, a process group on the launcher's store is accepted."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     refuse_a_kept_store(dist.group.WORLD.get_group_store())
 
 
 def test_a_group_on_another_prefix_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user may tell attempts apart."""
+    """At a restart, a process group on the launcher's store under another prefix is accepted."""
     store = held_store()
     restarted(store, monkeypatch)
     dist.init_process_group("gloo", store=dist.PrefixStore("third", client(store)), rank=0, world_size=1)
@@ -169,7 +169,7 @@ def test_a_group_on_another_prefix_is_taken(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def train(rank: int, port: int, attempt: int, told: Path) -> None:
-    """One rank of an attempt under a launcher; in the first, rank 1 ends amid the run."""
+    """Run one rank of an attempt under a launcher; in the first attempt, rank 1 is killed."""
     found = {**AGENT, "MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
     os.environ.update(found, GLOO_SOCKET_IFNAME="lo", WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
@@ -183,7 +183,7 @@ def train(rank: int, port: int, attempt: int, told: Path) -> None:
 
 
 def test_a_run_begins_anew_on_the_kept_store(tmp_path: Path) -> None:
-    """Processes of a second and a third attempt compile and run, though processes of the first ended during a call."""
+    """After a rank of the first attempt is killed in a call, two more attempts compile and run."""
     store, context = held_store(), mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     expected = OneLayer()(torch.ones(4, 6)).item()

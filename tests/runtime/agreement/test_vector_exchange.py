@@ -1,4 +1,4 @@
-"""A few numbers reach every rank: threads in the place of processes."""
+"""Every rank gets the numbers of all ranks; threads stand for the processes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from autoshard.runtime.agreement.vector_exchange import LENGTH, VectorExchange, 
 
 
 class Turns:
-    """Numbers of all ranks at a turn."""
+    """The messages of all ranks at one turn, and a barrier."""
 
     def __init__(self, size: int) -> None:
         self.barrier, self.said = Barrier(size), [b""] * size
 
 
 class Channel:
-    """A `ControlChannel` of threads, whose ranks differ from their positions."""
+    """A fake `ControlChannel` for threads, whose rank numbers differ from their positions."""
 
     timeout_s = 0.2
 
@@ -51,7 +51,7 @@ def take_a_turn(vectors: VectorExchange) -> None:
 
 
 def on_all(size: int, work: Callable[[Channel], Any]) -> list[Any]:
-    """Results of each rank's thread."""
+    """Run `work` in a thread for each rank, and return the results."""
     turns = Turns(size)
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda place: work(Channel(turns, place)), range(size)))
@@ -70,7 +70,7 @@ def made(channel: Channel) -> VectorExchange:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
 def test_every_rank_hears_all_numbers_in_the_order_of_ranks(size: int) -> None:
-    """All numbers arrive at each of several turns, for any number of ranks."""
+    """Each rank gets the numbers of all ranks, in the order of ranks, at each of three turns."""
 
     def work(channel: Channel) -> list[Any]:
         vectors, found = made(channel), []
@@ -84,7 +84,7 @@ def test_every_rank_hears_all_numbers_in_the_order_of_ranks(size: int) -> None:
 
 
 def test_a_rank_that_comes_late_is_missed_and_told() -> None:
-    """The other rank stops waiting; the late rank raises too, though it receives numbers that were sent earlier."""
+    """If one of two ranks comes late to a turn, both raise `LostRankError`."""
 
     def work(channel: Channel) -> str:
         vectors = made(channel)
@@ -98,7 +98,7 @@ def test_a_rank_that_comes_late_is_missed_and_told() -> None:
 
 
 def test_ranks_that_cannot_reach_each_other_have_no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result is None on every rank if one rank cannot connect; no rank waits long for a connection."""
+    """If one rank cannot connect to another, `connect` returns None on every rank."""
     right = vector_exchange._call
 
     def call(address: str, port: int, token: bytes, number: int) -> socket.socket:
@@ -112,7 +112,7 @@ def test_ranks_that_cannot_reach_each_other_have_no_exchange(monkeypatch: pytest
 
 
 def test_ranks_that_were_heard_are_left_where_another_does_not_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their connections are closed: who called is not left to wait."""
+    """If one of two expected ranks does not connect, the connection of the other is closed."""
     monkeypatch.setattr(vector_exchange, "_CONNECT_S", 0.2)
     server, token = vector_exchange._listen(), b"t" * 32
     with server, vector_exchange._call("localhost", server.getsockname()[1], token, 0) as heard:
@@ -122,7 +122,7 @@ def test_ranks_that_were_heard_are_left_where_another_does_not_call(monkeypatch:
 
 
 def test_who_does_not_know_the_token_is_left_out() -> None:
-    """Another program may connect and send something else or nothing; the rank with the token still connects."""
+    """A connection that sends a wrong token, or nothing, is ignored, and the rank with the token connects."""
     server, token = vector_exchange._listen(), b"t" * 32
     port = server.getsockname()[1]
     with server, socket.create_connection(("localhost", port)) as one:

@@ -27,7 +27,7 @@ SPLIT = {"input:0": P("data"), "*.weight": P()}  # such a small model would run 
 
 
 class Plain(nn.Module):
-    """One layer."""
+    """A model of one layer, which returns its mean square."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def plain_step(**options: Any) -> autoshard.TrainStep:
 
 
 def test_a_profile_changes_no_step(tmp_path: Path) -> None:
-    """Losses are those of a run without a profile; the steps after the first are measured."""
+    """Losses within a profile equal those without one, and the two steps after the first are measured."""
     step, other = plain_step(), plain_step()
     with step.profile(steps=2, path=tmp_path / "trace.json") as found:
         losses = [float(step(X)) for _ in range(4)]
@@ -61,7 +61,7 @@ def test_a_profile_changes_no_step(tmp_path: Path) -> None:
 
 
 def test_too_few_steps_are_named() -> None:
-    """The first step warms up, and steps of new shapes compile: neither is measured."""
+    """The first step, which warms up, and a step that compiles a new shape are not measured."""
     step = plain_step()
     run = step.profile(steps=1)
     step(X)
@@ -76,7 +76,7 @@ def test_too_few_steps_are_named() -> None:
 
 
 def test_a_step_that_replaces_a_program_is_not_measured() -> None:
-    """A step that compiles is found where the cache of programs is full too."""
+    """With room for one program, a step that compiles and replaces it is not measured."""
     step = plain_step(options=Options(max_programs=1))
     step(X)
     with step.profile(steps=1) as run:
@@ -89,7 +89,7 @@ def test_a_step_that_replaces_a_program_is_not_measured() -> None:
 
 
 def test_an_error_drops_the_profile() -> None:
-    """A step that fails is not measured, and leaves no range on, also while the profile warms up."""
+    """A step that raises is not measured and leaves ranges off, also in the warm-up."""
     step = plain_step(options=Options(on_nonfinite="raise"))
     with pytest.raises(autoshard.NonFiniteError), step.profile():
         step(X * torch.nan)
@@ -114,7 +114,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 def test_graphs_and_unknown_operators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA graph hides its operators; an operator without a cost formula ends the profile, and training goes on."""
+    """A profile is refused with CUDA graphs, and ends at an operator without a cost formula; training goes on."""
     step = plain_step()
     step._has_graphs = True
     with pytest.raises(NotAvailableError, match=r"with Options\(cuda_graph=True\), a step is one launch"):
@@ -133,7 +133,7 @@ def test_graphs_and_unknown_operators_are_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_ranges_for_a_profiler_of_the_user() -> None:
-    """`Options(name_ranges=True)` names operators in every step."""
+    """With `Options(name_ranges=True)`, torch's profiler sees the names of modules and operators."""
     step = plain_step(options=Options(name_ranges=True))
     step(X)
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found:
@@ -143,7 +143,7 @@ def test_ranges_for_a_profiler_of_the_user() -> None:
 
 
 def check_profile(found: Profile, step: autoshard.TrainStep) -> None:
-    """A profile has each collective of the program, and names of modules, measured and predicted."""
+    """Check that a profile has each collective of the program, and that its measured and predicted parts add up."""
     program = step.sharded.program
     assert program is not None
     graphs = [module.graph for part in program.parts for module in part.phases.values()]
@@ -180,7 +180,7 @@ def plain_net(mesh: Any, **options: Any) -> autoshard.TrainStep:
 
 
 def check_two_ranks() -> None:
-    """All ranks have the spans of both ranks; the file has both rows of each rank; collectives took time."""
+    """Both ranks have the spans of both, rank 0 writes one file with both, and `calibrate` uses the profile."""
     mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
     step = plain_net(mesh, constraints=SPLIT)
     with tempfile.TemporaryDirectory() as folder:
@@ -202,7 +202,7 @@ def check_two_ranks() -> None:
 
 
 def check_stages() -> None:
-    """Each rank of a pipeline has its own stage, beside the prediction of its stage."""
+    """Each pipeline rank has the measured and predicted spans of its own stage."""
     mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("pipeline",))
     step = plain_net(mesh, micro_batches=4)
     with step.profile(steps=2) as found:

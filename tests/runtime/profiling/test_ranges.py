@@ -1,4 +1,4 @@
-"""Ranges are off until they are switched on, and mark GPU work for NVTX too."""
+"""Ranges are recorded only while they are on, and on GPUs also as NVTX ranges."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_ranges_are_seen_while_they_are_on(are_on: bool) -> None:
 
 
 def test_gpu_work_is_marked_for_nvtx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, each range is an NVTX range too; here NVTX is a fake."""
+    """With `marks_cuda`, each range is pushed to NVTX, which is a fake here, and popped after an error too."""
     log = list[str]()
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", log.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: log.append("pop"))

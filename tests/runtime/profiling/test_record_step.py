@@ -1,4 +1,4 @@
-"""Events of torch's profiler as spans of a step, on CPUs and on GPUs, whose events are fakes here."""
+"""`step_spans` turns events of torch's profiler into spans of a step; the events are fakes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HOST = [
 
 
 def test_a_collective_is_the_work_of_its_process_group() -> None:
-    """Works from before the call, such as those of other programs, are left out."""
+    """A collective's span is the asynchronous work that began after its call; earlier work is left out."""
     works = [event("gloo:all_reduce", 90, 105, is_async=True), event("gloo:all_reduce", 121, 189, is_async=True)]
     step = step_spans([*HOST, *works])
     assert step.duration_ns == 100_000
@@ -46,7 +46,7 @@ def test_a_collective_without_known_work_is_its_call() -> None:
 
 
 def test_on_a_gpu_spans_are_those_of_kernels() -> None:
-    """The host issues kernels ahead, so its own ranges say nothing about their time."""
+    """If there are GPU events, spans are those of the kernels, and ranges of the host are left out."""
     kernels = [
         event(f"{PREFIX}forward: mm", 130, 170, DeviceType.CUDA),
         event(f"{PREFIX}{REDUCE}", 140, 180, DeviceType.CUDA),

@@ -1,4 +1,4 @@
-"""Engines that run the stages of a pipeline."""
+"""`make_engines` makes the engine of a stage, and the messages between stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autoshard.runtime.stages.stage_messages import MessagesInProcess
     ],
 )
 def test_a_simulated_stage_has_the_axes_that_the_pipeline_leaves(mesh: Mesh, of_stages: Mesh) -> None:
-    """The stage has an axis of one rank if the pipeline leaves no axis."""
+    """The mesh of a stage has all axes but "pipeline", or one axis of one rank if none is left."""
     engine, messages = make_engines(mesh, torch.device("cpu"))
     assert isinstance(engine, SimulatorEngine)
     assert engine.mesh == of_stages
@@ -28,7 +28,7 @@ def test_a_simulated_stage_has_the_axes_that_the_pipeline_leaves(mesh: Mesh, of_
 
 
 def test_without_a_pipeline_nothing_is_handed_on() -> None:
-    """A step without a pipeline is one engine on the whole mesh."""
+    """Without a pipeline axis, there is one engine on the whole mesh, and no messages."""
     engine, messages = make_engines(Mesh({"data": 2}), torch.device("cpu"))
     assert engine.mesh == Mesh({"data": 2})
     assert messages is None

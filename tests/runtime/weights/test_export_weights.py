@@ -1,4 +1,4 @@
-"""A model's weights as files, simulated here; with processes: `tests/end_to_end/test_weights.py`."""
+"""Export a model's weights from the simulator; `tests/end_to_end/test_weights.py` has the tests on processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENGINE = SimulatorEngine(Mesh({"data": 2}))
 
 
 class Odd(nn.Module):
-    """Parameters of several types, empty and of no dims, a tie, buffers of both kinds, and its own configuration."""
+    """A model with parameters of several types and shapes, a tied one, buffers of both kinds, and a configuration."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_transformers_loads_what_is_written(name: str, tmp_path: Path) -> None:
-    """Logits are equal, from one file and from many; the files' tensors are those of transformers itself."""
+    """Exported files equal those of `save_pretrained`, and transformers loads them with equal logits."""
     model = build(name)
     model.save_pretrained(tmp_path / "theirs")
     for number, size in enumerate((10**9, 3000)):
@@ -76,7 +76,7 @@ def test_transformers_loads_what_is_written(name: str, tmp_path: Path) -> None:
 
 
 def test_any_model_is_written_and_read(tmp_path: Path) -> None:
-    """Types, empty tensors, numbers and ties come back; buffers that state dicts leave out are left out."""
+    """A plain model with unusual parameters is exported and loaded again; non-persistent buffers are left out."""
     torch.manual_seed(0)
     model = Odd()
     export(model, tmp_path / "a")
@@ -89,7 +89,7 @@ def test_any_model_is_written_and_read(tmp_path: Path) -> None:
 
 
 def test_files_are_no_larger_than_asked(tmp_path: Path) -> None:
-    """Only a single larger tensor exceeds the limit."""
+    """Files have at most the requested size, unless a single tensor is larger."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(40, 8))
     export(model, tmp_path / "a", 300)
     sizes = {path.name: sum(value.nbytes for value in load_file(path).values()) for path in _weights(tmp_path / "a")}
@@ -100,7 +100,7 @@ def test_files_are_no_larger_than_asked(tmp_path: Path) -> None:
 
 
 def test_what_was_written_before_is_replaced(tmp_path: Path) -> None:
-    """Old weight files are removed, however many; the user's own files stay."""
+    """An export removes all weight files of earlier exports, and keeps the user's own files."""
     folder = tmp_path / "a"
     for size in (300, 10**9, 500):
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(40, 8))
@@ -113,12 +113,12 @@ def test_what_was_written_before_is_replaced(tmp_path: Path) -> None:
 
 
 class Crash(BaseException):
-    """An exception that no handler catches, like the end of a process."""
+    """An exception that no handler catches, which stands for the end of a process."""
 
 
 @pytest.mark.parametrize(("act", "nth"), [("rename", 1), ("rename", 2), ("rmtree", 2)])
 def test_a_crash_leaves_one_whole_folder(act: str, nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process ends at any rename, or while it deletes the old folder; the next export repairs the rest."""
+    """After a crash at any rename or deletion, one whole folder exists, and the next export cleans up."""
     folder, models = tmp_path / "a", [nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3)]
     export(models[0], folder, 300)
     (folder / "tokenizer").mkdir()
@@ -147,7 +147,7 @@ def test_a_crash_leaves_one_whole_folder(act: str, nth: int, tmp_path: Path, mon
 
 
 def test_a_folder_that_cannot_be_renamed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder where another disk is mounted cannot be renamed, and stays."""
+    """If a folder cannot be renamed, as a mount point, the export raises and the folder is unchanged."""
     model = nn.Linear(8, 8)
     export(model, tmp_path / "a")
 
@@ -162,7 +162,7 @@ def test_a_folder_that_cannot_be_renamed_stays(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the file; the folder of before loads, and the next export works."""
+    """On a full disk, the export raises and names the file, and the old weights stay."""
     model = nn.Linear(8, 8)
     export(model, tmp_path / "a")
     before = files(tmp_path / "a")
@@ -180,7 +180,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
-    """Unsupported dtypes, tensors without values, a path that is a file, and useless sizes are refused."""
+    """Unsupported types, weights on meta, a path that is a file, and invalid sizes raise errors that name them."""
     with pytest.raises(WeightsError, match=r"no dtype for 'weight' \(torch.complex128\)"):
         export(nn.Linear(2, 2, bias=False, dtype=torch.complex128), tmp_path / "a")
     with pytest.raises(NotAvailableError, match=r"export would write weights .*'weight', 'bias'"):
@@ -196,7 +196,7 @@ def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", [".", ".."])
 def test_the_current_folder_is_not_replaced(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process would stay in the folder that was removed."""
+    """The process's current folder, or a parent of it, cannot be the target; a folder inside can."""
     (tmp_path / "a" / "b").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "a" / "b")
     with pytest.raises(WeightsError, match="current folder of this process"):

@@ -1,4 +1,4 @@
-"""Weights of files for a model on ranks, simulated here; with processes: `tests/end_to_end/test_weights.py`."""
+"""Load weight files on the simulator; `tests/end_to_end/test_weights.py` has the tests on processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def assert_equal(model: nn.Module, other: nn.Module) -> None:
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_what_transformers_saved_is_loaded(name: str, tmp_path: Path) -> None:
-    """One file and several files load, with equal logits."""
+    """Files of `save_pretrained`, one or several, are loaded with equal weights and logits."""
     saved = build(name)
     for number, size in enumerate(("1GB", "3KB")):
         saved.save_pretrained(tmp_path / str(number), max_shard_size=size)
@@ -52,7 +52,7 @@ def test_what_transformers_saved_is_loaded(name: str, tmp_path: Path) -> None:
 
 
 def test_a_model_with_a_head_takes_the_base_models_weights(tmp_path: Path) -> None:
-    """Names without the prefix of the base model are taken, and the reverse, as in transformers."""
+    """A model with a head loads its base model's file, and the base model loads the head's file."""
     saved = build("gpt2, tied")
     saved.transformer.save_pretrained(tmp_path / "base")
     assert "wte.weight" in load_file(tmp_path / "base" / "model.safetensors")
@@ -66,7 +66,7 @@ def test_a_model_with_a_head_takes_the_base_models_weights(tmp_path: Path) -> No
 
 
 def test_buffers_that_models_compute_may_be_in_old_files(tmp_path: Path) -> None:
-    """Rotary frequencies in a file of Llama are left."""
+    """Rotary frequencies in an old Llama file, which the model computes itself, are ignored."""
     saved = build("llama")
     stored = {**saved.state_dict(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
     save_file(stored, tmp_path / "model.safetensors")
@@ -77,7 +77,7 @@ def test_buffers_that_models_compute_may_be_in_old_files(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("dropped", [[], ["head.weight"], ["embedding.weight"]])
 def test_tied_parameters_are_there_once_or_more(dropped: list[str], tmp_path: Path) -> None:
-    """A tied parameter loads under any of its names."""
+    """Tied parameters are loaded from a file with either name or both, and stay tied."""
     saved, model = Tied(), Tied()
     stored = {name: value.clone() for name, value in saved.state_dict().items() if name not in dropped}
     save_file(stored, tmp_path / "a.safetensors")
@@ -87,7 +87,7 @@ def test_tied_parameters_are_there_once_or_more(dropped: list[str], tmp_path: Pa
 
 
 def test_tied_parameters_that_differ_are_refused(tmp_path: Path) -> None:
-    """Unequal values for a tied parameter are refused."""
+    """A file with different values for tied parameters raises, and the model is unchanged."""
     model, before = _changed(tmp_path, lambda stored: stored["head.weight"].add_(1))
     with pytest.raises(WeightsError, match=r"Tied in the model, but not equal: 'embedding.weight' = 'head.weight'"):
         load(model, tmp_path)
@@ -95,7 +95,7 @@ def test_tied_parameters_that_differ_are_refused(tmp_path: Path) -> None:
 
 
 def test_all_that_does_not_fit_is_named_at_once(tmp_path: Path) -> None:
-    """Missing, unexpected, of another shape, of another type; nothing is changed."""
+    """One error lists weights that are missing, unexpected or of another shape or type; the model is unchanged."""
 
     def change(stored: dict[str, torch.Tensor]) -> None:
         del stored["norm.weight"], stored["norm.bias"], stored["embedding.weight"], stored["head.weight"]
@@ -116,7 +116,7 @@ def test_all_that_does_not_fit_is_named_at_once(tmp_path: Path) -> None:
 
 
 def test_what_fits_is_taken_where_that_is_asked(tmp_path: Path) -> None:
-    """`strict=False` leaves missing weights, `cast=True` converts dtypes; another shape is refused in any case."""
+    """`strict=False` allows missing and unexpected weights, `cast=True` converts types, and no option other shapes."""
 
     def change(stored: dict[str, torch.Tensor]) -> None:
         del stored["norm.weight"]
@@ -138,7 +138,7 @@ def test_what_fits_is_taken_where_that_is_asked(tmp_path: Path) -> None:
 
 
 def test_parameters_stay_the_objects_that_optimizers_hold(tmp_path: Path) -> None:
-    """Values are written in place, seen in torch's version counters, and want gradients as before."""
+    """Loading writes parameters in place, so that objects stay, versions rise and gradients are still required."""
     saved, model = Tied(), Tied()
     before = [(parameter, parameter._version) for parameter in model.parameters()]
     save_file({name: value.clone() for name, value in saved.state_dict().items()}, tmp_path / "model.safetensors")
@@ -152,7 +152,7 @@ def test_parameters_stay_the_objects_that_optimizers_hold(tmp_path: Path) -> Non
 
 
 def _changed(folder: Path, change) -> tuple[Tied, Tied]:
-    """A model, a copy of it, and a changed file of another model's weights."""
+    """Return a model and its copy; write a file of other weights, after `change` has modified them."""
     model = Tied()
     stored = {name: value.clone() for name, value in Tied().state_dict().items()}
     change(stored)

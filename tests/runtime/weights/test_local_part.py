@@ -1,4 +1,4 @@
-"""Tests of `autoshard.runtime.weights.local_part`."""
+"""`LocalPart` is a rank's part of a tensor, and `index_of` its place in the whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoshard.runtime.weights.local_part import LocalPart, index_of
 
 
 def _chunk_of(whole: torch.Tensor, placements: list, sizes: list[int], coordinate: tuple[int, ...]) -> torch.Tensor:
-    """Return DTensor's part of a rank: the chunk of the chunk, dim by dim of the mesh."""
+    """Return a rank's part of a DTensor: for each mesh dim in turn, take the rank's chunk of the part so far."""
     for placement, size, place in zip(placements, sizes, coordinate, strict=True):
         if isinstance(placement, Shard):
             chunks = whole.chunk(size, placement.dim)

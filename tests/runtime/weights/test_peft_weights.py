@@ -1,4 +1,4 @@
-"""Adapters of peft as files, and merged adapters."""
+"""Export adapters of peft as files, and merged into the model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOKENS = dict.fromkeys(("input_ids", "labels"), torch.arange(32).reshape(4, 8))
 
 
 class Net(nn.Module):
-    """Layers with adapters and one without; a head that may share the first layer's weight."""
+    """A model with three layers, whose head may share the first layer's weight."""
 
     def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 
 class Wrapped(nn.Module):
-    """A model of peft inside a user's own."""
+    """A user's model that contains a model of peft."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Wrapped(nn.Module):
 
 
 def adapted(model: nn.Module, **options: Any) -> Any:
-    """The model with non-zero adapters."""
+    """Return the model with LoRA adapters that are not zero."""
     config = peft.LoraConfig(**{"r": 2, "lora_alpha": 6, "target_modules": ["up"], **options})
     found = peft.get_peft_model(model, config)
     for name, parameter in found.named_parameters():
@@ -66,7 +66,7 @@ def adapted(model: nn.Module, **options: Any) -> Any:
 
 
 def tied_llama() -> transformers.LlamaForCausalLM:
-    """Two layers, whose head is the embedding."""
+    """Return a Llama of two layers whose head is tied to the embedding."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
@@ -76,7 +76,7 @@ def tied_llama() -> transformers.LlamaForCausalLM:
 
 
 def trained(model: nn.Module, **inputs: Tensor) -> Any:
-    """The step of a compiled model with sharded matrices, after it has changed them."""
+    """Return a training step, after one step, of a model with matrices split by rows."""
     rows = {name: P("data") for name, item in model.named_parameters() if item.dim() > 1 and not item.shape[0] % 2}
     optimizer = torch.optim.SGD([item for item in model.parameters() if item.requires_grad], lr=0.1)
     step = autoshard.compile(model, PAIR, optimizer=optimizer, constraints=rows)
@@ -85,7 +85,7 @@ def trained(model: nn.Module, **inputs: Tensor) -> Any:
 
 
 def wholes(step: Any) -> dict[str, Tensor]:
-    """Every parameter of the model, whole."""
+    """Return every parameter of the model as a whole tensor."""
     named = step.sharded.named_parameters()
     return {name: item.detach().full_tensor() if isinstance(item, DTensor) else item for name, item in named}
 
@@ -99,7 +99,7 @@ def assert_same_loss(plain: Any, step: Any) -> None:
 
 
 def check_adapter() -> None:
-    """The file has peft's names, the weights trained beside the adapter, its configuration, and no base weights."""
+    """The exported folder has peft's names and configuration, adapters and `modules_to_save`, and no base weights."""
     step = trained(adapted(Net(), modules_to_save=["head"]))
     expected = wholes(step)
     with shared_folder() as folder:
@@ -125,7 +125,7 @@ def check_adapter() -> None:
 
 
 def check_merged() -> None:
-    """The plain model loads the file strictly, and computes the same; training continues unchanged."""
+    """A plain model loads the merged file and computes the same; the compiled model's weights are unchanged."""
     step = trained(adapted(Net(), modules_to_save=["head"]))
     before = wholes(step)
     with shared_folder() as folder:
@@ -140,7 +140,7 @@ def check_merged() -> None:
 
 
 def check_merged_inside() -> None:
-    """A peft model inside another is merged; its adapter alone has no file."""
+    """A peft model inside a user's model is exported only with `merge=True`."""
     step = trained(Wrapped())
     with shared_folder() as folder:
         with pytest.raises(WeightsError, match=r"inner.* of peft\) is a part of Wrapped.*merge=True"):
@@ -154,7 +154,7 @@ def check_merged_inside() -> None:
 
 
 def check_tied() -> None:
-    """A weight tied to a weight with an adapter would change too; a trained copy of the head is untied."""
+    """Merging an adapter into a tied weight raises; a head in `modules_to_save` is no longer tied, and merges."""
     step = trained(adapted(Net(tied=True)))
     with shared_folder() as folder:
         with pytest.raises(WeightsError, match=r"'up.weight' and 'head.weight' are one tensor"):
@@ -168,7 +168,7 @@ def check_tied() -> None:
 
 
 def check_transformers(**options: Any) -> None:
-    """The class of the base model reads merged weights, and the configuration says that the head is its own now."""
+    """Transformers loads merged weights, whose configuration unties the head, with the loss of the step."""
     step = trained(adapted(tied_llama(), **options), **TOKENS)
     with shared_folder() as folder:
         step.export(folder, merge=True, max_file_bytes=20_000)
@@ -182,7 +182,7 @@ def check_transformers(**options: Any) -> None:
 
 
 def check_no_adapters() -> None:
-    """A model without adapters is exported unchanged."""
+    """With `merge=True`, a model without adapters is exported as it is."""
     step = trained(Net())
     with shared_folder() as folder:
         step.export(folder, merge=True)
@@ -190,7 +190,7 @@ def check_no_adapters() -> None:
 
 
 def check_what_peft_computes() -> None:
-    """An adapter whose file peft computes from whole tensors is refused by its name, on both ranks."""
+    """An adapter whose file only peft can compute, such as prompts, raises an error with its name on both ranks."""
     step = trained(adapted(Net()))
     step.sharded.peft_config["default"] = SimpleNamespace(is_prompt_learning=True, peft_type="PROMPTS")
     with shared_folder() as folder:
@@ -219,12 +219,12 @@ outcomes = checked_once(CHECKS, ranks=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKS)
 def test_with_a_process_per_rank(outcomes: dict[str, str], name: str) -> None:
-    """The checks pass on two ranks, each with rows of every matrix."""
+    """The check passes on two ranks, which split matrices by rows."""
     report(outcomes, name)
 
 
 def test_other_adapters_of_4_bit_weights_are_not_merged() -> None:
-    """IA3 beside 4-bit weights is refused by its layer, with the way out; bitsandbytes would quantise again."""
+    """Merging IA3 into 4-bit weights raises an error that names the layer and an alternative."""
     bnb = pytest.importorskip("bitsandbytes")
     model: Any = Net()
     model.up = bnb.nn.Linear4bit(6, 6, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
@@ -238,7 +238,7 @@ def test_other_adapters_of_4_bit_weights_are_not_merged() -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"use_rslora": True}, {"trainable_token_indices": [1, 3]}])
 def test_peft_loads_what_is_written(tmp_path: Path, options: dict[str, Any]) -> None:
-    """`PeftModel.from_pretrained` and `from_pretrained` compute the same as the compiled model."""
+    """Peft loads the exported adapter, and transformers the merged model, with the loss of the step."""
     model = tied_llama()
     model.save_pretrained(tmp_path / "base")
     step = trained(adapted(model, target_modules=["q_proj"], task_type="CAUSAL_LM", **options), **TOKENS)

@@ -1,4 +1,4 @@
-"""Tests of `autoshard.runtime.weights.replay`: any part of a weight is that part of the whole, bit by bit."""
+"""`Replay` computes any part of an initialised weight, equal to that part of the whole weight bit by bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autoshard.tracing import record_initialisation
 
 
 class Weight(nn.Module):
-    """One weight, and its initialiser."""
+    """A module with one weight and a given initialiser."""
 
     def __init__(self, shape: tuple[int, ...], init: Callable[[Tensor], object], dtype: torch.dtype) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Weight(nn.Module):
 
 
 def _thirds(weight: Tensor) -> None:
-    """Initialise the thirds of a fused projection one by one."""
+    """Initialise each third of a fused projection with its own deviation."""
     for number, third in enumerate(weight.chunk(3)):
         nn.init.normal_(third, std=0.1 * (number + 1))
 
@@ -99,7 +99,7 @@ def test_a_part_is_that_of_the_whole(name: str, first: int, rows: int, column: i
 
 @pytest.mark.parametrize("name", BY_PARTS)
 def test_what_can_be_is_computed_by_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No memory of the weight's size is made; scalars are computed whole."""
+    """Parts of these weights are computed without memory for a whole tensor, except for scalars."""
     found = _replay(name)
     computed: list[int] = []
     memory = Replay._memory
@@ -116,7 +116,7 @@ def test_what_can_be_is_computed_by_parts(name: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", BY_PARTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_pieces_do_not_change_bits(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bits are equal for any length of the computed pieces."""
+    """A weight that is computed three elements at a time has the same bits."""
     found = _replay(name, dtype)
     whole = _part(found, Box.whole((6, 5)))
     monkeypatch.setattr(replay, "_AT_ONCE", 3)
@@ -125,7 +125,7 @@ def test_pieces_do_not_change_bits(name: str, dtype: torch.dtype, monkeypatch: p
 
 @pytest.mark.parametrize("name", ["uniform", "normal", "truncated", "erfinv"])
 def test_bits_of_many_numbers_do_not_depend_on_the_part(name: str) -> None:
-    """Functions of the processor's vector units are the same at any place of a vector."""
+    """Parts of a large weight, at odd offsets of vector instructions, equal the whole bit by bit."""
     module = Weight((257, 263), BY_PARTS[name], torch.float32)
     found = Replay(record_initialisation(module, torch.device("cpu")), torch.tensor(3), lambda name: module.weight)
     whole = _part(found, Box.whole((257, 263)))

@@ -1,4 +1,4 @@
-"""Tensors read by regions, and functions of them before they are read."""
+"""An `Unread` is a tensor of a file, whose regions are read when they are needed, also through functions of torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FUNCTIONS: dict[str, Callable[[list[Any]], Any]] = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_regions_of_results_are_those_of_the_whole(name: str) -> None:
-    """Every region of a result, also an empty one, has the values of the function on whole tensors."""
+    """Any region of a function of unread tensors equals that region of the function of whole tensors."""
     wholes = [torch.randn(5, 4), torch.randn(5, 4)]
     expected = FUNCTIONS[name](wholes)
     found = FUNCTIONS[name]([Unread(whole.shape, whole.dtype, whole.__getitem__) for whole in wholes])
@@ -43,7 +43,7 @@ def test_regions_of_results_are_those_of_the_whole(name: str) -> None:
 
 
 def test_only_what_is_needed_is_read() -> None:
-    """A slice of a stack of experts reads only the slices of its experts."""
+    """A region of a stack of three tensors reads only the needed slices of one tensor."""
     read: list[tuple[int, Region]] = []
 
     def expert(number: int) -> Unread:
@@ -59,14 +59,14 @@ def test_only_what_is_needed_is_read() -> None:
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:
-    """Tensors that differ in another dim cannot be joined, which is known before they are read."""
+    """Concatenating unread tensors that differ in another dim raises before they are read."""
     parts = [Unread((2, size), torch.float32, torch.zeros(2, size).__getitem__) for size in (3, 4)]
     with pytest.raises(WeightsError, match=r"shape=\(2, 4\).*cannot be joined along dim 0"):
         torch.cat(parts)
 
 
 def test_what_tensors_have_not_is_not_there() -> None:
-    """An attribute that no method of a tensor has raises `AttributeError`."""
+    """An attribute that tensors lack raises `AttributeError`."""
     with pytest.raises(AttributeError, match="nonsense"):
         _ = Unread((1,), torch.float32, torch.zeros(1).__getitem__).nonsense
 

@@ -1,4 +1,4 @@
-"""Safetensors files as one set of named tensors."""
+"""`WeightFiles` reads a set of safetensors files as named tensors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def assert_all_there(path: Path) -> None:
 
 
 def test_a_path_is_a_file_an_index_or_a_folder(tmp_path: Path) -> None:
-    """All tensors are found by each kind of path."""
+    """All tensors are found from a folder, an index or a single file."""
     two_files(tmp_path)
     assert_all_there(tmp_path)
     assert_all_there(tmp_path / INDEX)
@@ -56,7 +56,7 @@ def test_a_path_is_a_file_an_index_or_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/secret.safetensors", "a/../../b", "a\\b", "\0", ".."])
 def test_an_index_names_no_files_outside_its_folder(tmp_path: Path, name: str) -> None:
-    """Files outside the folder are refused, even if they exist."""
+    """An index that names a file outside its folder raises, even if the file exists."""
     save_file(TENSORS, tmp_path / "secret.safetensors")
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(TENSORS, name)}))
@@ -65,7 +65,7 @@ def test_an_index_names_no_files_outside_its_folder(tmp_path: Path, name: str) -
 
 
 def test_files_of_an_index_may_be_links(tmp_path: Path) -> None:
-    """Files of the cache of huggingface_hub are links, and load."""
+    """Links to weight files, as in the cache of huggingface_hub, are followed."""
     for name in ("blobs", "snapshot"):
         (tmp_path / name).mkdir()
     two_files(tmp_path / "blobs")
@@ -76,14 +76,14 @@ def test_files_of_an_index_may_be_links(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"weight_map":' * 100_000, '{"weight_map":{"a":3}}', '{"a":1,"a":2}'])
 def test_an_index_without_end(tmp_path: Path, text: str) -> None:
-    """Deep indices, and files that are no index, raise one error."""
+    """Deeply nested JSON, and JSON that is not an index, raise the same error."""
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(WeightsError, match="is damaged, or not an index"):
         WeightFiles(tmp_path)
 
 
 def test_files_are_opened_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values stay right when the file is closed and opened between two reads, so that few pages stay mapped."""
+    """Values are right if the file is closed and opened again between reads, to keep few pages mapped."""
     monkeypatch.setattr(weight_files, "_MOST_MAPPED_BYTES", 1)
     assert_all_there(two_files(tmp_path))
 
@@ -101,7 +101,7 @@ def test_files_are_opened_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ids=["truncated", "no header", "empty", "too long", "header", "length of header"],
 )
 def test_damaged_files_are_refused_by_name(tmp_path: Path, damage) -> None:
-    """The error names the file, for any kind of damage."""
+    """A weight file with any kind of damage raises an error that names the file."""
     file = two_files(tmp_path) / "second.safetensors"
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(WeightsError, match=r"second\.safetensors is damaged, truncated, or not a safetensors file"):
@@ -109,7 +109,7 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path, damage) -> None:
 
 
 def test_all_that_is_wrong_with_files_is_said_at_once(tmp_path: Path) -> None:
-    """One error lists a missing file, a damaged file, and a tensor that is not where the index says."""
+    """One error lists a missing file, a damaged file, and a tensor in another file than the index says."""
     two_files(tmp_path)
     index = json.loads((tmp_path / INDEX).read_text())
     index["weight_map"] |= {"matrix": "second.safetensors", "other": "third.safetensors", "more": "fourth.safetensors"}
@@ -122,7 +122,7 @@ def test_all_that_is_wrong_with_files_is_said_at_once(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_no_file_has_is_named(tmp_path: Path) -> None:
-    """An index may list a tensor that its file lacks."""
+    """A tensor that the index lists and its file lacks raises an error that names both."""
     two_files(tmp_path)
     index = json.loads((tmp_path / INDEX).read_text())
     index["weight_map"]["other"] = "first.safetensors"
@@ -132,7 +132,7 @@ def test_a_tensor_that_no_file_has_is_named(tmp_path: Path) -> None:
 
 
 def test_a_tensor_in_two_files_is_named(tmp_path: Path) -> None:
-    """Without an index, it is unknown which of two tensors is meant."""
+    """Without an index, a tensor in two files raises an error that names both files."""
     for file in ("first.safetensors", "second.safetensors"):
         save_file({"matrix": TENSORS["matrix"]}, tmp_path / file)
     with pytest.raises(WeightsError, match=r"'matrix' is in first\.safetensors and in second\.safetensors"):
@@ -141,14 +141,14 @@ def test_a_tensor_in_two_files_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
 def test_damaged_indices_are_refused_by_name(tmp_path: Path, text: str) -> None:
-    """The error names the index."""
+    """A damaged index raises an error that names it."""
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(WeightsError, match=r"index.json is damaged"):
         WeightFiles(tmp_path)
 
 
 def test_paths_without_weights_say_what_is_there(tmp_path: Path) -> None:
-    """A folder of other files, a missing folder, and two indices are refused."""
+    """A missing path, and a folder without weights or with two indices, raise errors that list the contents."""
     with pytest.raises(WeightsError, match=r"There is no file or folder .*snapshot_download"):
         WeightFiles(tmp_path / "none")
     with pytest.raises(WeightsError, match=r"no safetensors files, it is empty\. Write"):

@@ -1,4 +1,4 @@
-"""Matching of the files' tensors with the model's."""
+"""`match` pairs the tensors of files with the names of a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoshard.runtime.weights.weight_names import match
 
 
 def test_tensors_of_a_plain_model_have_its_names() -> None:
-    """Other tensors are named as unexpected; transformers renames tensors only for its own models."""
+    """For a plain model, tensors match by name alone, and all others are unexpected."""
     pytest.importorskip("transformers")
     stored: dict[str, Any] = {"weight": object(), "wrong": object()}
     found = match(nn.Linear(2, 2), ["weight", "bias"], stored)
