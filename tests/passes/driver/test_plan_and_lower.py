@@ -92,7 +92,7 @@ def test_two_axes_mix_data_and_tensor_parallel() -> None:
 
 
 def test_constraints_reach_hybrid_sharding() -> None:
-    """Weights pinned to one axis, with the batch on both, give hybrid sharded data parallelism."""
+    """Weights constrained to one axis, with the batch split over both axes, give hybrid sharded data parallelism."""
     mesh = Mesh({"replica": 2, "shard": 4})
     constraints = {"blocks.*.weight": P(), "blocks.*.up.weight": P("shard"), "input:0": P(("replica", "shard"))}
     constraints |= {"blocks.*.down.weight": P(None, "shard"), "blocks.*.norm.weight": P()}
@@ -143,7 +143,7 @@ def test_a_constraint_never_lowers_the_cost() -> None:
 
 
 def test_a_constraint_that_matches_nothing_is_refused() -> None:
-    """A constraint without a match is refused with its pattern and the existing names."""
+    """A constraint whose pattern matches no parameter is refused with the pattern and the existing names."""
     mesh = Mesh({"x": 2})
     options = PlanOptions(constraints={"thrid.weight": P("x")})
     with pytest.raises(InvalidSpecError, match=r"constraints\['thrid.weight'\] matches no parameter.*first.weight"):
@@ -159,7 +159,7 @@ def test_a_constraint_with_more_pieces_than_elements_is_refused() -> None:
 
 
 def test_a_spec_that_no_value_of_that_shape_has_names_the_value() -> None:
-    """A pattern that matches a value with too few dims is refused with the value's name."""
+    """A constraint whose spec has more dims than a matched value is refused, and the error names the value."""
     mesh = Mesh({"x": 2})
     wrong = r"'first.bias' cannot be laid out as P\(None, 'x'\): .* splits 2 dims, but the tensor has ndim=1"
     with pytest.raises(InvalidSpecError, match=wrong):
@@ -328,7 +328,7 @@ def test_a_plan_that_the_ceiling_cut_says_so(
 
 
 def test_a_constraint_that_contradicts_a_recipe_is_refused_with_the_name_of_the_parameter() -> None:
-    """The error has the parameter's qualified name, not the name of its node."""
+    """A constraint that contradicts the recipe is refused with the parameter's qualified name, not its node's name."""
     mesh = Mesh({"data": 2})
     options = PlanOptions(constraints={"second.weight": P()}, recipe=Recipe(zero=3))
     with pytest.raises(RecipeError, match=r"recipe= \(zero=3; .*\) leave no spec for 'second\.weight' together"):

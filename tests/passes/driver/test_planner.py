@@ -1,4 +1,4 @@
-"""The planner between `compile` and the passes."""
+"""`Planner` chooses among meshes, keeps or replaces given plans, and logs the time of a compile."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ def test_a_plan_is_saved_and_loaded(tmp_path) -> None:
 
 
 def test_a_recipe_for_another_number_of_devices_is_refused() -> None:
-    """A recipe for a wrong number of devices is refused with the product of its axes."""
+    """A recipe for four devices is refused on eight devices, and the error states both numbers."""
     with pytest.raises(RecipeError, match=r"tensor=2 = 4 devices; the cluster has 8"):
         price_execution(MODEL, Cluster("h100_sxm", 1, 8), Execution(data=2, tensor=2), tokens())
 
@@ -238,7 +238,7 @@ def test_experts_of_a_model_without_any_are_refused() -> None:
 
 
 def test_more_stages_than_blocks_are_refused() -> None:
-    """More stages than blocks are refused, and so are `stage_layers` with another sum than the blocks."""
+    """More stages than blocks are refused, and so are `stage_layers` whose sum is not the number of blocks."""
     with pytest.raises(RecipeError, match="16 stages cannot share 8 blocks"):
         _price(Execution(pipeline=16))
     with pytest.raises(RecipeError, match="shares out 4 blocks; the model has 8"):

@@ -105,7 +105,7 @@ def test_ctrl_c_gives_the_best_plan_so_far(monkeypatch, when) -> None:
 
 
 def test_a_plan_of_an_interrupted_search_computes_what_one_device_does(monkeypatch) -> None:
-    """A plan of an interrupted search computes one device's numbers."""
+    """A plan of an interrupted search computes the results of one device."""
     found = plan_pressing(monkeypatch, 1, at_once, precision=None)
     check_plan(MODEL, MESH, INPUTS, plan=found).raise_if_different()
 
@@ -119,7 +119,7 @@ def test_a_second_ctrl_c_raises(monkeypatch, when) -> None:
 
 
 def test_ctrl_c_leaves_out_the_meshes_that_are_left(monkeypatch) -> None:
-    """Ctrl-C skips the remaining meshes, and returns the plan of the current mesh."""
+    """Ctrl-C skips the remaining meshes, and returns the best plan of the current mesh."""
     cluster = Cluster("h100_sxm", 1, 4)
     meshes = meshes_for(Recipe(), cluster)
     assert len(meshes) > 1

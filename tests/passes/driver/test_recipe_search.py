@@ -1,4 +1,4 @@
-"""`plan` with a global batch searches recipes."""
+"""`plan` with a global batch and a runtime searches recipes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _price(recipe: Recipe, runtime: Runtime = PRICED, global_batch: int = 16) ->
 
 
 def test_the_plan_is_that_of_the_fastest_recipe(tmp_path) -> None:
-    """A plan has the price of the fastest recipe, beats every baseline, and is saved with its recipe."""
+    """A plan has the price of its recipe, is no slower than a known recipe, and is saved with its recipe."""
     plan = _plan()
     assert plan.recipe is not None
     assert plan.recipe.data * plan.recipe.micro_batch * plan.micro_batches == 16
@@ -228,7 +228,7 @@ def test_each_feature_has_a_plan(specs: Plan, name: str) -> None:
 
 
 def test_zero_2_is_a_choice_of_specs(specs: Plan) -> None:
-    """ZeRO-2 is searched as a choice of specs over the mesh's only axis."""
+    """`why_not` of ZeRO-2 gives one plan that fits, with ZeRO-2 over the only axis of the mesh."""
     (found,) = specs.why_not("zero-2").variants
     assert (found.name, found.fits) == ("zero-2 over data", True)
 

@@ -1,4 +1,4 @@
-"""Programs before the overlap passes, and the results that these passes must keep."""
+"""Programs before the overlap passes, and a check that changed programs compute the same bits."""
 
 from __future__ import annotations
 

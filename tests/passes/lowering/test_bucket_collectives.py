@@ -1,4 +1,4 @@
-"""Gradients reduced in buckets keep all bits and the memory, and wrong buckets are refused."""
+"""Gradients that are reduced in buckets keep all bits without more peak memory, and wrong buckets are refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def reductions(phased: PhasedProgram) -> list[fx.Node]:
 @pytest.mark.parametrize(("family", "layout"), [("gpt", "tensor"), ("llama", "ZeRO-1"), ("mixture", "two axes")])
 @pytest.mark.parametrize("passed", [SMALL, BucketCollectives()])
 def test_buckets_of_any_size_give_the_same_bits(family: str, layout: str, passed: BucketCollectives) -> None:
-    """Buckets of any size keep the bits, with two micro-batches and with an update."""
+    """With buckets of small or default size, a step of two micro-batches keeps all bits."""
     made = bucketed(family, layout, passed)
     verify_phases(made)
     assert differ(family, layout, made) == []
@@ -67,7 +67,7 @@ def test_gradients_are_scattered_in_buckets_too() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "lstm"])
 def test_updated_parameters_are_gathered_in_buckets(family: str) -> None:
-    """Parameters with sharded state are gathered in buckets with equal bits, and a wrongly read bucket is refused."""
+    """Under ZeRO-1, updated parameters are gathered in buckets with equal bits. Wrong reads of a bucket are refused."""
     phased = plain(family, "ZeRO-1")
     made = LARGE(WaitLate()(phased))
     assert phased.update is not None

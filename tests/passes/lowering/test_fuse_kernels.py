@@ -78,7 +78,7 @@ def _phases(model: nn.Module, *, with_generated: bool = True) -> PhasedProgram:
 
 
 def _check_equal(lowered: LoweredProgram, fused: LoweredProgram, target: torch.Tensor | None = None) -> None:
-    """Check that kernels keep the results; `target` is the one input of integers."""
+    """Check that two programs have equal results on random inputs. `target` is the value of the input of integers."""
     values = []
     for slot in lowered.inputs:
         value = torch.ones(slot.shape) if slot.slot.kind == InputKind.TANGENT else torch.randn(slot.shape)
@@ -92,7 +92,7 @@ def _check_equal(lowered: LoweredProgram, fused: LoweredProgram, target: torch.T
 
 
 def test_norms_become_kernels_and_results_stay() -> None:
-    """Each layer norm becomes one kernel with the residual addition, and its backward with the gradient addition."""
+    """A layer norm and its residual addition become one kernel, and so do their backwards, with equal results."""
     torch.manual_seed(0)
     lowered = _lower(Blocks(8, 2))
     fused = FuseKernels()(lowered)
@@ -108,7 +108,7 @@ def test_norms_become_kernels_and_results_stay() -> None:
 
 @pytest.mark.parametrize("activation", ["silu", "none", "tanh"])
 def test_gated_units_become_one_kernel(activation: str) -> None:
-    """SwiGLU and both GeGLUs become one kernel, forward and backward, beside an RMS norm and its residual."""
+    """SwiGLU and both GeGLUs become one kernel in each direction, and so does an RMS norm with its residual."""
     torch.manual_seed(0)
     lowered = _lower(Gated(activation))
     fused = FuseKernels()(lowered)
@@ -196,7 +196,7 @@ class Numbers(nn.Module):
 
 
 def test_numbers_are_no_operands_of_kernels() -> None:
-    """Calls with a number operand stay out of handwritten kernels, and the neighbouring norm is still a kernel."""
+    """Calls with a constant operand stay out of hand-written kernels, and the layer norm next to them is a kernel."""
     torch.manual_seed(0)
     phased = _phases(Numbers())
     fused = FuseKernels()(phased.lowered)
@@ -323,7 +323,7 @@ def test_products_in_either_order_verify() -> None:
 
 @pytest.mark.parametrize("kernel", FUSED, ids=lambda kernel: kernel.name)
 def test_every_form_says_what_each_argument_is(kernel: FusedKernel) -> None:
-    """A form names each argument as a variable or a constant, because an unnamed argument could have any value."""
+    """The form of a hand-written kernel names each argument as a variable or a constant."""
     for form in kernel.forms:
         shapes = [(2, 3, 8)] if form.dims is None else [tuple(range(2, 2 + form.dims))]
         for shape in shapes:

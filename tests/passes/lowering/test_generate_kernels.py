@@ -136,7 +136,7 @@ def test_a_norm_is_one_kernel() -> None:
 
 
 def test_what_is_saved_is_what_is_counted() -> None:
-    """The launches and bytes that groups claim to save are missing from the program with kernels."""
+    """A program with a generated kernel has as many launches and bytes fewer as its group claims to save."""
     graph = _graph(
         lambda x, y: _aten.mul.Tensor(_aten.tanh.default(x), _aten.add.Tensor(x, y)), *[torch.ones(6, 8)] * 2
     )
@@ -184,7 +184,7 @@ def test_random_numbers_keep_their_order() -> None:
 
 
 def test_no_operator_of_a_kernel_writes() -> None:
-    """No kernel contains an operator that writes in place, and a graph with a write stays unchanged."""
+    """No operator of kernels writes in place, and a graph with such a write has no kernel."""
     assert not [target for target in (*POINTWISE, *REDUCTIONS, *VIEWS, *CONSTANTS) if target._schema.is_mutable]
 
     def function(x: Any, y: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Values that depend on parameters alone are computed once for all micro-batches, within memory."""
+"""Values that depend on parameters alone are computed once for all micro-batches, as far as memory allows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROOMY = 1e12
 
 
 def alone(family: str, layout: str) -> PhasedProgram:
-    """A step whose micro-batches share nothing."""
+    """A step in which each micro-batch computes all its values itself."""
     return lower_program(program_of(family, layout), plan_of(family, layout))
 
 
@@ -54,7 +54,7 @@ def held(phased: PhasedProgram) -> int:
 
 
 def sources(node: fx.Node) -> set[fx.Node]:
-    """The placeholders that a value is made of."""
+    """Return the placeholders on which a value depends."""
     return {node} if node.op == "placeholder" else set().union(*map(sources, node.all_input_nodes))
 
 
@@ -79,7 +79,7 @@ def test_weights_are_gathered_once() -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ["ZeRO-3", "mixed precision", "offloaded"])
 def test_numbers_keep_their_bits(layout: str) -> None:
-    """Two micro-batches have equal bits with and without shared values on every rank."""
+    """On every rank, a step of two micro-batches has the same bits with hoisted values as without."""
     traced, shared = program_of(LLAMA, layout), phased_of(LLAMA, layout)
     assert held(shared) > 0
     run = run_of(alone(LLAMA, layout), FAMILIES[LLAMA]()[1])
@@ -136,7 +136,7 @@ def test_what_differs_between_micro_batches_is_refused() -> None:
 
 
 def test_another_call_is_refused() -> None:
-    """Every call of the hoisted phase, changed to another operator, is found."""
+    """A hoisted phase is refused if one of its calls is changed to another operator."""
     program, plan = program_of(LLAMA, SHARDED), plan_of(LLAMA, SHARDED)
     phased = lower_program(program, plan, options=LoweringOptions(micro_batches=2, with_overlap=False))
     assert phased.hoisted is not None

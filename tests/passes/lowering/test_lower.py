@@ -1,4 +1,4 @@
-"""Lowered programs have one text for all ranks, only local operators and collectives, and keep the numbers."""
+"""Lowered programs have one text for all ranks, call only local operators and collectives, and keep all results."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_reads_by_strides_are_refused_where_a_reshard_changed_the_memory() -> No
 
 
 class GroupsOfFrames(torch.nn.Module):
-    """A group norm of each frame, behind a value whose dims lie in another order than its memory."""
+    """A group norm of each frame, of a value whose dims are permuted in memory."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         frames_last = (2 * x).permute(0, 2, 1, 3)

@@ -150,7 +150,7 @@ def test_repeated_blocks_have_their_kernels(tmp_path: Path) -> None:
 
 
 def test_explanations_compare_plans_with_their_kernels() -> None:
-    """An explanation's alternative has the price of a plan with the alternative as a constraint, with kernels."""
+    """With kernels, the alternative of an explanation has the step time of a plan with its spec as a constraint."""
     arguments: Mapping[str, Any] = {"example_inputs": (torch.ones(8, 16),), "backend": "triton"}
     plan = autoshard.plan(Scaled(), CLUSTER.mesh({"x": 2}), **arguments)
     found = plan.explain("scale")
@@ -203,7 +203,7 @@ def test_products_are_in_no_group() -> None:
 
 
 def test_members_named_in_capitals() -> None:
-    """Kernels with parameters of capital names are priced, although fx renames placeholders."""
+    """Kernels of parameters with capitals in their names are priced, although fx renames placeholders."""
     inputs = (torch.randn(8, 64),)
     mesh = Cluster.of(H100, 1, devices_per_node=1).mesh({"x": 1})
     plan = autoshard.plan(PostNorm(), mesh, example_inputs=inputs, backend="triton", precision=None)

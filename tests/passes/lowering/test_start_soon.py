@@ -1,4 +1,7 @@
-"""Collectives of values start once their input exists, and independent calls compute meanwhile."""
+"""A collective of a value, that is, of no parameter or weight gradient, starts once its input exists.
+
+Independent calls compute meanwhile.
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def made_of(phased: PhasedProgram, most_held: int | None = None) -> PhasedProgra
 
 
 def by_group(graph_module: fx.GraphModule) -> dict[str, list[fx.Node]]:
-    """Collectives by their groups, in order."""
+    """Map each communicator to its collectives, in order."""
     nodes = [node for node in graph_module.graph.nodes if is_collective(node)]
     return {name: [node for node in nodes if node.args[-1] == name] for name in {str(node.args[-1]) for node in nodes}}
 

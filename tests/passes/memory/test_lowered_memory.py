@@ -71,7 +71,7 @@ def test_another_axis_on_a_spec_takes_no_more_of_parameters() -> None:
 
 
 class Offset(nn.Module):
-    """Four layers; the first reads a large table twice, which is a buffer or a plain tensor."""
+    """Four layers, and a large table that is read twice. The table is a buffer or a plain tensor."""
 
     def __init__(self, *, is_buffer: bool) -> None:
         super().__init__()

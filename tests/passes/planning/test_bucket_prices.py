@@ -120,7 +120,7 @@ def test_what_is_cheaper_in_buckets_is_found_whatever_it_costs_alone() -> None:
 
 
 def _gathered(cluster: Cluster) -> tuple[PlanningProblem, list[int]]:
-    """The planning problem of a perceptron's step on two nodes, and a choice that gathers its parameters."""
+    """The planning problem of a perceptron on four ranks, and a choice that gathers its parameters."""
     rows = torch.empty(4096, 16, device="meta")
     planning = planning_problem(trace(Perceptron(), (rows, rows)), Mesh({"data": 4}), cluster, PlanOptions())
     found = solve_baselines(planning, Search(), {})["fully sharded data parallel"]

@@ -25,7 +25,7 @@ def _plan() -> Plan:
 def test_every_call_is_counted_once() -> None:
     """Each operator is in one group of the coverage.
 
-    Their times sum to the predicted compute time, but for joined biases.
+    The times of all sum to the compute time, but for joined biases.
     """
     plan = _plan()
     rows = [row for group in plan.coverage.values() for row in group]

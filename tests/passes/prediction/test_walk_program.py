@@ -78,7 +78,7 @@ def may_be_padded(program: Program, mesh: Mesh) -> bool:
 @settings(max_examples=6)
 @given(st.data())
 def test_drawn_programs_have_one_price(data: st.DataObject) -> None:
-    """Drawn programs have one price in the search and in the walk, within 2 % for padded programs.
+    """The walk of a drawn program takes the cost of the search, within 2 % if splits may be padded.
 
     The search prices a bias apart from its product. Programs with unread calls are not drawn, because unread calls do
     not run. A split norm's statistics without a backward are an example.
@@ -211,7 +211,7 @@ def test_gradients_add_up_as_the_objective_says(seed: int) -> None:
 
 
 def test_bytes_on_the_wire_are_counted_by_axis() -> None:
-    """An all-reduce of all gradients over four ranks sends 3/2 of their bytes."""
+    """In data parallelism over four ranks, each rank sends 3/2 of the bytes of all gradients."""
     planning, phased = data_parallel()
     weights = 3 * 8 * 1024**2 * 2
     assert walk(planning, phased).sent_bytes["x"] == pytest.approx(1.5 * weights, rel=0.01)

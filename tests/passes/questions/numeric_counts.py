@@ -56,7 +56,7 @@ def sent_bytes(phased: PhasedProgram) -> dict[str, float]:
 
 
 def saved_bytes(phased: PhasedProgram) -> int:
-    """Return the bytes that the forward saves for the backward, by storage and without inputs."""
+    """Return the bytes that the forward saves for the backward, without inputs. Each storage counts once."""
     nodes = {node.name: node for node in phased.lowered.graph_module.graph.nodes}
     owners: dict[fx.Node, None] = {}
     for name in phased.saved:
@@ -88,7 +88,7 @@ def parameter_bytes(phased: PhasedProgram) -> int:
 
 
 def parameters(program: Program) -> int:
-    """Elements of parameters."""
+    """Number of elements of all parameters."""
     nodes = program.nodes_by_name()
     return sum(nodes[slot.node].meta["val"].numel() for slot in program.inputs_of(InputKind.PARAMETER))
 
