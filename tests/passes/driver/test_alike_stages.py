@@ -1,4 +1,4 @@
-"""Stages of one structure are planned once, and repeated blocks of a stage by a few of the blocks."""
+"""Pipeline stages of equal structure are planned once. A stage of many equal blocks is planned with a few of them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def check_runs(model: nn.Module, plan: Plan) -> None:
 def test_alike_stages_have_the_plans_that_each_has_alone(
     name: str, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stages of one structure get the specs, digests, prediction and memory of stages that are planned one by one."""
+    """Stages of equal structure are planned once, and get the plans of stages that are planned one by one."""
     torch.manual_seed(0)
     model, mesh = MODELS[name](6), Mesh({"pipeline": 6 if schedule == "1F1B" else 2, "data": 2})
     virtual = 1 if schedule == "1F1B" else 3
@@ -106,7 +106,10 @@ def test_alike_stages_have_the_plans_that_each_has_alone(
 
 
 def test_long_stages_are_planned_by_a_few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan has all blocks, the step that the plan with all blocks has, and runs as one device does."""
+    """A plan made with a few blocks of each stage has all parameters and nodes, and trains as one device does.
+
+    Its step is at most 1 % longer than that of a plan made with all blocks.
+    """
     torch.manual_seed(0)
     model, mesh = alike(18), Mesh({"pipeline": 2, "data": 2})
     sizes = list[int]()

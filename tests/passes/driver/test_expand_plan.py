@@ -1,4 +1,4 @@
-"""A plan made without a model's inner blocks expands to a plan of all blocks."""
+"""A plan that is made without a model's inner blocks expands to a plan of all blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MESH = Mesh({"a": 2})
 
 @pytest.fixture(scope="module")
 def planned() -> tuple[Deep, Plan]:
-    """A model of ten blocks, and its plan."""
+    """A model of ten equal blocks, and its plan without inner blocks, with a constraint on one of the ten."""
     torch.manual_seed(0)
     model = alike(10)
     constraints = {"blocks.4.up.weight": P("a", None)}
@@ -28,7 +28,10 @@ def planned() -> tuple[Deep, Plan]:
 
 
 def test_a_plan_without_inner_blocks_names_all_parameters(planned: tuple[Deep, Plan]) -> None:
-    """A constraint on one inner block holds for every block of the same structure."""
+    """The plan lists the parameters and updates of all blocks.
+
+    A constraint on one inner block holds for every block.
+    """
     model, plan = planned
     assert len(plan.repeats) == 1
     assert set(plan.parameters) == {name for name, _ in model.named_parameters()}
@@ -39,7 +42,7 @@ def test_a_plan_without_inner_blocks_names_all_parameters(planned: tuple[Deep, P
 
 
 def test_a_saved_plan_without_inner_blocks_compiles(planned: tuple[Deep, Plan], tmp_path: Path) -> None:
-    """A saved plan without inner blocks compiles to the whole model, which computes one device's numbers."""
+    """A loaded plan without inner blocks compiles to the whole model, whose loss equals that of one device."""
     model, plan = planned
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
@@ -52,7 +55,7 @@ def test_a_saved_plan_without_inner_blocks_compiles(planned: tuple[Deep, Plan], 
 
 
 def test_deep_models_are_searched_without_inner_blocks(planned: tuple[Deep, Plan]) -> None:
-    """The plan of `compile` has all nodes, and the same step time as the plan without inner blocks."""
+    """The plan of `compile` has the nodes of all blocks, and the objective of the plan without inner blocks."""
     model, _ = planned
     sharded = autoshard.compile(model, MESH, example_inputs=batch())
     found = autoshard.plan(model, MESH, example_inputs=batch(), precision=None)
@@ -65,7 +68,7 @@ def test_deep_models_are_searched_without_inner_blocks(planned: tuple[Deep, Plan
 
 @pytest.mark.slow
 def test_a_deep_model_recomputes_without_its_inner_blocks(planned: tuple[Deep, Plan]) -> None:
-    """In little memory the plan states the recomputed nodes of all blocks, and computes one device's numbers."""
+    """In little memory the plan recomputes nodes of every block and fits. Its step has the loss of one device."""
     model, _ = planned
     x = torch.randn(256, 4, 16)
     free = autoshard.plan(model, MESH, example_inputs=(x,), optimizer="sgd", precision=None)
@@ -86,7 +89,7 @@ def test_a_deep_model_recomputes_without_its_inner_blocks(planned: tuple[Deep, P
 
 
 def test_formulas_count_all_blocks(planned: tuple[Deep, Plan]) -> None:
-    """Formulas of a plan without inner blocks count all blocks."""
+    """The parameter formula of a plan without inner blocks counts the parameters of all blocks."""
     _, plan = planned
     formula = plan.formula("parameters", fixed=("batch", "sequence"))
     assert formula.subs([(sympy.Symbol("layers"), 10)]) == sum(item.numel() for item in planned[0].parameters())
@@ -94,7 +97,7 @@ def test_formulas_count_all_blocks(planned: tuple[Deep, Plan]) -> None:
 
 @pytest.mark.slow
 def test_a_plan_of_alike_blocks_is_refused_for_others(planned: tuple[Deep, Plan]) -> None:
-    """A plan of repeated blocks is refused for other blocks with the same parameters."""
+    """A plan of repeated blocks is refused for a model whose blocks have the same parameters but another loss."""
     _, plan = planned
     other = Summed([nn.GELU] * 10)
     with pytest.raises(PlanMismatchError):
@@ -102,7 +105,7 @@ def test_a_plan_of_alike_blocks_is_refused_for_others(planned: tuple[Deep, Plan]
 
 
 def test_blocks_that_end_in_the_loss_are_planned_whole() -> None:
-    """A model with unlike blocks is traced whole."""
+    """A model whose blocks each add to the loss is planned with all blocks."""
     plan = autoshard.plan(Summed([nn.GELU] * 8), MESH, example_inputs=batch())
     assert not plan.repeats
 
@@ -118,7 +121,7 @@ def test_blocks_that_end_in_the_loss_are_planned_whole() -> None:
     ids=str,
 )
 def test_units_that_cannot_be_are_refused(planned: tuple[Deep, Plan], change: dict[str, int]) -> None:
-    """A plan file that leaves out a billion blocks ends in one error, and at once."""
+    """A plan file whose repeated blocks have an impossible position or number is refused with an AutoshardError."""
     model, plan = planned
     data = plan.to_json()
     data["repeats"][0].update(change)

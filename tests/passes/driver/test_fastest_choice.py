@@ -1,4 +1,4 @@
-"""The fastest of the choices that a search found, and the steps of known recipes."""
+"""The fastest choice that a search found becomes the plan, which lists the step times of known recipes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RECIPES = {
 
 
 def plan_of(target: Cluster | ClusterMesh | Mesh, width: int = 64, **asked: Any) -> Plan:
-    """A plan of two blocks' training step."""
+    """The plan of a training step of two blocks, with a batch of 512 rows."""
     with torch.device("meta"):
         model, rows = nn.Sequential(*(Block(width) for _ in range(2))), torch.empty(512, width)
     return autoshard.plan(
@@ -54,7 +54,7 @@ def plan_of(target: Cluster | ClusterMesh | Mesh, width: int = 64, **asked: Any)
 @pytest.mark.parametrize("mesh", RECIPES, ids=str)
 @pytest.mark.parametrize(("hardware", "width"), [("h100_sxm", 64), ("h100_sxm", 1024), (None, 64)])
 def test_no_known_recipe_is_faster_than_the_plan(hardware: str | None, width: int, mesh: Mesh) -> None:
-    """Each known recipe has the step time of its own plan, and no recipe is faster than the chosen plan."""
+    """Each listed recipe has the step time of a plan made with this recipe, and none is faster than the chosen plan."""
     target = mesh if hardware is None else ClusterMesh(Cluster(hardware, 1, 4), mesh)
     plan = plan_of(target, width)
     assert plan.baselines.keys() >= RECIPES[mesh].keys()
@@ -66,7 +66,7 @@ def test_no_known_recipe_is_faster_than_the_plan(hardware: str | None, width: in
 
 
 def noting(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Record the choices that are lowered within this context."""
+    """Return a list to which every choice that is lowered from now on is appended."""
     lowered: list[object] = []
 
     def lower(*arguments: object) -> LoweredPlan:
@@ -78,7 +78,10 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def test_recipes_that_are_far_slower_are_lowered_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow recipe is lowered once, when its step is read; a copy in another process has only lowered steps."""
+    """A slow recipe is lowered once, when its step time is first read.
+
+    A pickled plan keeps only the step times that were read.
+    """
     lowered = noting(monkeypatch)
     monkeypatch.setattr(fastest_choice, "_NEAR", -1.0)
     plan = plan_of(ClusterMesh(Cluster("h100_sxm", 1, 4), Mesh({"data": 4})))
@@ -95,7 +98,7 @@ def test_recipes_that_are_far_slower_are_lowered_when_they_are_read(monkeypatch:
 
 
 def test_the_least_step_over_meshes_is_lowered_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planning on several meshes lowers no recipe for want of a comparison."""
+    """Planning on several meshes lists slow recipes without lowering them. Reading the step times lowers them."""
     lowered = noting(monkeypatch)
     monkeypatch.setattr(fastest_choice, "_NEAR", -1.0)
     plan = plan_of(Cluster("h100_sxm", 1, 4))
@@ -107,7 +110,10 @@ def test_the_least_step_over_meshes_is_lowered_when_it_is_read(monkeypatch: pyte
 
 
 def test_recipes_that_time_is_up_for_are_left_out() -> None:
-    """After the time limit, recipes that may be faster are lowered, and slower recipes are listed without lowering."""
+    """After the time limit, known recipes that may be faster than the plan are left out of its list.
+
+    The plan is then one of the choices of the search itself.
+    """
     mesh, cluster = Mesh({"data": 8}), h100s(Mesh({"data": 8}))
     program = blocks_program(batch=64, length=1024, hidden=4096, count=4)
     options = PlanOptions(state_bytes_per_parameter_byte=2)
@@ -121,7 +127,7 @@ def test_recipes_that_time_is_up_for_are_left_out() -> None:
 
 
 def test_what_another_mesh_beats_by_far_is_not_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cheapest choice alone is."""
+    """If the plan of another mesh is far faster, only the search's own choice is lowered on this mesh."""
     lowered = noting(monkeypatch)
     mesh = Mesh({"data": 4, "model": 2})
     program, cluster = blocks_program(batch=64, length=1024, hidden=4096), h100s(mesh)
@@ -153,14 +159,14 @@ def test_what_another_mesh_beats_by_far_is_not_lowered(monkeypatch: pytest.Monke
 def test_launches_decide_between_plans_as_fast_on_cpus(
     hardware: str, steps: list[tuple[float, int]], known_s: list[float], chosen: int
 ) -> None:
-    """On CPUs, among plans within 2 % the plan with fewest launches wins, unless a known recipe is faster."""
+    """On CPUs, among plans within 2 % the plan with the fewest launches wins, unless a known recipe beats it."""
     made = [LoweredPlan(plan_with_step(seconds, launches)) for seconds, launches in steps]
     cluster = Cluster(hardware, nodes=1, devices_per_node=2)
     assert fastest_choice._fastest_of(made, known_s, cluster) is made[chosen]
 
 
 def plan_with_step(seconds: float, launches: int) -> Plan:
-    """A plan of nothing, with a step."""
+    """An empty plan with a step time in seconds and a number of launches."""
     return Plan(
         mesh=Mesh({"x": 2}), program_digest="", inputs={}, nodes={}, outputs={}, parameters={}, objective=1.0,
         predicted=replace(UNKNOWN, step_time_s=seconds, launches=launches), lower_bound=None, search_time_s=0.0,

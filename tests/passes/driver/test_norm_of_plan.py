@@ -1,4 +1,4 @@
-"""A plan of a step without the norm of its gradients runs the step that returns the norm."""
+"""A plan for a step that returns no gradient norm also runs the step that returns the norm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPLIT = {**ZERO_3, "*first.bias": P("model")}
 
 
 class Net(nn.Module):
-    """Two layers, whose plan may split them by any axis."""
+    """Two linear layers with a tanh between, and a mean-square loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,10 @@ def norm_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("options", [{}, {"constraints": SPLIT}, {"constraints": SPLIT, "micro_batches": 2}])
 @pytest.mark.parametrize("axes", [{"data": 2, "model": 2}, {"pipeline": 2, "data": 2, "model": 2}])
 def test_a_plan_runs_with_the_norm(axes: dict[str, int], options: dict[str, object]) -> None:
-    """The norm of one device, by at most one reduction for each axis; everything else is as it was planned."""
+    """The step returns the gradient norm of one device, with at most two all-reduces in each update.
+
+    Without stages, all planned nodes keep their specs.
+    """
     mesh, given = Mesh(axes), {"micro_batches": 2 if "pipeline" in axes else 1, **options}
     planned = step_of(Net(), mesh, example_inputs=(X,), **given).plan
     assert planned is not None
@@ -65,7 +68,7 @@ def test_a_plan_runs_with_the_norm(axes: dict[str, int], options: dict[str, obje
 
 
 def test_a_plan_without_inner_blocks_runs_with_the_norm() -> None:
-    """A deep model's plan is expanded first."""
+    """A plan without a deep model's inner blocks is expanded, and its step returns the gradient norm of one device."""
     mesh, deep = Mesh({"data": 2}), Blocks(8, 12)
     x = torch.linspace(-1.0, 1.0, 64).view(8, 8)
     planned = autoshard.plan(deep, mesh, example_inputs=(x,), optimizer="adamw", precision="f32")
@@ -78,7 +81,7 @@ def test_a_plan_without_inner_blocks_runs_with_the_norm() -> None:
 
 
 def test_a_plan_that_clips_has_the_norm() -> None:
-    """A plan with `max_grad_norm` runs with every option of the norm, as it is."""
+    """A plan with `max_grad_norm` runs unchanged with `on_nonfinite`, and its step returns one device's norm."""
     mesh = Mesh({"data": 2})
     options = {"optimizer": "adamw", "max_grad_norm": 0.5, "precision": "f32"}
     planned = autoshard.plan(Net(), mesh, example_inputs=(X,), **options)
@@ -90,7 +93,7 @@ def test_a_plan_that_clips_has_the_norm() -> None:
 
 
 def test_the_program_without_its_norm_is_the_program_before() -> None:
-    """The digest of the program without the norm is that of a trace without the norm."""
+    """A program whose norm is removed has the digest of a program that was traced without a norm."""
     model = Net()
     bare = describe_update(torch.optim.AdamW(model.parameters()), names_of(model.named_parameters()), None)
     program = trace(model, (X,), update=replace(bare, returns_norm=True))
@@ -98,14 +101,14 @@ def test_the_program_without_its_norm_is_the_program_before() -> None:
 
 
 def test_a_plan_of_another_optimizer_is_refused() -> None:
-    """The plan without the norm must be of the same program."""
+    """An SGD plan is refused for an AdamW step that returns the norm."""
     planned = autoshard.plan(Net(), Mesh({"data": 2}), example_inputs=(X,), optimizer="sgd")
     with pytest.raises(PlanMismatchError, match="another model or other inputs, loss or optimizer"):
         step_of(Net(), Mesh({"data": 2}), plan=planned, options=Options(grad_norm=True), example_inputs=(X,))
 
 
 def test_gradients_that_the_plan_lacks_are_named() -> None:
-    """A parameter that the optimizer does not update has a gradient in the norm alone."""
+    """If the norm reads gradients that the plan lacks, the error advises `requires_grad_(False)` for them."""
 
     def made(**options: object) -> autoshard.TrainStep:
         model = Net()
@@ -121,7 +124,7 @@ def test_gradients_that_the_plan_lacks_are_named() -> None:
 
 
 def test_a_program_without_a_norm_lacks_none() -> None:
-    """Nothing is added to a plan whose program returns no norm, or clips by its norm."""
+    """`lacks_norm` is true only for a program that returns its gradient norm and does not clip."""
     model = Net()
     planned = autoshard.plan(model, Mesh({"data": 2}), example_inputs=(X,), optimizer="adamw")
     update = describe_update(torch.optim.AdamW(model.parameters()), names_of(model.named_parameters()), None)

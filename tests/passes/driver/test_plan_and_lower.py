@@ -1,4 +1,4 @@
-"""Known recipes follow from prices alone: one model, one code, other settings."""
+"""Without a recipe, the planner finds known recipes from prices alone, in other batches, meshes and memory limits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WEIGHTS = ("up.weight", "down.weight")
 
 
 def plan_of(batch: int, length: int, axes: dict[str, int], *, memory_budget: float | None = None) -> Plan:
-    """The plan of two blocks of 4096 wide with Adam's state, on one node of H100s."""
+    """Plan two blocks of width 4,096 with the state of Adam on one node of H100s, within `memory_budget` bytes."""
     mesh = Mesh(axes)
     options = PlanOptions(memory_budget=memory_budget, state_bytes_per_parameter_byte=2)
     program = blocks_program(batch=batch, length=length, hidden=4096)
@@ -49,7 +49,7 @@ def product_specs(plan: Plan) -> list[tuple[PartitionSpec, ...]]:
 
 
 def test_a_large_batch_with_ample_memory_is_data_parallel() -> None:
-    """Weights are copied, the batch is split, gradients are the only communication."""
+    """With a large batch and ample memory, weights are replicated and the batch is split."""
     plan = plan_of(256, 512, {"x": 8})
     assert set(weight_specs(plan)) == {P()}
     assert plan.nodes["input_0"].outputs == (P("x"),)
@@ -57,7 +57,10 @@ def test_a_large_batch_with_ample_memory_is_data_parallel() -> None:
 
 @pytest.mark.slow
 def test_a_large_batch_with_little_memory_is_fully_sharded() -> None:
-    """In little memory, weights and their state are split and gathered at their use, and the batch stays split."""
+    """With a large batch and little memory, weights are split and gathered for their products.
+
+    The batch stays split.
+    """
     plan = plan_of(256, 512, {"x": 8}, memory_budget=3.7e9)
     assert all(spec.sharded_axes == ("x",) for spec in weight_specs(plan))
     assert plan.nodes["input_0"].outputs == (P("x"),)
@@ -68,7 +71,10 @@ def test_a_large_batch_with_little_memory_is_fully_sharded() -> None:
 
 
 def test_a_small_batch_is_tensor_parallel_as_in_megatron() -> None:
-    """The first weight is split by columns, the second by rows, activations travel, weights never do."""
+    """With a small batch, a block's first weight is split by columns and its second by rows.
+
+    No product reads a whole weight.
+    """
     plan = plan_of(1, 2048, {"x": 8})
     assert weight_specs(plan) == [P("x"), P(None, "x")] * 2
     assert all(any("x" in spec.sharded_axes for spec in specs) for specs in product_specs(plan))
@@ -76,7 +82,7 @@ def test_a_small_batch_is_tensor_parallel_as_in_megatron() -> None:
 
 
 def test_two_axes_mix_data_and_tensor_parallel() -> None:
-    """One axis splits the batch, and the other axis splits the weights."""
+    """On a mesh of two axes, one axis splits the batch, and the other axis splits the weights."""
     plan = plan_of(32, 512, {"data": 2, "model": 4}, memory_budget=3.2e9)
     (batch_axes,) = (plan.nodes["input_0"].outputs[0].axes_of(0),)
     split_by = {spec.sharded_axes for spec in weight_specs(plan)}
@@ -86,7 +92,7 @@ def test_two_axes_mix_data_and_tensor_parallel() -> None:
 
 
 def test_constraints_reach_hybrid_sharding() -> None:
-    """Weights pinned to one axis, with the batch on both, give hybrid sharded data parallelism."""
+    """Weights constrained to one axis, with the batch split over both axes, give hybrid sharded data parallelism."""
     mesh = Mesh({"replica": 2, "shard": 4})
     constraints = {"blocks.*.weight": P(), "blocks.*.up.weight": P("shard"), "input:0": P(("replica", "shard"))}
     constraints |= {"blocks.*.down.weight": P(None, "shard"), "blocks.*.norm.weight": P()}
@@ -98,14 +104,17 @@ def test_constraints_reach_hybrid_sharding() -> None:
 
 
 def test_the_chosen_plan_is_never_worse_than_a_baseline() -> None:
-    """Steps of baselines that fit are at least as long as the plan's."""
+    """No known recipe that fits has a shorter step than the plan."""
     plan = plan_of(32, 512, {"x": 4})
     assert plan.baselines
     assert all(step is None or plan.predicted.step_time_s <= step for step in plan.baselines.values())
 
 
 def test_the_prediction_is_the_objective_less_what_overlap_hides() -> None:
-    """A predicted step is the sum of its parts; buckets and overlap make the step faster than the search's sum."""
+    """The predicted step is the sum of its parts, and the peak memory is the sum of its parts.
+
+    Without waits for the host, overlap makes the step shorter than the objective by at most a fifth.
+    """
     plan = plan_of(32, 512, {"data": 2, "model": 2})
     waits = plan.predicted.breakdown.get(HOST, 0.0)
     assert 0.8 * plan.objective < plan.predicted.step_time_s - waits <= plan.objective * (1 + 1e-9)
@@ -115,7 +124,7 @@ def test_the_prediction_is_the_objective_less_what_overlap_hides() -> None:
 
 
 def test_a_limit_that_nothing_meets_names_the_smallest_that_would() -> None:
-    """The error carries a limit; planning under that limit succeeds."""
+    """If no plan fits, the error states a larger memory limit, and planning within this limit succeeds."""
     with pytest.raises(DoesNotFitError, match="are enough; fewer may be") as caught:
         plan_of(4, 64, {"x": 2}, memory_budget=1e6)
     smallest = caught.value.smallest_bytes
@@ -123,7 +132,7 @@ def test_a_limit_that_nothing_meets_names_the_smallest_that_would() -> None:
 
 
 def test_a_constraint_never_lowers_the_cost() -> None:
-    """Pinning a parameter costs at least nothing."""
+    """A plan with a constraint on a parameter costs at least as much as the plan without the constraint."""
     mesh, program = Mesh({"x": 2}), perceptron_program(batch=64)
     free = plan_program(program, mesh, h100s(mesh), PlanOptions())
     for spec in (P(), P("x"), P(None, "x")):
@@ -134,7 +143,7 @@ def test_a_constraint_never_lowers_the_cost() -> None:
 
 
 def test_a_constraint_that_matches_nothing_is_refused() -> None:
-    """A constraint without a match is refused with its pattern and the existing names."""
+    """A constraint whose pattern matches no parameter is refused with the pattern and the existing names."""
     mesh = Mesh({"x": 2})
     options = PlanOptions(constraints={"thrid.weight": P("x")})
     with pytest.raises(InvalidSpecError, match=r"constraints\['thrid.weight'\] matches no parameter.*first.weight"):
@@ -142,7 +151,7 @@ def test_a_constraint_that_matches_nothing_is_refused() -> None:
 
 
 def test_a_constraint_with_more_pieces_than_elements_is_refused() -> None:
-    """The message names the input, its shape and the mesh."""
+    """Splitting a batch of four over eight devices is refused, and the error names the input and the spec."""
     mesh = Mesh({"x": 8})
     options = PlanOptions(constraints={"input:0": P("x")})
     with pytest.raises(InvalidSpecError, match=r"'input:0' cannot be laid out as P\('x'\)"):
@@ -150,7 +159,7 @@ def test_a_constraint_with_more_pieces_than_elements_is_refused() -> None:
 
 
 def test_a_spec_that_no_value_of_that_shape_has_names_the_value() -> None:
-    """A pattern that matches a value with too few dims is refused with the value's name."""
+    """A constraint whose spec has more dims than a matched value is refused, and the error names the value."""
     mesh = Mesh({"x": 2})
     wrong = r"'first.bias' cannot be laid out as P\(None, 'x'\): .* splits 2 dims, but the tensor has ndim=1"
     with pytest.raises(InvalidSpecError, match=wrong):
@@ -158,7 +167,10 @@ def test_a_spec_that_no_value_of_that_shape_has_names_the_value() -> None:
 
 
 def test_an_operator_without_a_rule_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strict planning refuses an operator without a rule; lenient planning computes the operator on every rank."""
+    """Strict planning refuses an operator without a rule and names its line.
+
+    Otherwise every rank computes the operator.
+    """
     monkeypatch.delitem(registry._rules, torch.ops.aten.relu.default)
     mesh, program = Mesh({"x": 2}), perceptron_program()
     with pytest.raises(NoShardingRuleError, match=r"aten.relu.default .*blocks.py:\d+ in forward"):
@@ -168,7 +180,7 @@ def test_an_operator_without_a_rule_is_named_with_its_line(monkeypatch: pytest.M
 
 
 def test_a_plan_of_another_model_is_refused() -> None:
-    """The message names both programs."""
+    """A plan for one batch size is refused when a program of another batch size is lowered with it."""
     mesh = Mesh({"x": 2})
     plan = plan_program(perceptron_program(), mesh, h100s(mesh), PlanOptions())
     with pytest.raises(PlanMismatchError, match="The plan is for another model or other inputs"):
@@ -176,7 +188,7 @@ def test_a_plan_of_another_model_is_refused() -> None:
 
 
 def test_a_saved_plan_lowers_to_the_same_program(tmp_path) -> None:
-    """A saved plan lowers to the same text."""
+    """A loaded plan equals the saved plan, and lowers to the same program text."""
     mesh, program = Mesh({"x": 2}), perceptron_program(batch=64)
     plan = plan_program(program, mesh, h100s(mesh), PlanOptions(constraints={"first.weight": P("x")}))
     plan.save(tmp_path / "plan.json")
@@ -190,7 +202,7 @@ def test_a_saved_plan_lowers_to_the_same_program(tmp_path) -> None:
 @pytest.mark.parametrize("share", [1.0, 0.7])
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_a_plan_is_predicted_from_what_runs(share: float, micro_batches: int) -> None:
-    """A plan is predicted from the lowered program, also with recomputation."""
+    """The planner predicts the program that its plan lowers to, also if the plan recomputes or offloads."""
     mesh, program = Mesh({"x": 2}), blocks_program(batch=16, length=256, hidden=64)
     options = PlanOptions(micro_batches=micro_batches)
     peak = plan_program(program, mesh, h100s(mesh), options).predicted.peak_memory_bytes
@@ -205,7 +217,7 @@ def test_a_plan_is_predicted_from_what_runs(share: float, micro_batches: int) ->
 
 
 def test_the_order_of_passes_is_data() -> None:
-    """Preparation passes need no plan, and each pass returns a program."""
+    """The passes of `Moment.TRACED`, applied in turn, give the program of `prepare`."""
     program = perceptron_program()
     for rewrite in passes_at(Moment.TRACED):
         program = rewrite(program)
@@ -213,7 +225,10 @@ def test_the_order_of_passes_is_data() -> None:
 
 
 def test_what_keeps_everything_is_lowered_beside_what_recomputes_while_there_is_time() -> None:
-    """In little memory the search lowers both a plan with recomputation and a plan without, and takes the faster."""
+    """In little memory, plans with and without recomputation are lowered, and the fastest is taken.
+
+    After the time limit only the search's own choices are lowered.
+    """
     mesh = Mesh({"data": 8})
     program, cluster = blocks_program(batch=64, length=1024, hidden=4096, count=4), h100s(mesh)
     options = PlanOptions(state_bytes_per_parameter_byte=2)
@@ -233,7 +248,10 @@ def test_what_keeps_everything_is_lowered_beside_what_recomputes_while_there_is_
 
 
 def test_a_choice_that_leaves_room_for_collectives_is_lowered_too() -> None:
-    """If memory binds, a second choice leaves a twentieth of it to collectives, and may be the faster plan."""
+    """If memory binds, the search adds a choice that leaves a twentieth of the memory to collectives.
+
+    The faster choice becomes the plan.
+    """
     mesh = Mesh({"data": 8})
     program, cluster = blocks_program(batch=64, length=1024, hidden=4096, count=4), h100s(mesh)
     options = PlanOptions(state_bytes_per_parameter_byte=2, with_baselines=False)
@@ -252,7 +270,10 @@ def test_a_choice_that_leaves_room_for_collectives_is_lowered_too() -> None:
 
 
 def test_a_mesh_on_which_all_plans_are_dear_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mesh with a high bound is searched only if a known recipe may be faster there, and then has that recipe."""
+    """A mesh is not searched if all its plans cost more than a plan elsewhere.
+
+    It has the plan of its fastest known recipe, or raises DearMeshError if the plan elsewhere is faster.
+    """
     mesh, program = Mesh({"data": 4, "model": 2}), blocks_program(batch=64, length=1024, hidden=4096)
     free = plan_program(program, mesh, h100s(mesh), PlanOptions())
     least_s = min(step for step in free.baselines.values() if step is not None)
@@ -268,7 +289,7 @@ def test_a_mesh_on_which_all_plans_are_dear_is_not_searched(monkeypatch: pytest.
 
 @pytest.mark.parametrize("share", [0.6, 2.0])
 def test_a_plan_does_not_hang_on_the_machine(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that jumps by a minute at each look changes no plan, if the ceiling is far."""
+    """If the time limit is far, a clock that jumps by a minute at each reading does not change the plan."""
     mesh, program = Mesh({"x": 2}), blocks_program(batch=64, length=128, hidden=128)
     largest = plan_program(program, mesh, h100s(mesh), PlanOptions()).predicted.peak_memory_bytes
     found = []
@@ -286,7 +307,10 @@ def test_a_plan_does_not_hang_on_the_machine(share: float, monkeypatch: pytest.M
 def test_a_plan_that_the_ceiling_cut_says_so(
     looks: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A plan from a search cut by the ceiling fits, has a bound of all plans, and carries one warning."""
+    """A plan from a search that the time limit cut fits in memory and has a valid lower bound.
+
+    Its print and file say that the search was cut, and one warning is logged.
+    """
     mesh, program = Mesh({"x": 2}), blocks_program(batch=64, length=128, hidden=128)
     whole = plan_program(program, mesh, h100s(mesh), PlanOptions())
     clock = itertools.count(0)
@@ -304,7 +328,7 @@ def test_a_plan_that_the_ceiling_cut_says_so(
 
 
 def test_a_constraint_that_contradicts_a_recipe_is_refused_with_the_name_of_the_parameter() -> None:
-    """The error has the parameter's qualified name, not the name of its node."""
+    """A constraint that contradicts the recipe is refused with the parameter's qualified name, not its node's name."""
     mesh = Mesh({"data": 2})
     options = PlanOptions(constraints={"second.weight": P()}, recipe=Recipe(zero=3))
     with pytest.raises(RecipeError, match=r"recipe= \(zero=3; .*\) leave no spec for 'second\.weight' together"):

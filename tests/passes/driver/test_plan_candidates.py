@@ -1,4 +1,7 @@
-"""The loop over candidates chooses the candidates to plan, and keeps the best plan or the best error."""
+"""The loop over candidates decides which candidates are planned.
+
+It returns the fastest plan, or raises the most useful error.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ ALONE = Mesh({"data": 1})
 
 @dataclass(frozen=True)
 class FakePlan:
-    """Stands for a plan."""
+    """Stand-in for a plan, with the fields that the loop reads."""
 
     predicted: Any
     recompute: Any
@@ -53,10 +56,10 @@ class PlannerOf:
     Args:
         plans: for each number of micro-batches, the step's seconds, the recomputed and the offloaded nodes; or an
             error.
-        asked: the planned numbers of micro-batches, each with its sequences.
-        ceiling: ceiling of all searches; the ceiling cuts after `cut_at` candidates.
+        asked: the planned numbers of micro-batches, each with the sequences of one micro-batch.
+        ceiling: time limit of all searches, which is reached when `cut_at` candidates are planned.
         traces: unused, because the stand-in traces nothing.
-        slow: the part of the step that takes a tenth of its time.
+        slow: the only part in the breakdown of a step, with a tenth of the step's time.
     """
 
     plans: Mapping[int, tuple[float, set[str], set[str]] | AutoshardError]
@@ -106,7 +109,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_micro_batches_become_more_until_all_is_kept(case: str) -> None:
-    """More micro-batches are tried until a plan recomputes nothing, and the fastest tried plan wins."""
+    """More micro-batches are tried until a plan recomputes and offloads nothing, and the fastest tried plan wins."""
     plans, chosen = CASES[case]
     planner, recipe = PlannerOf(plans), Recipe(data=1)
     found = planned(planner, candidates_of(recipe, [ALONE], 8))
@@ -116,7 +119,7 @@ def test_micro_batches_become_more_until_all_is_kept(case: str) -> None:
 
 @pytest.mark.parametrize(("recompute", "is_named"), [("none", True), ("full", False), (None, False)])
 def test_what_does_not_fit_may_with_recomputation(recompute: Any, is_named: bool) -> None:
-    """A model may fit with recomputation; the error names the way if the recipe recomputes nothing."""
+    """If no plan fits and the recipe forbids recomputation, the error suggests `recompute=None`."""
     planner = PlannerOf({1: DoesNotFitError("No plan was found that fits.", smallest_bytes=7)})
     recipe = Recipe(data=1, micro_batch=8, recompute=recompute)
     with pytest.raises(DoesNotFitError, match=r"No plan was found that fits\.") as raised:
@@ -131,7 +134,7 @@ def candidates(*parts: int, **options: Any) -> list[Candidate]:
 
 @pytest.mark.parametrize(("cut_at", "tried"), [(1, 1), (2, 2), (9, 3)])
 def test_others_are_planned_until_the_time_is_up(cut_at: int, tried: int) -> None:
-    """All candidates share one ceiling."""
+    """All candidates share one time limit, and no further candidate is planned after it."""
     planner = PlannerOf({count: (count, set(), set()) for count in (1, 2, 4)}, cut_at=cut_at)
     planned(planner, candidates(1, 2, 4))
     assert len(planner.asked) == tried
@@ -139,7 +142,7 @@ def test_others_are_planned_until_the_time_is_up(cut_at: int, tried: int) -> Non
 
 @pytest.mark.parametrize("cut_at", [1, 9])
 def test_all_are_tried_until_one_has_a_plan(cut_at: int) -> None:
-    """Without a plan all candidates are tried past the time limit, and the error has the least memory."""
+    """If no candidate has a plan, all are tried past the time limit. The error states the least known memory."""
     failures = {count: DoesNotFitError("no.", smallest_bytes=10 - count) for count in (1, 2, 4)}
     failures[1] = DoesNotFitError("nothing known.", smallest_bytes=0)
     planner = PlannerOf(failures, cut_at=cut_at)
@@ -160,7 +163,7 @@ def test_a_spare_candidate_is_planned_where_no_other_has_a_plan() -> None:
 
 @pytest.mark.parametrize(("cut_at", "step_s", "tried"), [(1, 1.6, 2), (1, 1.4, 1), (9, 1.6, 1)])
 def test_a_plan_far_slower_than_its_recipe_has_another_within_it(cut_at: int, step_s: float, tried: int) -> None:
-    """Only where time cut the search; the faster of the two is taken."""
+    """If time cut a search and its plan is far slower than the recipe's price, the recipe itself is planned too."""
     planner = PlannerOf({1: (step_s, set(), set())}, cut_at=cut_at)
     found = planned(planner, candidates(1, price_s=1.0, exact=Recipe(data=1)))
     assert found.plan.was_cut is (cut_at == 1)
@@ -169,7 +172,7 @@ def test_a_plan_far_slower_than_its_recipe_has_another_within_it(cut_at: int, st
 
 @pytest.mark.parametrize(("price_s", "is_planned"), [(None, True), (1.89, True), (1.97, False), (3.0, False)])
 def test_stages_are_planned_where_their_price_promises_a_gain(price_s: float | None, is_planned: bool) -> None:
-    """Stages take long to plan, so a price near the step of a plan without stages is not tried."""
+    """Pipeline stages are planned if their price is unknown, or clearly below the step time without stages."""
     asked: list[str] = []
 
     def check_stages() -> None:
@@ -198,7 +201,10 @@ SIZES = {
 
 @pytest.mark.parametrize("case", SIZES)
 def test_the_size_of_micro_batches_changes_while_the_plan_becomes_faster(case: str) -> None:
-    """A plan is tried with larger micro-batches if it communicates much, and with smaller ones if it recomputes."""
+    """Larger micro-batches are tried if the plan communicates much, smaller ones if it recomputes much.
+
+    The trials end when the step gets no faster.
+    """
     steps, slow, tried, best = SIZES[case]
     planner = PlannerOf({parts: (step_s, *SAVES) for parts, step_s in steps.items()}, slow=slow)
     (first,) = candidates(2, proposal=Recipe(data=1, micro_batch=4), varies=True)
@@ -213,7 +219,7 @@ def test_the_size_of_micro_batches_changes_while_the_plan_becomes_faster(case: s
     ids=["the plan keeps all", "the size is fixed"],
 )
 def test_the_size_of_micro_batches_stays(saves: tuple[set[str], set[str]], options: dict[str, bool]) -> None:
-    """A plan that recomputes nothing is not tried in other sizes, and neither is a size that the user fixed."""
+    """No other micro-batch size is tried if the plan recomputes nothing, or if the user fixed the size."""
     planner = PlannerOf({2: (1.0, *saves)})
     planned(planner, candidates(2, proposal=Recipe(data=1, micro_batch=4), **options))
     assert [parts for parts, _ in planner.asked] == [2]
@@ -221,7 +227,7 @@ def test_the_size_of_micro_batches_stays(saves: tuple[set[str], set[str]], optio
 
 @pytest.mark.parametrize(("price_s", "tried"), [(0.95, [2, 4]), (1.05, [2])])
 def test_smaller_micro_batches_are_planned_where_their_price_promises_a_gain(price_s: float, tried: list[int]) -> None:
-    """With micro-batches of half the size, a step has the price `price_s`."""
+    """Micro-batches of half the size are planned only if their price is below the price of the present size."""
     planner = PlannerOf({2: (3.0, *SAVES), 4: (3.5, *SAVES)}, slow=AGAIN)
     (first,) = candidates(2, proposal=Recipe(data=1, micro_batch=4), varies=True)
     planned(planner, [replace(first, price_of_size={4: 1.0, 2: price_s}.__getitem__)])
@@ -235,7 +241,7 @@ def test_smaller_micro_batches_are_planned_where_their_price_promises_a_gain(pri
 def test_prices_of_recipes_that_keep_all_are_believed(
     price_s: float, recompute: Any, saves: bool, is_planned: bool
 ) -> None:
-    """After a plan that keeps all values, such a recipe is planned only if its price promises a gain."""
+    """If the best plan and a recipe both keep all values, the recipe is planned only if its price is clearly lower."""
     planner = PlannerOf({1: (2.0, {"a"} if saves else set(), set()), 2: (2.0, set(), set())})
     exact = Recipe(data=1, recompute=recompute, offload="none")
     planned(planner, [*candidates(1), *candidates(2, price_s=price_s, exact=exact)])

@@ -1,4 +1,4 @@
-"""`plan.why_not` and `limits` of prices of recipes: each figure is that of the best of all recipes."""
+"""`why_not` and `limits` of the plan of a recipe: each figure is checked against the prices of all recipes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODELS = {"dense": dense(4), "sparse": sparse()}
 
 @cache
 def make_plan(name: str, memory_budget: int | None = None) -> Plan:
-    """The fastest recipe of a small model."""
+    """Return the plan of the fastest recipe of a small model."""
     return autoshard.plan(
         MODELS[name],
         CLUSTER,
@@ -41,7 +41,7 @@ def make_plan(name: str, memory_budget: int | None = None) -> Plan:
 
 @cache
 def every_recipe(name: str) -> list[tuple[float, int, Execution]]:
-    """Return time and memory of every searched recipe."""
+    """Return each searched recipe with its step time in seconds and its peak memory in bytes."""
     problem = problem_of(make_plan(name))
     pricer = problem.pricer
     groups = {"zero_group": (None, *range(2, problem.cluster.size))}
@@ -50,7 +50,7 @@ def every_recipe(name: str) -> list[tuple[float, int, Execution]]:
 
 
 def problem_of(plan: Plan) -> RecipeProblem:
-    """The search that found a price."""
+    """Return the search problem that a plan's recipe solves."""
     assert isinstance(plan.alternatives, Questions)
     assert isinstance(plan.alternatives.replan, PriceAgain)
     return plan.alternatives.replan.search.problem
@@ -59,7 +59,7 @@ def problem_of(plan: Plan) -> RecipeProblem:
 @pytest.mark.parametrize("name", ["dense", pytest.param("sparse", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_figures_are_those_of_the_best_recipe_that_does_it(name: str, feature: str) -> None:
-    """`why_not` gives the best recipe with a feature, or without a used feature, by pricing all recipes."""
+    """For each way to have or avoid a feature, `why_not` gives the time and memory of the fastest recipe that fits."""
     plan = make_plan(name)
     assert plan.recipe is not None
     answer = plan.why_not(feature)
@@ -90,7 +90,7 @@ def test_the_figures_are_those_of_the_best_recipe_that_does_it(name: str, featur
 
 
 def test_memory_is_named_where_it_keeps_a_feature_out() -> None:
-    """A feature that needs more memory than the limit is reported with the least memory that has the feature."""
+    """If every recipe with a feature exceeds the memory limit, `why_not` states the least memory of these recipes."""
     least = problem_of(make_plan("dense")).smallest().objective
     plan = make_plan("dense", memory_budget=int(least))
     answer = plan.why_not("data")
@@ -102,7 +102,7 @@ def test_memory_is_named_where_it_keeps_a_feature_out() -> None:
 
 
 def test_hybrid_sharding_is_over_less_than_all_replicas() -> None:
-    """Hybrid sharding is compared with the best recipe that shards over all replicas, or gathers nothing."""
+    """`why_not` of hybrid sharding gives the time and memory of a plan constrained to ZeRO-3 in groups of two."""
     constraints = {"tensor": 1, "context": 1, "pipeline": 1, "zero": (0, 3), "zero_group": (2, None)}
     options = {
         "example_inputs": tokens(),
@@ -122,7 +122,7 @@ def test_hybrid_sharding_is_over_less_than_all_replicas() -> None:
 
 
 def test_a_feature_that_constraints_ask_for_has_no_other_plan() -> None:
-    """An answer without other plans says why it has none."""
+    """If constraints require a feature, `why_not` says that no plan avoids this feature."""
     arguments = {"example_inputs": tokens(), "optimizer": "adamw", "runtime": PRICED, "global_batch": 4}
     plan = autoshard.plan(MODELS["dense"], CLUSTER, constraints={"tensor": 2}, **arguments)
     answer = plan.why_not("tensor")
@@ -133,7 +133,10 @@ def test_a_feature_that_constraints_ask_for_has_no_other_plan() -> None:
 
 
 def test_what_is_not_answered_is_said() -> None:
-    """An unknown feature; a spec, which no recipe chooses."""
+    """`why_not` refuses an unknown feature and lists the known features.
+
+    `explain` is refused, because recipes choose no specs.
+    """
     with pytest.raises(InvalidSpecError, match=r"ask for one of data \(ddp, .*zero-1, zero-2, fsdp \(zero-3"):
         make_plan("dense").why_not("magic")
     with pytest.raises(NotAvailableError, match="this plan is the price of a recipe under runtime="):
@@ -142,7 +145,10 @@ def test_what_is_not_answered_is_said() -> None:
 
 @pytest.mark.parametrize("name", ["dense", pytest.param("sparse", marks=pytest.mark.slow)])
 def test_limits_are_those_of_planning_with_more(name: str) -> None:
-    """`limits` gives the figures of new plans, the value of memory follows from them, and no change slows the step."""
+    """`limits` states the step times of new plans with more memory or faster matrix products.
+
+    More memory never lengthens the step, and its worth per byte follows from the stated times.
+    """
     sizes = sorted(memory for _, memory, _ in every_recipe(name))
     plan = make_plan(name, memory_budget=sizes[len(sizes) // 20])
     assert plan.memory_budget is not None

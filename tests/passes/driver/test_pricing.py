@@ -30,7 +30,7 @@ def _price(recipe: Execution, model: nn.Module = MODEL, per_node: int | None = N
 
 
 def test_a_plan_says_where_parameters_of_all_blocks_lie() -> None:
-    """Weights of every block are split as the traced block's weights, and counted per rank."""
+    """Under tensor parallelism, the plan states the spec and the bytes per rank of the weights of every block."""
     plan = _price(Execution(tensor=4))
     assert plan.parameters["layers.7.wide.weight"].spec == P("tensor")
     assert plan.parameters["layers.7.narrow.weight"].spec == P(None, "tensor")
@@ -39,12 +39,12 @@ def test_a_plan_says_where_parameters_of_all_blocks_lie() -> None:
 
 
 def test_zero_3_splits_parameters_over_replicas() -> None:
-    """FSDP is a spec of the parameters."""
+    """Under ZeRO-3, a parameter's spec splits the parameter over the data axis."""
     assert _price(Execution(data=8, zero=3)).parameters["layers.0.wide.weight"].spec == P("data")
 
 
 def test_breakdown_sums_to_the_step() -> None:
-    """Nothing is lost between the parts and the whole."""
+    """The time breakdown sums to the step time, and the memory breakdown sums to the peak memory."""
     for recipe in (PLAIN, Execution(data=4, tensor=2, zero=1), Execution(pipeline=4, global_batch=16, data=2)):
         predicted = _price(recipe).predicted
         assert sum(predicted.breakdown.values()) == pytest.approx(predicted.step_time_s)
@@ -52,7 +52,10 @@ def test_breakdown_sums_to_the_step() -> None:
 
 
 def test_tokens_and_utilisation_follow_from_the_time() -> None:
-    """Tokens per second count the tokens of the whole batch, and utilisation follows from the time."""
+    """Tokens per second are the tokens of the whole batch over the step time.
+
+    Model FLOPs utilisation is between 0 and 1.
+    """
     predicted = _price(Execution(data=2, micro_batch=2, global_batch=8)).predicted
     assert predicted.tokens_per_s == pytest.approx(8 * 32 / predicted.step_time_s)
     assert predicted.mfu is not None
@@ -60,7 +63,7 @@ def test_tokens_and_utilisation_follow_from_the_time() -> None:
 
 
 def test_full_recomputation_takes_time_and_saves_memory() -> None:
-    """Full recomputation takes time and saves memory, with selective recomputation in between."""
+    """Full recomputation has a longer step and smaller activations than no recomputation."""
     none, full = (
         _price(dataclasses.replace(PLAIN, micro_batch=16, recompute=kind)).predicted for kind in ("none", "full")
     )
@@ -70,21 +73,21 @@ def test_full_recomputation_takes_time_and_saves_memory() -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_each_zero_stage_saves_memory(stage: int) -> None:
-    """Optimizer state, then gradients, then parameters are shared out."""
+    """ZeRO-1 shrinks the optimizer state of a rank, ZeRO-2 also its gradients, and ZeRO-3 also its parameters."""
     before, after = (_price(Execution(data=8, zero=zero)).predicted for zero in (stage - 1, stage))
     part = ("optimizer state", "gradients", "parameters")[stage - 1]
     assert after.memory_breakdown[part] < before.memory_breakdown[part]
 
 
 def test_a_pipeline_has_a_bubble_that_micro_batches_shrink() -> None:
-    """The bubble's share falls with the number of micro-batches."""
+    """The pipeline bubble takes a smaller share of the step if the step has more micro-batches."""
     few, many = (_price(Execution(pipeline=4, global_batch=batch)).predicted for batch in (4, 64))
     shares = [item.breakdown["pipeline bubble"] / item.step_time_s for item in (few, many)]
     assert shares[0] > 2 * shares[1] > 0
 
 
 def test_experts_are_shared_out_and_tokens_exchanged() -> None:
-    """Each rank keeps its experts, and pays for sending tokens."""
+    """Expert parallelism splits expert weights over the expert axis, and the step has communication over this axis."""
     recipe = Execution(data=4, expert=4, micro_batch=4096)
     plan = _price(recipe, SPARSE)
     assert plan.parameters["layers.1.up"].spec == P("expert")
@@ -93,13 +96,13 @@ def test_experts_are_shared_out_and_tokens_exchanged() -> None:
 
 
 def test_context_parallelism_halves_activations() -> None:
-    """Each rank keeps half of every sequence."""
+    """With the sequence split over two ranks, activations take about half the memory on each rank."""
     one, two = (_price(Execution(context=size, micro_batch=8)).predicted for size in (1, 2))
     assert two.memory_breakdown["activations"] == pytest.approx(one.memory_breakdown["activations"] / 2, rel=0.2)
 
 
 def test_the_example_batch_does_not_matter() -> None:
-    """The recipe says how many sequences are run."""
+    """The prediction does not depend on the batch size of the example inputs, because the recipe sets the batch."""
     cluster = Cluster("h100_sxm", 1, 1)
     one, many = (price_execution(MODEL, cluster, PLAIN, tokens(batch)) for batch in (1, 7))
     assert one.predicted == many.predicted
@@ -122,7 +125,7 @@ def _replaced(model: nn.Module) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("change", [nn.Module.double, _froze, _grew, _replaced])
 def test_a_model_that_was_changed_is_priced_as_it_is_now(change: Callable[[nn.Module], object]) -> None:
-    """A model changed in type, frozen parameters, blocks or modules is priced anew."""
+    """After a change of its dtype, frozen parameters, blocks or modules, a model has the price of a new model."""
     cluster, model, new = Cluster("h100_sxm", 1, 1), dense(2), dense(2)
     before = price_execution(model, cluster, PLAIN, tokens())
     for each in (model, new):
@@ -133,7 +136,7 @@ def test_a_model_that_was_changed_is_priced_as_it_is_now(change: Callable[[nn.Mo
 
 
 class Repeated(nn.Module):
-    """One layer as often as a number, or a number of a config, says."""
+    """One layer that is applied `times` x `config.times` times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +159,10 @@ class Scaled:
 
 
 def test_a_setting_that_was_changed_counts() -> None:
-    """A number of a module, and a number of its config, change the price; the same loss gives the same price."""
+    """A changed number of a module or its config changes the price.
+
+    Pricing again without a change gives the same price.
+    """
     model, loss, inputs = Repeated().bfloat16(), Scaled(), (torch.zeros(2, 8, dtype=torch.bfloat16),)
 
     def price() -> float:
@@ -172,7 +178,7 @@ def test_a_setting_that_was_changed_counts() -> None:
 
 
 class Wide(nn.Module):
-    """Large products in sequence."""
+    """Four large matrix products in sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +191,7 @@ class Wide(nn.Module):
 
 
 def test_eight_bits_are_faster_where_products_are_large() -> None:
-    """Wide products win more than quantising costs."""
+    """For large products, the step is shorter in 8-bit floats than in bfloat16, although quantisation takes time."""
     with torch.device("meta"):
         model = Wide().bfloat16()
     inputs = (torch.zeros(1, 2048, 4096, dtype=torch.bfloat16, device="meta"),)
@@ -202,7 +208,7 @@ def _total(y: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_model_without_blocks_is_priced() -> None:
-    """A model without blocks is priced as one layer class in front of no blocks."""
+    """A model without repeated blocks has a price."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU()).bfloat16()
     inputs = (torch.zeros(1, 64, dtype=torch.bfloat16, device="meta"),)
@@ -211,7 +217,7 @@ def test_a_model_without_blocks_is_priced() -> None:
 
 
 def test_a_plan_is_saved_and_loaded(tmp_path) -> None:
-    """A plan of a recipe is saved and loaded."""
+    """A recipe's plan has the same step time and parameters after it is saved and loaded."""
     plan = _price(Execution(tensor=2))
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
@@ -220,19 +226,19 @@ def test_a_plan_is_saved_and_loaded(tmp_path) -> None:
 
 
 def test_a_recipe_for_another_number_of_devices_is_refused() -> None:
-    """A recipe for a wrong number of devices is refused with the product of its axes."""
+    """A recipe for four devices is refused on eight devices, and the error states both numbers."""
     with pytest.raises(RecipeError, match=r"tensor=2 = 4 devices; the cluster has 8"):
         price_execution(MODEL, Cluster("h100_sxm", 1, 8), Execution(data=2, tensor=2), tokens())
 
 
 def test_experts_of_a_model_without_any_are_refused() -> None:
-    """No parameter is a stack of weights."""
+    """Expert parallelism is refused for a model without experts, that is, without a parameter that stacks weights."""
     with pytest.raises(RecipeError, match="no parameter of the model is a stack of weights"):
         _price(Execution(data=2, expert=2))
 
 
 def test_more_stages_than_blocks_are_refused() -> None:
-    """More stages than blocks are refused, and so are `stage_layers` with another sum than the blocks."""
+    """More stages than blocks are refused, and so are `stage_layers` whose sum is not the number of blocks."""
     with pytest.raises(RecipeError, match="16 stages cannot share 8 blocks"):
         _price(Execution(pipeline=16))
     with pytest.raises(RecipeError, match="shares out 4 blocks; the model has 8"):
@@ -240,13 +246,16 @@ def test_more_stages_than_blocks_are_refused() -> None:
 
 
 def test_what_has_no_price_yet_is_refused() -> None:
-    """Nothing that takes time is priced at nothing."""
+    """A recipe that offloads the optimizer is refused, because this offload has no price yet."""
     with pytest.raises(NotAvailableError, match="offload='optimizer' cannot be priced yet"):
         _price(Execution(data=8, zero=1, offload="optimizer"))
 
 
 def test_offloaded_activations_have_a_price() -> None:
-    """Offloading adds the time of copies, and moves memory to the host, which must be large enough."""
+    """Offloading activations adds the time of copies and moves the saved memory to the host.
+
+    Print and file state this memory.
+    """
     recipe = Execution(data=8, micro_batch=64, global_batch=512)
     kept, away = _price(recipe), _price(dataclasses.replace(recipe, offload="activations"))
     assert away.predicted.step_time_s > kept.predicted.step_time_s
@@ -259,7 +268,7 @@ def test_offloaded_activations_have_a_price() -> None:
 
 
 def test_experts_may_lie_on_tensor_ranks_too() -> None:
-    """Experts may be split over tensor ranks beyond the replicas, with the right bytes of every parameter."""
+    """Four experts may be split over two data ranks times two tensor ranks, with one expert's weights on each rank."""
     recipe = Execution(data=2, tensor=2, expert=4, global_batch=4)
     plan = price_execution(SPARSE, Cluster("h100_sxm", 1, 4), recipe, tokens())
     split = {name: math.prod(item.shape) * 2 / item.local_bytes for name, item in plan.parameters.items()}
@@ -268,6 +277,6 @@ def test_experts_may_lie_on_tensor_ranks_too() -> None:
 
 
 def test_what_is_no_recipe_is_refused() -> None:
-    """A dict will not do."""
+    """A dict in place of a recipe is refused with a RecipeError."""
     with pytest.raises(RecipeError, match="pass an autoshard"):
         autoshard.price(MODEL, Cluster("h100_sxm", 1, 1), {"data": 1}, example_inputs=tokens())  # type: ignore[arg-type]

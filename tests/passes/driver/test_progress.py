@@ -1,4 +1,4 @@
-"""Ctrl-C ends a search with the best plan so far; real signals, sent by another thread while the main one searches."""
+"""Ctrl-C ends a search with the best plan so far. The tests send real signals from another thread during a search."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def plan_pressing(
     target: Mesh | Cluster = MESH,
     **given: Any,
 ) -> Plan:
-    """Plan a small model, and press Ctrl-C a number of times when the first progress of a kind is shown."""
+    """Plan a small model, and press Ctrl-C `times` times at the first progress for which `when` is true."""
     pressed = []
 
     def show(what: str, best: float, lower_bound: float) -> None:
@@ -71,23 +71,26 @@ def _python_s_own_handler() -> Iterator[None]:
 
 @cache
 def uninterrupted() -> Plan:
-    """The plan of a search that comes to its end."""
+    """The plan of a search that is not interrupted."""
     return autoshard.plan(MODEL, MESH, example_inputs=INPUTS)
 
 
 def in_the_whole(what: str, best: float) -> bool:
-    """While all plans are searched, the known recipes behind."""
+    """Whether the search is past the known recipes, and searches all plans."""
     return what == "all plans"
 
 
 def at_once(what: str, best: float) -> bool:
-    """Whether any progress is shown, which is first while the first known recipe is priced."""
+    """Always true, so Ctrl-C is pressed at the first progress, while the first known recipe is priced."""
     return True
 
 
 @pytest.mark.parametrize("when", [at_once, in_the_whole])
 def test_ctrl_c_gives_the_best_plan_so_far(monkeypatch, when) -> None:
-    """Ctrl-C returns the best plan so far, with a true bound and a note, which a file keeps."""
+    """A plan after Ctrl-C has a valid lower bound and is no slower than its known recipes.
+
+    Print and file say that the search was interrupted.
+    """
     found, whole = plan_pressing(monkeypatch, 1, when), uninterrupted()
     assert not whole.was_interrupted
     assert found.was_interrupted
@@ -102,21 +105,21 @@ def test_ctrl_c_gives_the_best_plan_so_far(monkeypatch, when) -> None:
 
 
 def test_a_plan_of_an_interrupted_search_computes_what_one_device_does(monkeypatch) -> None:
-    """A plan of an interrupted search computes one device's numbers."""
+    """A plan of an interrupted search computes the results of one device."""
     found = plan_pressing(monkeypatch, 1, at_once, precision=None)
     check_plan(MODEL, MESH, INPUTS, plan=found).raise_if_different()
 
 
 @pytest.mark.parametrize("when", [at_once, in_the_whole])
 def test_a_second_ctrl_c_raises(monkeypatch, when) -> None:
-    """A second Ctrl-C raises, also inside the solver, and afterwards Ctrl-C has its old handler."""
+    """A second Ctrl-C raises KeyboardInterrupt, also inside the solver, and the old handler of SIGINT is restored."""
     with pytest.raises(KeyboardInterrupt):
         plan_pressing(monkeypatch, 2, when)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_ctrl_c_leaves_out_the_meshes_that_are_left(monkeypatch) -> None:
-    """Ctrl-C skips the remaining meshes, and returns the plan of the current mesh."""
+    """Ctrl-C skips the remaining meshes, and returns the best plan of the current mesh."""
     cluster = Cluster("h100_sxm", 1, 4)
     meshes = meshes_for(Recipe(), cluster)
     assert len(meshes) > 1
@@ -125,7 +128,10 @@ def test_ctrl_c_leaves_out_the_meshes_that_are_left(monkeypatch) -> None:
 
 @pytest.mark.parametrize("built", [0, 1])
 def test_ctrl_c_while_a_problem_is_built_ends_that_at_once(monkeypatch, built: int) -> None:
-    """Ctrl-C while a problem is built returns the plan of an earlier mesh, or raises on the first mesh."""
+    """Ctrl-C while a mesh's planning problem is built gives the plan of an earlier mesh.
+
+    On the first mesh it raises KeyboardInterrupt.
+    """
     cluster, problems = Cluster("h100_sxm", 1, 4), []
     build = pipeline.planning_problem
 
@@ -149,13 +155,13 @@ def test_ctrl_c_while_a_problem_is_built_ends_that_at_once(monkeypatch, built: i
 
 
 def test_nothing_that_fits_ends_as_ctrl_c_does(monkeypatch) -> None:
-    """Ctrl-C without any plan raises KeyboardInterrupt."""
+    """Ctrl-C before any plan that fits is found raises KeyboardInterrupt with a message."""
     with pytest.raises(KeyboardInterrupt, match="before anything that fits was found"):
         plan_pressing(monkeypatch, 1, at_once, memory_budget=10)
 
 
 def test_ctrl_c_that_somebody_else_handles_is_theirs() -> None:
-    """Notebooks and servers have handlers of their own."""
+    """If the process has its own SIGINT handler, Ctrl-C calls this handler, and the search goes on."""
     heard = []
     before = signal.signal(signal.SIGINT, lambda *_: heard.append("theirs"))
     try:
@@ -169,7 +175,7 @@ def test_ctrl_c_that_somebody_else_handles_is_theirs() -> None:
 
 
 def test_other_threads_search_as_they_are() -> None:
-    """Python hears signals in the main thread only."""
+    """A search outside of the main thread leaves the handler of SIGINT as it is."""
     control, handlers = SearchControl(), []
 
     def work() -> None:
@@ -183,7 +189,10 @@ def test_other_threads_search_as_they_are() -> None:
 
 
 def test_the_bar_shows_incumbent_and_bound(capsys: pytest.CaptureFixture[str]) -> None:
-    """The bar shows the best plan and the bound on standard error, only on a terminal or on request."""
+    """The progress bar shows the best step time and its lower bound on standard error.
+
+    Without a terminal it needs `progress=True`.
+    """
     with search_bar(10.0, None) as show:
         assert show is None
     with search_bar(10.0, progress=True) as show:

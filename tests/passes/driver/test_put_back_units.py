@@ -31,7 +31,7 @@ def put_back(model: nn.Module, inputs: Inputs, margin: int) -> Program:
 
 
 def check_equal(model: nn.Module, inputs: Inputs, margin: int) -> None:
-    """Names, calls, shapes, modules and slots are those of a whole trace."""
+    """Check that the program with blocks put back equals a whole trace in text, inputs, outputs and modules."""
     found, whole = put_back(model, inputs, margin), trace(model, (), inputs)
     assert found.text() == whole.text()
     assert (found.inputs, found.outputs, found.unreached) == (whole.inputs, whole.outputs, whole.unreached)
@@ -52,7 +52,7 @@ MODELS = [
 def test_programs_are_those_of_whole_traces(
     build: Callable[..., tuple[nn.Module, Inputs]], layers: int, margin: int
 ) -> None:
-    """Models of transformers."""
+    """For models of `transformers`, the program with blocks put back equals a whole trace."""
     check_equal(*build(layers=layers), margin)
 
 
@@ -72,7 +72,10 @@ class _Block(nn.Module):
 
 
 class _Stack(nn.Module):
-    """Blocks of two kinds in turn, whose last outputs the loss reads."""
+    """Blocks of one kind, or of two kinds in turn if `alternates`.
+
+    The loss reads the outputs of the last `reads` blocks.
+    """
 
     def __init__(self, blocks: int, *, alternates: bool = False, counts: bool = False, reads: int = 1) -> None:
         super().__init__()
@@ -92,25 +95,25 @@ class _Stack(nn.Module):
 @settings(max_examples=5)
 @given(st.integers(7, 9), st.booleans(), st.booleans(), st.integers(1, 2))
 def test_drawn_stacks(units: int, alternates: bool, counts: bool, reads: int) -> None:
-    """Blocks of one or two kinds, with and without buffers that are updated, and a loss of one or two blocks."""
+    """Stacks of one or two kinds of blocks, with or without updated buffers, have the program of a whole trace."""
     model = _Stack(2 * units if alternates else units, alternates=alternates, counts=counts, reads=reads)
     check_equal(model, {"x": torch.randn(2, 4)}, 2)
 
 
 def test_values_of_inner_blocks_that_others_read_are_refused() -> None:
-    """A loss of all blocks' outputs has another program than a loss of the remaining blocks' outputs."""
+    """A model whose loss reads the outputs of inner blocks is refused with NotAlikeError."""
     with pytest.raises(NotAlikeError):
         put_back(_Stack(10, reads=10), {"x": torch.randn(2, 4)}, 1)
 
 
 def test_blocks_that_draw_numbers_are_refused() -> None:
-    """Each dropout of a model has a number of its own."""
+    """A model with dropout in its blocks is refused with NotAlikeError."""
     with pytest.raises(NotAlikeError):
         put_back(*models.gpt2(layers=6, dropout=0.1), 1)
 
 
 def test_plans_with_stages_are_plans_of_the_whole_program() -> None:
-    """A deep model's plan with stages has the digest of the whole trace, so that it compiles."""
+    """The plan of a deep model with stages has the digest of the whole trace, so that it compiles."""
     model, x = _Stack(14), torch.randn(8, 4)
     options: dict[str, Any] = {
         "optimizer": "sgd",

@@ -1,4 +1,4 @@
-"""`plan` with a global batch searches recipes."""
+"""`plan` with a global batch and a runtime searches recipes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def _plan(cluster: Cluster | ClusterMesh = CLUSTER, **arguments) -> Plan:
 
 
 def _price(recipe: Recipe, runtime: Runtime = PRICED, global_batch: int = 16) -> Plan:
-    """A user's own price of a recipe."""
+    """Price a recipe with `autoshard.price`, as a user does."""
     options = {"example_inputs": tokens(), "runtime": runtime, "global_batch": global_batch}
     return autoshard.price(MODEL, CLUSTER, recipe, **options)
 
 
 def test_the_plan_is_that_of_the_fastest_recipe(tmp_path) -> None:
-    """A plan has the price of the fastest recipe, beats every baseline, and is saved with its recipe."""
+    """A plan has the price of its recipe, is no slower than a known recipe, and is saved with its recipe."""
     plan = _plan()
     assert plan.recipe is not None
     assert plan.recipe.data * plan.recipe.micro_batch * plan.micro_batches == 16
@@ -49,13 +49,16 @@ def test_the_plan_is_that_of_the_fastest_recipe(tmp_path) -> None:
 
 
 def test_another_runtime_does_not_run_our_kernels() -> None:
-    """A runtime other than ours with our kernels is refused with both names."""
+    """Our kernels (`backend=`) with another library's `runtime=` are refused, and the error names both arguments."""
     with pytest.raises(NotAvailableError, match="backend='triton' says which kernels compile runs; runtime="):
         _plan(backend="triton")
 
 
 def test_plans_of_recipes_and_of_specs_are_compared(tmp_path, specs: Plan) -> None:
-    """Fields in which recipes differ; tokens per second, as their steps have other batches; from files too."""
+    """`compare` lists the fields in which two recipes differ.
+
+    For a plan of specs and a loaded plan of a recipe, it compares tokens per second, as the batches differ.
+    """
     one, other = (_plan(recipe=Recipe(data=4, zero=zero)) for zero in (0, 3))
     assert one.compare(other).recipe_fields == {"zero": (0, 3)}
     assert "recipe: zero" in str(one.compare(other))
@@ -69,7 +72,7 @@ def test_plans_of_recipes_and_of_specs_are_compared(tmp_path, specs: Plan) -> No
 
 
 def test_print_says_in_words_what_it_is() -> None:
-    """The print states stages, schedule and micro-batches, and either the mesh or the unsupported fields."""
+    """A recipe's plan prints its axes, schedule and micro-batches, and whether `compile` can run the recipe."""
     piped = _plan(recipe=Recipe(pipeline=2, data=2, micro_batch=2, recompute="full"))
     assert "Recipe: data 2, pipeline 2 (1F1B); micro-batches of 2; blocks computed again." in str(piped)
     assert "Batch: 16 sequences, in 4 micro-batches." in str(piped)
@@ -81,7 +84,7 @@ def test_print_says_in_words_what_it_is() -> None:
 
 
 def test_what_does_not_fit_names_what_would() -> None:
-    """A model that does not fit raises an error with the memory, or the nodes, that would fit the model."""
+    """If no recipe fits, the error states the least memory. Planning with this memory, or with more nodes, succeeds."""
     with pytest.raises(DoesNotFitError, match=r"the smallest needs .* of optimizer state, .* \(data") as raised:
         _plan(memory_budget=100_000)
     least = raised.value.smallest_bytes
@@ -92,7 +95,7 @@ def test_what_does_not_fit_names_what_would() -> None:
 
 
 def test_a_batch_that_nothing_runs_is_refused() -> None:
-    """Three sequences over seven devices; a constraint that leaves no recipe is named."""
+    """Three sequences over seven devices are refused. A constraint that leaves no recipe is refused by its name."""
     with pytest.raises(DoesNotFitError, match=r"No recipe runs whole micro-batches .* Change the batch, or the dev"):
         autoshard.plan(MODEL, Cluster("h100_sxm", 1, 7), example_inputs=tokens(), optimizer="adamw", global_batch=3)
     with pytest.raises(DoesNotFitError, match=r"Without the constraint on 'pipeline' there is one"):
@@ -100,7 +103,10 @@ def test_a_batch_that_nothing_runs_is_refused() -> None:
 
 
 def test_optimizers_are_those_of_recipes() -> None:
-    """Optimizers are given by name or as an object, and optimizers outside of recipes are refused."""
+    """An optimizer gives the same prediction by name or as an object.
+
+    Planning without an optimizer, or with RMSprop, is refused.
+    """
     given = torch.optim.SGD(MODEL.parameters(), lr=0.1, momentum=0.9)
     assert _plan(optimizer=given).predicted == _plan(optimizer="sgd_momentum").predicted != _plan().predicted
     for optimizer in (None, "rmsprop"):
@@ -120,7 +126,7 @@ def test_a_model_in_float32_is_planned_in_16_bits() -> None:
 
 
 def test_inputs_in_float32_go_with_a_model_in_float32() -> None:
-    """Inputs in float32, such as images, are cast to the products' type in prices and in plans of specs."""
+    """Float32 inputs, such as images, are cast to the dtype of the matrix products, in prices and in plans of specs."""
     images, classes = torch.empty(8, 3, 8, 8), torch.zeros(8, dtype=torch.int64)
     model = nn.Sequential(nn.Conv2d(3, 64, 8), nn.Flatten(), nn.Linear(64, 64), nn.Linear(64, 10))
     same = {"model": model, "example_inputs": (images,), "loss_fn": lambda y: F.cross_entropy(y, classes[: len(y)])}
@@ -137,7 +143,7 @@ def test_inputs_in_float32_go_with_a_model_in_float32() -> None:
 
 
 def test_price_confirms_plans_of_models_in_float32() -> None:
-    """`price` confirms plans of models in float32, in the precision of the recipe."""
+    """For a model in float32, `price` of the plan's recipe gives the plan's prediction in each precision."""
     images = torch.empty(8, 64)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
     same = {"example_inputs": (images,), "loss_fn": lambda y: y.float().sum()}
@@ -150,14 +156,17 @@ def test_price_confirms_plans_of_models_in_float32() -> None:
 
 
 def test_products_run_in_the_models_own_dtype() -> None:
-    """A model in 16 bits is not planned in 32."""
+    """A model in bfloat16 takes less memory if planned in 8-bit floats, and is refused in float32."""
     assert _plan(precision="f8").predicted.peak_memory_bytes < _plan().predicted.peak_memory_bytes
     with pytest.raises(NotAvailableError, match=r"precision='f32' cannot be planned .* torch.bfloat16"):
         _plan(precision="f32")
 
 
 def test_what_recipes_do_not_follow_is_refused() -> None:
-    """Constraints outside of recipes, and a mesh, are refused, because recipes choose the axes and layout."""
+    """A search for recipes refuses a mesh and constraints on specs.
+
+    A given recipe refuses arguments that contradict it.
+    """
     with pytest.raises(NotAvailableError, match=r"A search for another runtime chooses the axes"):
         _plan(CLUSTER.mesh({"data": 4}))
     with pytest.raises(NotAvailableError, match="gives a value its spec"):
@@ -173,7 +182,7 @@ def test_what_recipes_do_not_follow_is_refused() -> None:
 
 
 def test_a_recipe_must_fit_in_the_memory_that_is_named() -> None:
-    """`recipe=` with `memory_budget=`: its own peak is enough."""
+    """A given recipe is accepted with a `memory_budget` of its peak memory, and refused with one byte less."""
     recipe = Recipe(data=4)
     needed = _plan(recipe=recipe).predicted.peak_memory_bytes
     assert _plan(recipe=recipe, memory_budget=needed).memory_budget == needed
@@ -183,20 +192,20 @@ def test_a_recipe_must_fit_in_the_memory_that_is_named() -> None:
 
 
 def test_a_search_without_time_says_so() -> None:
-    """A search without time raises an error, because no recipe has a price."""
+    """A search with `time_budget_s=0` raises NotAvailableError, because no recipe has a price."""
     with pytest.raises(NotAvailableError, match="time_budget_s=0 ended before any recipe was priced"):
         _plan(time_budget_s=0.0)
 
 
 @pytest.fixture(scope="module")
 def specs() -> Plan:
-    """A plan of specs, for a batch of 8."""
+    """A plan of specs on four data ranks, for a batch of 8."""
     return autoshard.plan(MODEL, CLUSTER.mesh({"data": 4}), example_inputs=tokens(8), optimizer="adamw")
 
 
 @pytest.mark.slow
 def test_what_no_axis_can_do_is_planned_on_another_mesh(specs: Plan) -> None:
-    """A question about a feature without an axis is answered on another mesh, with the step of a new plan."""
+    """`why_not` of a pipeline, for which the mesh has no axis, gives the step time of a new plan on another mesh."""
     answer = specs.why_not("pp")
     (found,) = answer.variants
     assert found.recipe is not None
@@ -212,20 +221,20 @@ def test_what_no_axis_can_do_is_planned_on_another_mesh(specs: Plan) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["sequence", "recompute", "offload", "hsdp"])
 def test_each_feature_has_a_plan(specs: Plan, name: str) -> None:
-    """The mesh has one axis, and the plan recomputes and offloads nothing."""
+    """For each feature that the plan does not use, `why_not` gives plans that fit and have a step time."""
     answer = specs.why_not(name)
     assert answer.variants
     assert all(item.fits and item.step_time_s for item in answer.variants)
 
 
 def test_zero_2_is_a_choice_of_specs(specs: Plan) -> None:
-    """ZeRO-2 is searched as a choice of specs over the mesh's only axis."""
+    """`why_not` of ZeRO-2 gives one plan that fits, with ZeRO-2 over the only axis of the mesh."""
     (found,) = specs.why_not("zero-2").variants
     assert (found.name, found.fits) == ("zero-2 over data", True)
 
 
 def test_what_the_model_has_not_is_said(specs: Plan) -> None:
-    """Experts, in a dense model; inputs that share no batch."""
+    """`why_not` says that a dense model has no experts. It refuses a pipeline for inputs without a common batch dim."""
     answer = specs.why_not("ep")
     assert answer.variants == ()
     assert "expert: the model has no experts to share out." in str(answer)
@@ -245,7 +254,7 @@ def test_what_the_model_has_not_is_said(specs: Plan) -> None:
 
 
 def test_a_model_in_float32_keeps_what_is_frozen() -> None:
-    """Frozen weights of a model in float32 with adapters are planned as frozen weights of the model in 16 bits."""
+    """A model in float32 with frozen weights has the recipe, memory and cost of the same model in bfloat16."""
     model = dense(2).float().requires_grad_(False)
     model.last.requires_grad_(True)
     options: dict[str, Any] = {"example_inputs": tokens(), "optimizer": "adamw", "global_batch": 8, "runtime": PRICED}

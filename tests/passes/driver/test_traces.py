@@ -12,7 +12,7 @@ from passes.driver.traces import Traces, trace_call
 
 
 def test_a_call_is_traced_once() -> None:
-    """Requests of the same fields have one program; another batch or margin has one of its own."""
+    """Requests with equal fields share one traced program. Another batch size or another margin has its own program."""
     request = Request(nn.Linear(4, 4), (torch.zeros(2, 4),), {}, grad=False)
     traces = Traces()
 

@@ -1,4 +1,4 @@
-"""Programs before the overlap passes, and the results that these passes must keep."""
+"""Programs before the overlap passes, and a check that changed programs compute the same bits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plain_on(mesh: Mesh, layout: str, family: str, reduce_dtype: torch.dtype | N
 
 @cache
 def of_one_batch(family: str, layout: str) -> PhasedProgram:
-    """The same, for a step of one batch: parameters are gathered in its forward and backward."""
+    """Return `plain` for a step of one batch, whose forward and backward gather parameters."""
     return lower_program(
         program_of(family, layout), plan_of(family, layout), options=LoweringOptions(with_overlap=False)
     )
@@ -45,7 +45,7 @@ def of_one_batch(family: str, layout: str) -> PhasedProgram:
 
 @cache
 def fully_sharded() -> PhasedProgram:
-    """Blocks on four ranks, which hold a quarter of each weight, without overlap."""
+    """Lowered blocks on four ranks that each hold a quarter of every weight, without overlap."""
     mesh, constraints = Mesh({"x": 4}), {"*.up.weight": P("x"), "*.down.weight": P("x"), "input:0": P("x")}
     program = blocks_program(batch=256, length=512, hidden=1024, count=3)
     plan = plan_program(program, mesh, h100s(mesh), PlanOptions(constraints=constraints, with_baselines=False))
@@ -54,7 +54,10 @@ def fully_sharded() -> PhasedProgram:
 
 @cache
 def gathered_blocks() -> PhasedProgram:
-    """Blocks on four ranks with so large a batch that weights are gathered, a quarter of each being held."""
+    """Lowered blocks on four ranks that each hold a quarter of every weight.
+
+    The batch is so large that weights are gathered rather than activations.
+    """
     mesh = Mesh({"x": 4})
     constraints = {"*.weight": P("x"), "*.bias": P("x"), "input:0": P("x")}
     program = blocks_program(batch=2**18, length=1, hidden=1024, count=6)

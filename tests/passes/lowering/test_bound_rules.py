@@ -17,7 +17,7 @@ from tests.passes.blocks import blocks_program
 
 
 def test_rules_are_those_of_the_calls() -> None:
-    """Every call has its rule, and repeated lowering reuses one object for the rule."""
+    """Every call has the rule that `rule_of` gives, and a second lookup returns the same object."""
     program = prepare(blocks_program(batch=4, length=8, hidden=16))
     ranges = find_ranges(program.graph_module)
     calls = [node for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
@@ -31,7 +31,7 @@ def test_rules_are_those_of_the_calls() -> None:
 
 
 def test_a_rule_that_was_replaced_is_bound_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rule that a user registers between two plans of a program holds for the second."""
+    """After a rule is replaced in the registry, the calls of an already bound program have the new rule."""
     program = prepare(blocks_program(batch=4, length=8, hidden=16))
     node = next(node for node in program.graph.nodes if node.target is torch.ops.aten.mm.default)
     assert BoundRules.of(program).of_call(node) is not None

@@ -1,4 +1,4 @@
-"""Gradients reduced in buckets keep all bits and the memory, and wrong buckets are refused."""
+"""Gradients that are reduced in buckets keep all bits without more peak memory, and wrong buckets are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def bucketed(family: str = FAMILY, layout: str = LAYOUT, passed: BucketCollectiv
 
 
 def reductions(phased: PhasedProgram) -> list[fx.Node]:
-    """The all-reduces of the backward."""
+    """Return the all-reduces of the backward."""
     return [node for node in phased.backward.graph.nodes if node.target is ALL_REDUCE]
 
 
@@ -43,14 +43,17 @@ def reductions(phased: PhasedProgram) -> list[fx.Node]:
 @pytest.mark.parametrize(("family", "layout"), [("gpt", "tensor"), ("llama", "ZeRO-1"), ("mixture", "two axes")])
 @pytest.mark.parametrize("passed", [SMALL, BucketCollectives()])
 def test_buckets_of_any_size_give_the_same_bits(family: str, layout: str, passed: BucketCollectives) -> None:
-    """Buckets of any size keep the bits, with two micro-batches and with an update."""
+    """With buckets of small or default size, a step of two micro-batches keeps all bits."""
     made = bucketed(family, layout, passed)
     verify_phases(made)
     assert differ(family, layout, made) == []
 
 
 def test_gradients_are_scattered_in_buckets_too() -> None:
-    """Buckets scatter gradients of sharded parameters with one row per rank, and the sent row counts as memory."""
+    """Buckets more than halve the number of reduce-scatters of gradients.
+
+    The peak memory of the overlapped program is at most that of the plain program.
+    """
     phased = fully_sharded()
     late = WaitLate()(phased)
     made = LARGE(late)
@@ -64,7 +67,7 @@ def test_gradients_are_scattered_in_buckets_too() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "lstm"])
 def test_updated_parameters_are_gathered_in_buckets(family: str) -> None:
-    """Parameters with sharded state are gathered in buckets with equal bits, and a wrongly read bucket is refused."""
+    """Under ZeRO-1, updated parameters are gathered in buckets with equal bits. Wrong reads of a bucket are refused."""
     phased = plain(family, "ZeRO-1")
     made = LARGE(WaitLate()(phased))
     assert phased.update is not None
@@ -82,7 +85,7 @@ def test_updated_parameters_are_gathered_in_buckets(family: str) -> None:
 
 
 def exchange_rows(split: fx.Node) -> None:
-    """Two members of one size take each other's part."""
+    """Exchange the parts of two members of equal size."""
     sizes = split.args[1]
     first, second = next((i, j) for i, a in enumerate(sizes) for j, b in enumerate(sizes) if i < j and a == b)
     parts = {part.args[1]: part for part in split.users}
@@ -90,13 +93,13 @@ def exchange_rows(split: fx.Node) -> None:
 
 
 def shift_rows(split: fx.Node) -> None:
-    """Parts begin one element off."""
+    """Shift all parts of a bucket by one element."""
     first, *others, last = split.args[1]
     split.args = (split.args[0], [first + 1, *others, last - 1], 1)
 
 
 def leave_rows_out(split: fx.Node) -> None:
-    """Cut the gathered rows as one row."""
+    """Read the gathered bucket as a single row in place of one row per rank."""
     rows = split.args[0]
     rows.args = (rows.args[0], [1, -1])
 
@@ -109,7 +112,7 @@ def exchange_sent(split: fx.Node) -> None:
 
 
 def test_buckets_keep_to_their_sizes() -> None:
-    """The first bucket and the later buckets keep their sizes; only a larger member has a bucket alone."""
+    """A bucket of several gradients has at most `most_bytes`, and all sent bytes together stay the same."""
     before, after = reductions(plain(FAMILY, LAYOUT)), reductions(bucketed())
     assert len(after) < len(before)
     sizes = [node.meta["val"].numel() * node.meta["val"].element_size() for node in after]
@@ -130,7 +133,7 @@ def test_a_bucket_is_packed_by_one_copy_and_read_by_views() -> None:
 
 
 def exchange_parts(graph: fx.Graph) -> None:
-    """Two members of one size take each other's part."""
+    """Exchange the parts of two members of equal size."""
     split = splits(graph)[0]
     sizes = list(split.args[1])
     first, second = next((i, j) for i, a in enumerate(sizes) for j, b in enumerate(sizes) if i < j and a == b)
@@ -139,7 +142,7 @@ def exchange_parts(graph: fx.Graph) -> None:
 
 
 def shift_offsets(graph: fx.Graph) -> None:
-    """Parts begin one element off."""
+    """Shift all parts of a bucket by one element."""
     split = splits(graph)[0]
     first, *others, last = split.args[1]
     split.args = (split.args[0], [first + 1, *others, last - 1])
@@ -172,26 +175,26 @@ def read_what_is_sent(graph: fx.Graph) -> None:
 
 
 def wait_behind_a_reader(graph: fx.Graph) -> None:
-    """The wait comes when a part was read."""
+    """Move the wait for a bucket behind a read of one of its parts."""
     split = splits(graph)[0]
     next(iter(split.users)).append(split.args[0])
 
 
 def reduce_otherwise(graph: fx.Graph) -> None:
-    """Another reduction."""
+    """Reduce a bucket by the maximum in place of the sum."""
     reduced = next(node for node in graph.nodes if node.target is ALL_REDUCE and node.args[0] is bucket(graph))
     reduced.args = (reduced.args[0], "max", *reduced.args[2:])
 
 
 def leave_a_part_flat(graph: fx.Graph) -> None:
-    """A part of a matrix is handed on as a vector."""
+    """Leave the part of a matrix in the shape of a vector."""
     shaped = next(node for part in splits(graph)[0].users for node in part.users if len(node.args[1]) > 1)
     shaped.replace_all_uses_with(shaped.args[0])
     graph.erase_node(shaped)
 
 
 def pack_in_another_order(graph: fx.Graph) -> None:
-    """A member is packed transposed."""
+    """Pack the transpose of a member."""
     flat = next(item for item in bucket(graph).args[0] if len(item.args[0].meta["val"].shape) == 2)
     with graph.inserting_before(flat):
         turned = graph.call_function(aten.t.default, (flat.args[0],))
@@ -218,7 +221,7 @@ WRONG = [
 
 @pytest.mark.parametrize("mistake", WRONG, ids=lambda mistake: mistake.__name__)
 def test_wrong_buckets_are_refused(mistake: Callable[[fx.Graph], None]) -> None:
-    """Buckets with wrong offsets or members, or with reads in flight, are refused."""
+    """Buckets with wrong offsets, members or reductions, or with reads before the wait, are refused."""
     made = bucketed(passed=BucketCollectives())
     graph_module = copy_of(made.backward)
     mistake(graph_module.graph)

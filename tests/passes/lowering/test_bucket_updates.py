@@ -24,7 +24,10 @@ Lists = list[list[fx.Node]]
 
 
 def _update_graph(count: int, *, in_pieces: bool, dtypes: Sequence[torch.dtype] | None = None) -> fx.GraphModule:
-    """The functional update of parameters [4, 3]; `in_pieces` of their first half, then put together as in ZeRO-1."""
+    """The functional Adam update of `count` parameters of shape [4, 3].
+
+    With `in_pieces` only the first half of each parameter is updated, and then joined to the rest, as in ZeRO-1.
+    """
     graph, results = fx.Graph(), []
     hyper = graph.placeholder("hyper")
     hyper.meta["val"] = HYPER
@@ -57,7 +60,7 @@ def _updated(graph: fx.Graph, operands: list[fx.Node], hyper: fx.Node, *, in_pie
 
 
 def _written(count: int) -> dict[int, int]:
-    """Each result's input: the hyper-parameters are the first, gradients are not written."""
+    """Map each result to the input that it overwrites. Input 0 has hyper-parameters, and gradients are not written."""
     return {3 * i + j: 1 + _STATE * i + place for i in range(count) for j, place in enumerate((0, 2, 3))}
 
 
@@ -103,13 +106,13 @@ def test_a_call_takes_all_dtypes() -> None:
 
 
 def test_buckets_expand_to_their_updates() -> None:
-    """The way back has one update for each parameter."""
+    """`expand_buckets` turns one call for three parameters back into three updates."""
     bucketed = BucketUpdates()(write_in_place(_update_graph(3, in_pieces=True), _written(3)))
     assert _calls(expand_buckets(bucketed)) == [1, 1, 1]
 
 
 def _reversed_at(*places: int) -> Callable[[Lists], list[Lists]]:
-    """Reorder some operands of a bucket, but not the remaining operands."""
+    """Reverse the operands of a bucket at the given places, and leave the other operands."""
     return lambda lists: [[items[::-1] if place in places else items for place, items in enumerate(lists)]]
 
 
@@ -119,7 +122,7 @@ def _with_sizes(*sizes: int) -> Callable[[Lists], list[Lists]]:
 
 
 def _cut(*parts: slice) -> Callable[[Lists], list[Lists]]:
-    """Cut a bucket into parts."""
+    """Cut a bucket into one bucket for each slice."""
     return lambda lists: [[items[part] for items in lists] for part in parts]
 
 
@@ -140,7 +143,7 @@ MISTAKES: dict[str, Callable[[Lists], list[Lists]]] = {
 @pytest.mark.parametrize("in_pieces", [False, True])
 @pytest.mark.parametrize("name", MISTAKES)
 def test_wrong_buckets_do_not_verify(name: str, in_pieces: bool) -> None:
-    """Whether the parameters of a step are whole or lie in pieces."""
+    """Buckets with a mistake are refused, both for whole parameters and for parameters in pieces."""
     functional, bucketed = _split_otherwise(MISTAKES[name], in_pieces)
     with pytest.raises(VerificationError):
         verify_in_place(functional, bucketed, _written(3))
@@ -148,7 +151,7 @@ def test_wrong_buckets_do_not_verify(name: str, in_pieces: bool) -> None:
 
 @pytest.mark.parametrize("right", [_cut(slice(1), slice(1, 3)), _reversed_at(0, 1, 2, 3)])
 def test_other_right_buckets_verify(right: Callable[[Lists], list[Lists]]) -> None:
-    """A bucket cut in two, or in another order, verifies."""
+    """A bucket that is cut in two, or has its parameters in another order, verifies and computes the same results."""
     functional, bucketed = _split_otherwise(right, in_pieces=True)
     verify_in_place(functional, bucketed, _written(3))
     torch.testing.assert_close(

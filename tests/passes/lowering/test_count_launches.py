@@ -1,4 +1,4 @@
-"""Launches and bytes equal counts by hand, and kernels save the predicted launches and bytes."""
+"""Launches and bytes of graphs equal counts by hand, and kernels save launches and bytes of a Llama block."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def _graph(*calls: tuple[OpOverload, int]) -> fx.GraphModule:
 
 
 def test_views_cost_nothing_and_calls_what_they_touch() -> None:
-    """A view launches nothing; a call reads its operands and writes its results, four bytes an element."""
+    """A view launches nothing.
+
+    Another call is one launch that reads its operands and writes its results, 4 bytes each.
+    """
     aten = torch.ops.aten
     assert count_launches(_graph((aten.t.default, 32), (aten.alias.default, 32))) == Traffic()
     assert count_launches(_graph((aten.relu.default, 32))) == Traffic(1, 2 * 32 * 4)
@@ -32,12 +35,12 @@ def test_views_cost_nothing_and_calls_what_they_touch() -> None:
 
 
 def test_communication_is_not_counted() -> None:
-    """Collectives and their waits count no launch."""
+    """The wait for a collective counts no launch and no bytes."""
     assert count_launches(_graph((torch.ops._c10d_functional.wait_tensor.default, 32))) == Traffic()
 
 
 def test_partial_sums_of_norms_count() -> None:
-    """A norm's backward counts one launch each to sum the partial gradients of weight and bias."""
+    """The backward of a layer norm counts one more launch for each sum of partial gradients of weight and bias."""
     grad, weight = torch.empty(1000, 4096, device="meta"), torch.empty(4096, device="meta")
     values: tuple[Tensor | None, ...] = (grad, weight, weight)
     each = Traffic(1, (2 * 256 * 4096 + 4096) * 4)
@@ -47,7 +50,7 @@ def test_partial_sums_of_norms_count() -> None:
 
 
 def test_chunks_of_a_loss_count() -> None:
-    """A head of 8,192 classes over 64 features goes in two chunks: two launches each forward, five each backward."""
+    """A linear layer to 8,192 classes with its loss works in two chunks, whose launches and bytes all count."""
     graph, ops = fx.Graph(), torch.ops.autoshard
     shapes = {"hidden": (10, 64), "weight": (8192, 64), "rows": (10,)}
     hidden, weight, rows = (graph.placeholder(name) for name in shapes)

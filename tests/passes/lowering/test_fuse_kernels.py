@@ -78,7 +78,7 @@ def _phases(model: nn.Module, *, with_generated: bool = True) -> PhasedProgram:
 
 
 def _check_equal(lowered: LoweredProgram, fused: LoweredProgram, target: torch.Tensor | None = None) -> None:
-    """Check that kernels keep the results; `target` is the one input of integers."""
+    """Check that two programs have equal results on random inputs. `target` is the value of the input of integers."""
     values = []
     for slot in lowered.inputs:
         value = torch.ones(slot.shape) if slot.slot.kind == InputKind.TANGENT else torch.randn(slot.shape)
@@ -92,7 +92,7 @@ def _check_equal(lowered: LoweredProgram, fused: LoweredProgram, target: torch.T
 
 
 def test_norms_become_kernels_and_results_stay() -> None:
-    """Each layer norm becomes one kernel with the residual addition, and its backward with the gradient addition."""
+    """A layer norm and its residual addition become one kernel, and so do their backwards, with equal results."""
     torch.manual_seed(0)
     lowered = _lower(Blocks(8, 2))
     fused = FuseKernels()(lowered)
@@ -108,7 +108,7 @@ def test_norms_become_kernels_and_results_stay() -> None:
 
 @pytest.mark.parametrize("activation", ["silu", "none", "tanh"])
 def test_gated_units_become_one_kernel(activation: str) -> None:
-    """SwiGLU and both GeGLUs become one kernel, forward and backward, beside an RMS norm and its residual."""
+    """SwiGLU and both GeGLUs become one kernel in each direction, and so does an RMS norm with its residual."""
     torch.manual_seed(0)
     lowered = _lower(Gated(activation))
     fused = FuseKernels()(lowered)
@@ -122,7 +122,7 @@ def test_gated_units_become_one_kernel(activation: str) -> None:
 
 
 def test_gelu_takes_its_bias_along() -> None:
-    """The bias is added inside the kernel, forward and backward."""
+    """The GELU of a linear layer is one kernel that also adds the layer's bias, and so is its backward."""
     torch.manual_seed(0)
     lowered = _lower(Biased())
     fused = FuseKernels()(lowered)
@@ -132,7 +132,7 @@ def test_gelu_takes_its_bias_along() -> None:
 
 
 def test_phases_with_kernels_verify() -> None:
-    """The forward keeps the operands of kernels, and phases with kernels are proven equal to the joint program."""
+    """Forward and backward contain kernels, the joint program contains none, and `verify_phases` proves them equal."""
     phased = _phases(Gated("silu"))
     assert fused_calls(phased.forward)
     assert fused_calls(phased.backward)
@@ -141,7 +141,7 @@ def test_phases_with_kernels_verify() -> None:
 
 
 def test_what_hand_written_kernels_leave_can_be_left_to_others() -> None:
-    """Operators outside of handwritten kernels can be left to Inductor, which writes its own kernels."""
+    """With `with_generated=False` there are only hand-written kernels, so that Inductor can fuse the other calls."""
     phased = _phases(Gated("silu"), with_generated=False)
     assert fused_calls(phased.forward)["autoshard.triton_gated.default"] == 1
     assert not [node for node in phased.forward.graph.nodes if generated_kernel(node.target)]
@@ -150,7 +150,7 @@ def test_what_hand_written_kernels_leave_can_be_left_to_others() -> None:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_cross_entropy_over_a_split_vocabulary(smoothing: float) -> None:
-    """Cross-entropy over a split vocabulary has one kernel per local part, between the collectives, and verifies."""
+    """Over a split vocabulary, the local part of cross-entropy between collectives is one kernel in each direction."""
 
     class Head(nn.Module):
         def __init__(self) -> None:
@@ -183,7 +183,7 @@ def test_cross_entropy_over_a_split_vocabulary(smoothing: float) -> None:
 
 
 class Numbers(nn.Module):
-    """Numbers where biases, residuals and gates may stand, and a norm behind."""
+    """A model with constants in the places of biases, residuals and gates, and a layer norm behind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class Numbers(nn.Module):
 
 
 def test_numbers_are_no_operands_of_kernels() -> None:
-    """Calls with a number operand stay out of handwritten kernels, and the neighbouring norm is still a kernel."""
+    """Calls with a constant operand stay out of hand-written kernels, and the layer norm next to them is a kernel."""
     torch.manual_seed(0)
     phased = _phases(Numbers())
     fused = FuseKernels()(phased.lowered)
@@ -240,7 +240,7 @@ def _phases_of_loss(*shape: int, dtype: torch.dtype = torch.float32, returns_log
 @pytest.mark.parametrize("shape", [(4, 3), (6,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_loss_never_holds_its_logits(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Head and loss are one kernel in each phase; nothing of the logits' size is kept or made; the phases verify."""
+    """A linear layer and its cross-entropy are one kernel per phase, and no value has the size of the logits."""
     phased = _phases_of_loss(*shape, dtype=dtype)
     assert fused_calls(phased.forward)["autoshard.triton_linear_cross_entropy.default"] == 1
     assert fused_calls(phased.backward)["autoshard.triton_linear_cross_entropy_backward.default"] == 1
@@ -261,7 +261,7 @@ def test_a_loss_in_chunks_equals_the_whole() -> None:
 
 @pytest.mark.usefixtures("_chunks_of_16")
 def test_logits_that_are_returned_are_not_made_twice() -> None:
-    """A model that returns its logits keeps them for the backward, and adds no products."""
+    """If a model returns its logits, only its cross-entropy is a kernel, without the linear layer."""
     phased = _phases_of_loss(4, 3, returns_logits=True)
     calls = fused_calls(phased.forward) + fused_calls(phased.backward)
     assert not any("linear_cross_entropy" in name for name in calls)
@@ -270,7 +270,7 @@ def test_logits_that_are_returned_are_not_made_twice() -> None:
 
 @pytest.mark.parametrize("mutation", ["swap", "constant", "form", "result"])
 def test_wrong_kernels_do_not_verify(mutation: str) -> None:
-    """Swapped operands, another activation, another form and another result are each found."""
+    """Swapped operands, another activation, another form, or another result of a kernel is refused."""
     phased = _phases(Gated("silu"))
     (call,) = (node for node in phased.backward.graph.nodes if "gated_backward" in str(node.target))
     grad, gate, up, activation = call.args
@@ -288,7 +288,7 @@ def test_wrong_kernels_do_not_verify(mutation: str) -> None:
 
 
 def test_what_is_read_elsewhere_stays() -> None:
-    """A value inside a group that the model returns too is still computed."""
+    """A gated unit whose gate the model also returns is not fused, and the results stay equal."""
 
     class Returns(nn.Module):
         def __init__(self) -> None:
@@ -307,7 +307,7 @@ def test_what_is_read_elsewhere_stays() -> None:
 
 
 def test_products_in_either_order_verify() -> None:
-    """Kernels match both up * act(gate) and act(gate) * up, and both programs verify."""
+    """The product up * act(gate) becomes the same kernel as act(gate) * up, and the program verifies."""
 
     class Reversed(Gated):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -323,7 +323,7 @@ def test_products_in_either_order_verify() -> None:
 
 @pytest.mark.parametrize("kernel", FUSED, ids=lambda kernel: kernel.name)
 def test_every_form_says_what_each_argument_is(kernel: FusedKernel) -> None:
-    """A form names each argument as a variable or a constant, because an unnamed argument could have any value."""
+    """The form of a hand-written kernel names each argument as a variable or a constant."""
     for form in kernel.forms:
         shapes = [(2, 3, 8)] if form.dims is None else [tuple(range(2, 2 + form.dims))]
         for shape in shapes:
@@ -332,7 +332,7 @@ def test_every_form_says_what_each_argument_is(kernel: FusedKernel) -> None:
 
 
 def test_every_form_has_the_kernels_results() -> None:
-    """A form has one result for each result of its kernel, from variables that are arguments or free."""
+    """The variables of a form are arguments of its kernel or derived, and the remaining arguments are constants."""
     for kernel in FUSED:
         for form in kernel.forms:
             known = set(kernel.parameters) | set(form.derived_variables)

@@ -106,14 +106,14 @@ def _norm(x: Any, weight: Any) -> Any:
     ids=["gelu", "gelu_backward", "silu_backward"],
 )
 def test_what_is_costly_is_not_computed_for_every_row(costly: Callable[[Any], Any]) -> None:
-    """A function of a few angles that all rows read is computed once, not in each row's kernel."""
+    """A costly function of a vector that all rows read stays out of the rows' kernel, so it is computed once."""
     x, angles = torch.randn(50, 8), torch.randn(8)
     graph = _graph(lambda x, a: _aten.tanh.default(_aten.mul.Tensor(x, costly(a))), x, angles)
     assert _groups(_generate(graph)) == [("mul_tensor", "tanh_default")]
 
 
 def test_what_reads_nothing_or_is_read_by_nothing_has_no_kernel() -> None:
-    """Calls of constants alone, and calls whose results nothing reads."""
+    """Calls that read only constants, and calls whose results are unread, have no generated kernel."""
 
     def function(x: Any) -> Any:
         _aten.exp.default(_aten.neg.default(x))
@@ -124,7 +124,7 @@ def test_what_reads_nothing_or_is_read_by_nothing_has_no_kernel() -> None:
 
 
 def test_a_norm_is_one_kernel() -> None:
-    """Pointwise calls around a reduction over the last dim, its result broadcast back, are one group."""
+    """A norm with its pointwise calls is one kernel, which reads and writes each tensor once."""
     x, weight = torch.randn(5, 7, 24).bfloat16(), torch.randn(24)
     graph = _graph(_norm, x, weight)
     generated = _generate(graph)
@@ -136,7 +136,7 @@ def test_a_norm_is_one_kernel() -> None:
 
 
 def test_what_is_saved_is_what_is_counted() -> None:
-    """The launches and bytes that groups claim to save are missing from the program with kernels."""
+    """A program with a generated kernel has as many launches and bytes fewer as its group claims to save."""
     graph = _graph(
         lambda x, y: _aten.mul.Tensor(_aten.tanh.default(x), _aten.add.Tensor(x, y)), *[torch.ones(6, 8)] * 2
     )
@@ -147,7 +147,7 @@ def test_what_is_saved_is_what_is_counted() -> None:
 
 
 def test_the_device_decides() -> None:
-    """Two readers of one value become one kernel if a launch costs time, and stay apart by bytes alone."""
+    """Two readers of one value become one kernel, with or without a device. Readers of two values stay apart."""
     graph = _graph(lambda x: (_aten.tanh.default(x), _aten.neg.default(x)), torch.ones(6, 8))
     assert [len(group) for group in _groups(_generate(graph, device("h100_sxm")))] == [2]
     assert [len(group) for group in _groups(_generate(graph))] == [2]
@@ -156,7 +156,7 @@ def test_the_device_decides() -> None:
 
 
 def test_results_come_before_what_reads_them() -> None:
-    """A call stays out of a group if the call depends on the group's own result."""
+    """A call stays out of a group if its result also reaches the group through a call outside, here a product."""
 
     def function(x: Any, w: Any) -> Any:
         first = _aten.tanh.default(x)
@@ -184,7 +184,7 @@ def test_random_numbers_keep_their_order() -> None:
 
 
 def test_no_operator_of_a_kernel_writes() -> None:
-    """No kernel contains an operator that writes in place, and a graph with a write stays unchanged."""
+    """No operator of kernels writes in place, and a graph with such a write has no kernel."""
     assert not [target for target in (*POINTWISE, *REDUCTIONS, *VIEWS, *CONSTANTS) if target._schema.is_mutable]
 
     def function(x: Any, y: Any) -> Any:
@@ -196,7 +196,7 @@ def test_no_operator_of_a_kernel_writes() -> None:
 
 
 def test_a_value_beside_its_transpose_is_read_as_a_view() -> None:
-    """x + x.T is computed without a kernel, because no loop reads x at one place."""
+    """A graph of x + x.T computes the same results with generated kernels as without."""
     x = torch.randn(6, 6)
     graph = _graph(lambda x: _aten.tanh.default(_aten.add.Tensor(x, _aten.t.default(x))), x)
     generated = _generate(graph)
@@ -204,7 +204,7 @@ def test_a_value_beside_its_transpose_is_read_as_a_view() -> None:
 
 
 def test_alike_groups_share_a_kernel() -> None:
-    """Groups that differ in names alone are one operator, in one file that says so."""
+    """Groups that differ only in names share one operator, whose file states the number of groups."""
 
     def function(x: Any, w: Any) -> Any:
         for _ in range(3):
@@ -221,7 +221,7 @@ def test_alike_groups_share_a_kernel() -> None:
 
 
 def test_the_choice_is_the_same_every_time() -> None:
-    """Groups, their order and their kernels follow from the graph."""
+    """Equal graphs have the same code with generated kernels."""
     inputs = (torch.randn(5, 7, 24).bfloat16(), torch.randn(24))
     first, second = (_generate(_graph(_norm, *inputs)) for _ in range(2))
     assert first.code == second.code
@@ -229,7 +229,7 @@ def test_the_choice_is_the_same_every_time() -> None:
 
 @pytest.mark.parametrize("mutation", ["operands", "kernel", "missing"])
 def test_wrong_kernels_do_not_expand_to_the_program(mutation: str) -> None:
-    """Swapped operands, another kernel and a missing operand are found when the program is written out again."""
+    """Swapped operands, or another kernel, expand to other calls than the graph's. A missing operand is refused."""
 
     def function(x: Any, y: Any) -> Any:
         return _aten.sub.Tensor(_aten.tanh.default(x), y), _aten.mm.default(x, y)

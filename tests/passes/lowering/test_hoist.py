@@ -1,4 +1,4 @@
-"""Values that depend on parameters alone are computed once for all micro-batches, within memory."""
+"""Values that depend on parameters alone are computed once for all micro-batches, as far as memory allows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROOMY = 1e12
 
 
 def alone(family: str, layout: str) -> PhasedProgram:
-    """A step whose micro-batches share nothing."""
+    """A step in which each micro-batch computes all its values itself."""
     return lower_program(program_of(family, layout), plan_of(family, layout))
 
 
@@ -54,12 +54,12 @@ def held(phased: PhasedProgram) -> int:
 
 
 def sources(node: fx.Node) -> set[fx.Node]:
-    """The placeholders that a value is made of."""
+    """Return the placeholders on which a value depends."""
     return {node} if node.op == "placeholder" else set().union(*map(sources, node.all_input_nodes))
 
 
 def test_weights_are_gathered_once() -> None:
-    """Gathers of weights move to a phase of their own, and the forward keeps only gathers of the batch."""
+    """Gathers of weights move to the hoisted phase. The remaining gathers of the forward all depend on the batch."""
     before, after = alone(LLAMA, SHARDED), phased_of(LLAMA, SHARDED)
     verify_phases(after)
     slots = after.lowered.inputs
@@ -79,7 +79,7 @@ def test_weights_are_gathered_once() -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ["ZeRO-3", "mixed precision", "offloaded"])
 def test_numbers_keep_their_bits(layout: str) -> None:
-    """Two micro-batches have equal bits with and without shared values on every rank."""
+    """On every rank, a step of two micro-batches has the same bits with hoisted values as without."""
     traced, shared = program_of(LLAMA, layout), phased_of(LLAMA, layout)
     assert held(shared) > 0
     run = run_of(alone(LLAMA, layout), FAMILIES[LLAMA]()[1])
@@ -88,7 +88,7 @@ def test_numbers_keep_their_bits(layout: str) -> None:
 
 
 def test_as_much_is_held_as_fits() -> None:
-    """More memory keeps more values, within the limit; a limit without room keeps no values."""
+    """More memory holds more values for all micro-batches, within the limit. A limit without room changes nothing."""
     phased = alone(LLAMA, SHARDED)
     least, most = (peak_bytes(item, micro_batches=2) for item in (phased, Hoist(2, TIME, ROOMY)(phased)))
     counts = []
@@ -103,7 +103,7 @@ def test_as_much_is_held_as_fits() -> None:
 
 
 def test_stages_of_a_rank_share_its_memory() -> None:
-    """Beside other stages and micro-batches fewer values are held within the rank's limit."""
+    """If other stages and micro-batches in flight take memory of the rank, fewer values are held, within the limit."""
     phased, load = alone(LLAMA, SHARDED), StageLoad(stages=3, in_flight=5)
     least, most = (peak_bytes(item, 2, load) for item in (phased, Hoist(2, TIME, ROOMY)(phased)))
     limit = (least + most) / 2
@@ -113,7 +113,7 @@ def test_stages_of_a_rank_share_its_memory() -> None:
 
 
 def test_without_a_limit_the_peak_stays() -> None:
-    """Values that fit beside the step's own peak are held."""
+    """Without a memory limit, held values do not raise the peak memory of the step."""
     phased = alone(LLAMA, SHARDED)
     made = Hoist(4, TIME)(phased)
     assert peak_bytes(made, micro_batches=4) <= peak_bytes(phased, micro_batches=4)
@@ -121,7 +121,7 @@ def test_without_a_limit_the_peak_stays() -> None:
 
 @pytest.mark.slow
 def test_one_micro_batch_shares_with_none() -> None:
-    """One micro-batch shares no values, and a call without an optimizer stays unchanged."""
+    """The pass returns a step of one micro-batch unchanged, and hoists nothing from a call without an optimizer."""
     phased = alone(LLAMA, SHARDED)
     assert Hoist(1, TIME, ROOMY)(phased) is phased
     assert Hoist(4, TIME, ROOMY)(alone(LLAMA, "tensor")).hoisted is None
@@ -136,7 +136,7 @@ def test_what_differs_between_micro_batches_is_refused() -> None:
 
 
 def test_another_call_is_refused() -> None:
-    """Every call of the hoisted phase, changed to another operator, is found."""
+    """A hoisted phase is refused if one of its calls is changed to another operator."""
     program, plan = program_of(LLAMA, SHARDED), plan_of(LLAMA, SHARDED)
     phased = lower_program(program, plan, options=LoweringOptions(micro_batches=2, with_overlap=False))
     assert phased.hoisted is not None

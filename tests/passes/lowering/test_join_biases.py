@@ -1,4 +1,4 @@
-"""A bias goes along with its product, where the product is read by its addition alone."""
+"""A matrix product and the addition of its bias become one `addmm` if nothing else reads the product."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 class Layers(nn.Module):
-    """Two linear layers with a bias; a second reader reads one product before its bias."""
+    """Two linear layers with biases. Another call reads the product of the first layer before its bias is added."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,10 @@ def _counts(graph_module: fx.GraphModule) -> Counter[object]:
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_a_bias_goes_along(backend: str) -> None:
-    """The second layer is one call; the first, whose product is read twice, stays; the loss is the model's."""
+    """The second layer becomes one `addmm`.
+
+    The first layer, whose product is read twice, stays, and the loss is the model's.
+    """
     phased, loss, expected = _phased(Mesh({"data": 1}), backend=backend)
     counts = _counts(phased.forward)
     assert (counts[aten.addmm.default], counts[aten.mm.default]) == (1, 1)
@@ -56,7 +59,7 @@ def test_a_bias_goes_along(backend: str) -> None:
 
 
 def test_a_product_that_is_summed_first_stays() -> None:
-    """A bias is added to the sum of a product whose pieces are addends."""
+    """If each rank has a partial sum of a product, the bias is added to the total, so that no `addmm` is made."""
     phased, loss, expected = _phased(
         Mesh({"model": 2}), {"first.weight": P("model"), "second.weight": P(None, "model")}
     )
@@ -66,7 +69,7 @@ def test_a_product_that_is_summed_first_stays() -> None:
 
 @pytest.mark.parametrize("wrong", [(1, 2, 0), (0, 1, 1)])
 def test_wrong_joins_do_not_verify(wrong: tuple[int, int, int]) -> None:
-    """Operands that changed places are refused."""
+    """An `addmm` with exchanged operands is refused by `verify_phases`."""
     phased, *_ = _phased(Mesh({"data": 1}))
     verify_phases(phased)
     graph = fx.Graph()

@@ -1,4 +1,7 @@
-"""Expert layers keep their received rows for the backward within memory, and wrong pairs are refused."""
+"""Expert layers keep their received rows for the backward within memory.
+
+Wrong pairs of forward and backward calls are refused.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def case() -> tuple[Program, Plan]:
 
 
 def with_room(memory_bytes: int | None) -> PhasedProgram:
-    """The program in so much memory."""
+    """The lowered program under a memory limit in bytes, or without a limit."""
     program, plan = case()
     return lower_program(program, replace(plan, memory_budget=memory_bytes))
 
@@ -78,7 +81,7 @@ def test_with_room_all_layers_keep_rows() -> None:
 
 
 def test_as_many_layers_keep_rows_as_fit() -> None:
-    """In limited memory the last layers keep rows within the limit; without a limit the peak does not grow."""
+    """The last layers keep rows, as many as fit in the limit. Without a limit the peak does not grow."""
     all_keep = peak_bytes(KeepRows(1, ROOMY)(plain()))
     found = {limit: KeepRows(1, limit)(plain()) for limit in (0, all_keep - 1, all_keep)}
     assert [kept(phased) for phased in found.values()] == [0, LAYERS - 1, LAYERS]
@@ -89,7 +92,7 @@ def test_as_many_layers_keep_rows_as_fit() -> None:
 
 
 def test_micro_batches_in_flight_each_keep_rows() -> None:
-    """A stage's kept rows are counted once for each micro-batch in flight on its rank."""
+    """The kept rows of a stage are counted once for each micro-batch in flight on its rank."""
     load = StageLoad(in_flight=4)
     all_keep = peak_bytes(KeepRows(1, ROOMY)(plain()), load=load)
     found = KeepRows(1, all_keep - 1, load)(plain())
@@ -99,7 +102,7 @@ def test_micro_batches_in_flight_each_keep_rows() -> None:
 
 
 def test_a_layer_that_is_recomputed_keeps_nothing() -> None:
-    """A recomputed layer, and a layer with recomputed inputs, keep no rows."""
+    """A layer whose input is recomputed in the backward keeps no rows."""
     phased = replace(plain(), backward=copy_of(plain().backward))
     first, _ = calls(phased.backward, kernels.exchanged_experts_backward)
     tokens: Any = first.args[1]
@@ -125,7 +128,7 @@ WRONG: dict[str, Callable[[Args, Args], Args]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("place", range(LAYERS))
 def test_a_wrong_pair_is_refused(wrong: str, place: int) -> None:
-    """A backward call that reads the rows of another layer is refused."""
+    """A backward call with a wrong operand, such as the rows of the other layer, is refused."""
     right = KeepRows(1, ROOMY)(plain())
     phased = replace(right, backward=copy_of(right.backward))
     layers = calls(phased.backward, kernels.exchanged_experts_kept_backward)
@@ -136,7 +139,7 @@ def test_a_wrong_pair_is_refused(wrong: str, place: int) -> None:
 
 
 def test_rows_of_other_tokens_are_refused() -> None:
-    """A call that keeps rows does so of the tokens of its layer."""
+    """A forward call that keeps the rows of another layer's tokens is refused."""
     right = KeepRows(1, ROOMY)(plain())
     phased = replace(right, forward=copy_of(right.forward))
     first, second = calls(phased.forward, kernels.exchanged_experts_keeping)
@@ -147,7 +150,7 @@ def test_rows_of_other_tokens_are_refused() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_values_that_are_exchanged_on_their_way_are_refused(seed: int) -> None:
-    """Among all that the forward keeps."""
+    """Phases are refused if two values are exchanged between the phase that keeps and the phase that reads them."""
     found = mutate(KeepRows(1, ROOMY)(plain()), Place.PHASES, "exchange_kept", Random(seed))
     if found is not None:
         with pytest.raises(VerificationError):

@@ -1,4 +1,4 @@
-"""Lowered programs have one text for all ranks, only local operators and collectives, and keep the numbers."""
+"""Lowered programs have one text for all ranks, call only local operators and collectives, and keep all results."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_both_phases_compute_what_the_joint_program_computes(layout: str) -> Non
 
 
 def large_lowered(weights: dict[str, PartitionSpec], batch: PartitionSpec, *, length: int = 512) -> PhasedProgram:
-    """Two blocks of realistic size, whose weights are too large to gather in vain."""
+    """Lower two blocks of realistic size, with specs for their weights and the batch."""
     program = blocks_program(batch=64, length=length, hidden=1024)
     constraints = {f"blocks.*.{name}.weight": spec for name, spec in weights.items()} | {"input:0": batch}
     plan = plan_program(program, MESH, h100s(MESH), PlanOptions(constraints=constraints, with_baselines=False))
@@ -100,26 +100,26 @@ def large_lowered(weights: dict[str, PartitionSpec], batch: PartitionSpec, *, le
 
 
 def gathered_weights(phased: PhasedProgram) -> list[str]:
-    """The weights that some all-gather takes."""
+    """Names of the weights that are all-gathered."""
     nodes = [n for n in phased.lowered.graph_module.graph.nodes if "all_gather" in str(n.target)]
     return sorted({source for node in nodes if "weight" in (source := str(node.meta["global"]))})
 
 
 def test_data_parallel_only_reduces() -> None:
-    """No weight is gathered; each gradient is reduced once over both axes, and so is the loss."""
+    """Data parallelism gathers no weight and has no all-to-all."""
     phased = large_lowered({"up": P(), "down": P(), "norm": P()}, P(("data", "model")))
     assert not gathered_weights(phased)
     assert "all_to_all_single" not in collectives(phased)
 
 
 def test_tensor_parallel_moves_no_weight() -> None:
-    """Tensor parallelism leaves weights and their gradients in place."""
+    """Tensor parallelism gathers no weight."""
     phased = large_lowered({"up": P("model"), "down": P(None, "model"), "norm": P()}, P("data"), length=1)
     assert not gathered_weights(phased)
 
 
 def test_fully_sharded_gathers_weights_and_scatters_gradients() -> None:
-    """Fully sharded data parallelism gathers each weight for its products, and reduce-scatters the four gradients."""
+    """Fully sharded data parallelism gathers weights, and reduce-scatters each of four gradients over both axes."""
     both = ("data", "model")
     phased = large_lowered({"up": P(both), "down": P(None, both), "norm": P()}, P(both))
     assert gathered_weights(phased)
@@ -138,7 +138,10 @@ class Strided(torch.nn.Module):
 
 
 def test_reads_by_strides_are_refused_where_a_reshard_changed_the_memory() -> None:
-    """A read by strides is refused behind a gather of columns, which loses the gaps, and runs on whole values."""
+    """`as_strided` of a value that a reshard copied to another memory layout is refused.
+
+    Without a reshard it lowers.
+    """
     program = trace(Strided(), (torch.randn(8, 8),), {}, grad=False)
     whole = plan_program(program, MESH, h100s(MESH), PlanOptions(constraints={"weight": P(), "input:0": P()}))
     assert lower_program(program, whole).forward is not None
@@ -150,7 +153,7 @@ def test_reads_by_strides_are_refused_where_a_reshard_changed_the_memory() -> No
 
 
 class GroupsOfFrames(torch.nn.Module):
-    """A group norm of each frame, behind a value whose dims lie in another order than its memory."""
+    """A group norm of each frame, of a value whose dims are permuted in memory."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         frames_last = (2 * x).permute(0, 2, 1, 3)
@@ -158,7 +161,7 @@ class GroupsOfFrames(torch.nn.Module):
 
 
 def test_group_norms_get_memory_in_the_usual_order_where_a_reshard_changed_it() -> None:
-    """Group norms get memory in usual order behind a reshard, also for frames of a single local sample."""
+    """A group norm of a permuted value behind a reshard computes the results of one device."""
     mesh, model, x = Mesh({"data": 2}), GroupsOfFrames(), torch.randn(2, 3, 4, 8)
     program = trace(model, (x,), {}, grad=False)
     plan = plan_program(program, mesh, h100s(mesh), PlanOptions(constraints={"input:0": P(), "output:0": P("data")}))
@@ -172,7 +175,7 @@ def test_group_norms_get_memory_in_the_usual_order_where_a_reshard_changed_it() 
 
 
 def texts() -> str:
-    """The lowered programs of all layouts."""
+    """The concatenated texts of the lowered programs of all layouts."""
     return "".join(f"{lowered_with(constraints).lowered.graph_module.graph}\n" for constraints in LAYOUTS.values())
 
 

@@ -1,4 +1,4 @@
-"""Collectives of unlike purposes have communicators of their own."""
+"""Collectives of different purposes have different communicators."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ LAYOUTS = {
 
 
 def kinds_of(graph_module: fx.GraphModule | None) -> set[str]:
-    """Pairs of operator and communicator, e.g. "all_reduce gradients"; "values" for the axis' own."""
+    """Pairs of operator and communicator, such as "all_reduce gradients".
+
+    The communicator of the axis itself is "values".
+    """
     assert graph_module is not None
     nodes = [node for node in graph_module.graph.nodes if is_collective(node)]
     names = {(str(node.target).split(".")[1], str(node.args[-1])) for node in nodes}
@@ -50,7 +53,10 @@ def purposes_of(graph_module: fx.GraphModule) -> set[str]:
 
 @cache
 def phased(layout: str) -> PhasedProgram:
-    """A perceptron, its forward and backward, with "ZeRO-1" a whole step, of a batch too large to gather."""
+    """Lower a perceptron with a batch too large to gather.
+
+    The layouts "ZeRO-1" and "clipped" include AdamW's update.
+    """
     with torch.device("meta"):
         model, x, y = Perceptron(), torch.zeros(2**16, 16), torch.zeros(2**16, 16)
     update = None
@@ -66,14 +72,14 @@ def phased(layout: str) -> PhasedProgram:
 
 
 def test_gradients_of_data_parallelism_have_their_own() -> None:
-    """The loss alone is no gradient."""
+    """In data parallelism, gradients are reduced by their own communicator, and the loss by that of the axis."""
     found = phased("data")
     assert purposes_of(found.forward) == {"values"}
     assert kinds_of(found.backward) == {"all_reduce gradients"}
 
 
 def test_gathers_of_parameters_have_their_own() -> None:
-    """Gathers of parameters have their own communicator under ZeRO-3, in the forward and in the backward."""
+    """Under ZeRO-3, gathers of parameters and reductions of gradients have communicators of their own."""
     found = phased("ZeRO-3")
     assert "all_gather_into_tensor parameters" in kinds_of(found.forward)
     assert "reduce_scatter_tensor gradients" in kinds_of(found.backward)
@@ -81,21 +87,21 @@ def test_gathers_of_parameters_have_their_own() -> None:
 
 
 def test_an_update_gathers_parameters() -> None:
-    """The update gathers parameters under ZeRO-1."""
+    """Under ZeRO-1, the update gathers parameters by the communicator of parameters."""
     found = phased("ZeRO-1")
     assert kinds_of(found.update) <= {"all_gather_into_tensor parameters", "reduce_scatter_tensor gradients"}
     assert "all_gather_into_tensor parameters" in kinds_of(found.update)
 
 
 def test_values_keep_the_axis_own() -> None:
-    """Activations of tensor parallelism have their own communicator; gradients, also over two axes, have another."""
+    """In tensor parallelism, activations use the communicator of the axis itself, and gradients use their own."""
     found = phased("tensor")
     assert "values" in purposes_of(found.forward)
     assert kinds_of(found.backward) == {"reduce_scatter_tensor gradients", "all_reduce gradients"}
 
 
 def test_a_purpose_hides_no_wrong_axis() -> None:
-    """The proof reads the axes of a name and nothing else."""
+    """Gradients that are reduced over the wrong axis are refused, although the communicator's purpose is right."""
     found = phased("tensor")
     verify_phases(found)
     wrong = with_groups(found.backward, lambda node: str(node.args[-1]).replace("data/", "model/"))

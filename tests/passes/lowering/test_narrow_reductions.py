@@ -1,4 +1,4 @@
-"""Gradients travel in 16 bits on the user's request; no other value does."""
+"""On request, gradients are sent in 16 bits, and all other values keep their dtypes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sent_bytes(graph_module: fx.GraphModule, purpose: str) -> int:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_half_as_large_on_the_wire(layout: str) -> None:
-    """The wire bytes of gradients halve in the backward of every layout and in the update, and the proof holds."""
+    """In every layout the backward sends gradients in half the bytes, the forward is unchanged, and phases verify."""
     before, after = phased(layout), narrowed(layout)
     verify_phases(after)
     sent = sent_bytes(before.backward, "/gradients")
@@ -45,7 +45,7 @@ def test_gradients_are_half_as_large_on_the_wire(layout: str) -> None:
 
 
 def test_narrowed_gradients_come_in_buckets() -> None:
-    """Narrowed gradients have buckets of their own in another group, and the proof holds."""
+    """Narrowed gradients are packed into bfloat16 buckets, and the phases verify."""
     found = overlapped(narrowed("data"))
     verify_phases(found)
     packed = [node for node in found.backward.graph.nodes if node.target is _aten.cat.default]
@@ -58,24 +58,24 @@ def first(graph: fx.Graph, target: Any, **kwargs: Any) -> Any:
 
 
 def no_rounding(graph: fx.Graph) -> None:
-    """Float32 goes where 16 bits should."""
+    """Send float32 in place of 16 bits."""
     narrow = first(graph, _aten._to_copy.default, dtype=torch.bfloat16)
     narrow.replace_all_uses_with(narrow.args[0])
 
 
 def no_way_back(graph: fx.Graph) -> None:
-    """The sum stays in 16 bits."""
+    """Leave the sum in 16 bits."""
     wide = first(graph, _aten._to_copy.default, dtype=torch.float32)
     wide.replace_all_uses_with(wide.args[0])
 
 
 def another_operator(graph: fx.Graph) -> None:
-    """The sum is changed on its way back."""
+    """Replace the cast of the sum to float32 by another operator."""
     first(graph, _aten._to_copy.default, dtype=torch.float32).target = _aten.empty_like.default
 
 
 def largest_not_sum(graph: fx.Graph) -> None:
-    """Ranks keep the largest addend."""
+    """Reduce by the maximum in place of the sum."""
     start = first(graph, torch.ops._c10d_functional.all_reduce.default)
     start.args = (start.args[0], "max", start.args[2])
 

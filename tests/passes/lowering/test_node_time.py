@@ -1,4 +1,4 @@
-"""Lowering orders nodes by their predicted times."""
+"""`NodeTime`, the predicted times by which lowering orders nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _aten = torch.ops.aten
 
 
 def test_what_moves_nothing_takes_no_time() -> None:
-    """Views and items take no time; without a cluster the time of a node follows from its bytes."""
+    """Views and items of tuples take no time.
+
+    Without a cluster, the time of another call is its bytes read and written.
+    """
     graph, value = fx.Graph(), torch.empty(4, 2, device="meta")
     x = graph.placeholder("x")
     free = [

@@ -1,4 +1,4 @@
-"""One tuple holds the order of the passes of lowering; an entry is all that a new pass needs."""
+"""`ORDER` lists the lowering passes in their order, and an entry there is all that a new pass needs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MESH = Mesh({"x": 2})
 
 @dataclass(frozen=True)
 class Watch:
-    """A pass that counts the nodes of a forward, and may spoil the phases."""
+    """A pass that notes the number of nodes of each forward. With `spoils` it makes the phases wrong."""
 
     seen: list[int] = field(default_factory=list)
     spoils: bool = False
@@ -51,14 +51,14 @@ def with_entry(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
 
 
 def compile_layer() -> autoshard.ShardedModule:
-    """A layer whose batch is split."""
+    """Compile a linear layer and a tanh, whose batch is split over two devices."""
     constraints = {"input:0": autoshard.P("x")}
     model = nn.Sequential(nn.Linear(8, 4), nn.Tanh())
     return autoshard.compile(model, MESH, example_inputs=(torch.ones(4, 8),), constraints=constraints)
 
 
 def test_an_entry_is_all_that_a_pass_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass in the tuple runs on predicted programs and on executed programs."""
+    """A pass that is added to `ORDER` runs when a module is compiled and called."""
     watch = Watch()
     with_entry(monkeypatch, watch)
     compile_layer()(torch.ones(4, 8))
@@ -67,7 +67,7 @@ def test_an_entry_is_all_that_a_pass_needs(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_new_pass_that_goes_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verification by pass walks the order."""
+    """With AUTOSHARD_VERIFY=each-pass, the error names the added pass, which changed the results."""
     with_entry(monkeypatch, Watch(spoils=True))
     monkeypatch.setenv("AUTOSHARD_VERIFY", "each-pass")
     with pytest.raises(VerificationError, match=rf"^{__name__} changed the results of its program"):
@@ -75,7 +75,7 @@ def test_a_new_pass_that_goes_wrong_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_entries_of_one_moment_stand_together() -> None:
-    """Passes of one stage stand together, in the order of the stages."""
+    """The passes of each `Moment` stand together in `ORDER`, in the order of the moments."""
     assert [moment for moment, _ in groupby(when for when, _ in ORDER)] == list(Moment)
 
 

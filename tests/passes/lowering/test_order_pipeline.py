@@ -1,4 +1,4 @@
-"""Sends and receives between stages on unlike ranks are inserted into a schedule, which stays otherwise unchanged."""
+"""Sends and receives between stages on different ranks are added to a schedule, whose other tasks keep their order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def test_a_rank_computes_what_the_schedule_says(schedule: str, ranks: int, round
 
 @pytest.mark.parametrize("schedule", [name for name, item in SCHEDULES.items() if item.is_v])
 def test_stages_on_one_rank_send_each_other_nothing(schedule: str) -> None:
-    """Stages on one rank exchange no messages; a V with four stages has transfers at two of three boundaries."""
+    """Stages on one rank exchange no messages.
+
+    In a V of four stages on two ranks, two of three boundaries have messages.
+    """
     assert _transfers(order_pipeline(schedule, 2, 4, 2)) == 2 * 2 * 2 * 4  # boundaries, ends, directions, micro-batches
     assert _transfers(order_pipeline(schedule, 1, 4, 2)) == 0
 
@@ -35,6 +38,6 @@ def _transfers(order: PipelineOrder) -> int:
 
 
 def test_numbers_that_a_schedule_does_not_admit_are_refused() -> None:
-    """The message is the schedule's."""
+    """A number of virtual stages that the schedule does not allow is refused, and the error names the schedule."""
     with pytest.raises(CostArgumentError, match="1F1B needs virtual_stages=1; it has 2"):
         order_pipeline("1F1B", 2, 4, 2)

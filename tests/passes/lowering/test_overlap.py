@@ -28,12 +28,12 @@ HOSTS = Cluster(node_type("cpu_laptop").with_network("ethernet_1g"), nodes=4, de
 
 
 def sends(phased: PhasedProgram) -> int:
-    """Collectives of a step."""
+    """Count the collectives of a step."""
     return sum(is_collective(node) for phase in phased.phases.values() for node in phase.graph.nodes)
 
 
 def test_where_nothing_runs_beside_communication_buckets_are_few() -> None:
-    """Ranks of one machine have few buckets, because no computation runs beside communication."""
+    """Four ranks of one machine, where nothing runs beside communication, have fewer buckets than four hosts."""
     phased = fully_sharded()
     alone, beside = (
         overlapped(phased, LoweringOptions(memory_bytes=math.inf, cluster=item)) for item in (ONE_MACHINE, HOSTS)
@@ -55,7 +55,10 @@ def order_of(phased: PhasedProgram) -> list[str]:
 
 
 def test_where_nothing_runs_beside_communication_calls_that_compute_keep_their_order() -> None:
-    """Calls keep their order on one machine; on several hosts gradients of weights follow calls that start messages."""
+    """Passes for one machine keep the order of products and collectives.
+
+    `StartSoon`, which hosts use, changes the order.
+    """
     phased = plain("gpt", "tensor")
     for in_flight in WITHOUT_OVERLAP[: -len(WITH_OVERLAP)]:
         made = phased
@@ -66,7 +69,7 @@ def test_where_nothing_runs_beside_communication_calls_that_compute_keep_their_o
 
 
 def test_memory_has_the_last_word() -> None:
-    """Without room there are no more than buckets that overlap take."""
+    """Within the peak memory of the program, one machine sends at most as many collectives as several hosts."""
     phased = fully_sharded()
     alone, beside = (overlapped(phased, LoweringOptions(cluster=item)) for item in (ONE_MACHINE, HOSTS))
     assert sends(alone) <= sends(beside)
@@ -74,7 +77,7 @@ def test_memory_has_the_last_word() -> None:
 
 @pytest.mark.slow
 def test_buckets_that_nothing_runs_beside_may_take_more_memory() -> None:
-    """Buckets without computation beside them may take a share of the peak each, within the budget."""
+    """Buckets raise the peak memory by at most a fixed share, which is larger on one machine than on several hosts."""
     phased = of_one_batch("gpt", "ZeRO-1")
     made = [overlapped(phased, LoweringOptions(memory_bytes=math.inf, cluster=item)) for item in (ONE_MACHINE, HOSTS)]
     alone, beside = (peak_bytes(item) / peak_bytes(phased) - 1 for item in made)
@@ -82,7 +85,10 @@ def test_buckets_that_nothing_runs_beside_may_take_more_memory() -> None:
 
 
 def test_overlap_is_that_of_the_links() -> None:
-    """Links of one machine overlap nothing, and a network slows computation less than a GPU's collectives."""
+    """`overlap_of` is None for the CPUs of one machine.
+
+    The slowdown is smaller for CPUs behind a network than for GPUs.
+    """
     behind_network, of_gpus = overlap_of(HOSTS), overlap_of(Cluster("h100_sxm"))
     assert overlap_of(ONE_MACHINE) is None
     assert behind_network is not None
@@ -99,4 +105,4 @@ def test_hosts_of_a_run_are_known(monkeypatch: pytest.MonkeyPatch, local: str | 
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
     found = local_cluster(Mesh({"data": 2, "model": 2}))
     assert (found.nodes, found.size) == (nodes, 4)
-    assert local_cluster(Mesh({"data": 2})).nodes == 1  # simulated
+    assert local_cluster(Mesh({"data": 2})).nodes == 1  # a simulated mesh

@@ -44,7 +44,7 @@ class Scaled(nn.Module):
 
 
 class Head(nn.Module):
-    """The loss of a vocabulary's head."""
+    """The cross-entropy of a linear layer over a vocabulary."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
@@ -74,9 +74,9 @@ def block() -> Plan:
 
 
 def test_a_llama_block_is_priced_with_its_kernels(block: Plan) -> None:
-    """A Llama block has half the launches and 70 % of the bytes by its kernels, as counted on the programs.
+    """Kernels take at most half the launches and 70 % of the bytes of a Llama block, as counted on its programs.
 
-    The step time has the kernels in place of the replaced calls.
+    The step is shorter than the step without kernels, and longer than the sum of its kernels.
     """
     lowered, kernels = llama_block(hidden=512, length=256), block.predicted.kernels
     assert Traffic(kernels.launches_without, kernels.memory_bytes_without) == count_both(lowered)[0]
@@ -88,7 +88,7 @@ def test_a_llama_block_is_priced_with_its_kernels(block: Plan) -> None:
 
 
 def test_plans_with_kernels_hide_collectives() -> None:
-    """Gradient buckets run beside kernels, and each rank sends the bytes of a plan without kernels."""
+    """With kernels, collectives still overlap with computation, ranks send as many bytes, and the step is shorter."""
     mesh = Mesh({"data": 4})
     program = blocks_program(batch=256, length=512, hidden=1024, count=3)
     plain, fused = (
@@ -107,7 +107,7 @@ def test_plans_with_kernels_hide_collectives() -> None:
 
 @pytest.mark.slow
 def test_kernels_of_split_programs_stand_for_whole_calls() -> None:
-    """On a mesh each call is in one kernel at most, and remaining calls count once."""
+    """On a mesh, kernels replace each call at most once, and their saved launches sum to the difference of the plan."""
     plan = autoshard.plan(alike(3), CLUSTER.mesh({"x": 2}), example_inputs=batch(), backend="triton", precision=None)
     kernels, gone = plan.predicted.kernels, dict[str, float]()
     for use in kernels.uses:
@@ -120,7 +120,10 @@ def test_kernels_of_split_programs_stand_for_whole_calls() -> None:
 
 @pytest.mark.slow
 def test_repeated_blocks_have_their_kernels(tmp_path: Path) -> None:
-    """A plan without inner blocks counts the launches and bytes of the whole model; its files and print say so."""
+    """A plan without inner blocks counts the launches and bytes of all blocks.
+
+    Its file, print and explanations have them too.
+    """
     arguments: Mapping[str, Any] = {"example_inputs": batch(), "precision": None}
     model = alike(10)
     plan = autoshard.plan(model, CLUSTER.mesh({"x": 2}), **arguments, backend="triton")
@@ -147,7 +150,7 @@ def test_repeated_blocks_have_their_kernels(tmp_path: Path) -> None:
 
 
 def test_explanations_compare_plans_with_their_kernels() -> None:
-    """An explanation's alternative has the price of a plan with the alternative as a constraint, with kernels."""
+    """With kernels, the alternative of an explanation has the step time of a plan with its spec as a constraint."""
     arguments: Mapping[str, Any] = {"example_inputs": (torch.ones(8, 16),), "backend": "triton"}
     plan = autoshard.plan(Scaled(), CLUSTER.mesh({"x": 2}), **arguments)
     found = plan.explain("scale")
@@ -158,7 +161,7 @@ def test_explanations_compare_plans_with_their_kernels() -> None:
 
 
 def test_products_within_kernels_are_priced() -> None:
-    """The kernels of a head and its loss take at least their products: one forward, three backward."""
+    """The kernels of a linear layer and its loss take longer than their products, one forward and three backward."""
     head, hidden = nn.Linear(256, 8192, bias=False), torch.randn(512, 256, requires_grad=True)
     targets = torch.randint(0, 8192, (512,))
     model = Head(head)
@@ -171,7 +174,7 @@ def test_products_within_kernels_are_priced() -> None:
 
 
 def test_kernels_of_one_operator_are_named() -> None:
-    """A norm's kernels replace one call each, and are listed beside the groups."""
+    """The plan lists the kernels of a layer norm, each of which replaces one call."""
     model = nn.Sequential(nn.Linear(64, 16), nn.LayerNorm(16), Scaled())
     one = Cluster("h100_sxm", nodes=1, devices_per_node=1)
     plan = autoshard.plan(
@@ -183,7 +186,7 @@ def test_kernels_of_one_operator_are_named() -> None:
 
 
 def test_groups_are_shown() -> None:
-    """A parameter's explanation names the reading kernel, its calls and its savings, in text and JSON."""
+    """The explanation of a parameter names the kernel that reads it, with its calls and savings, in text and JSON."""
     plan = autoshard.plan(Scaled(), CLUSTER.mesh({"x": 2}), example_inputs=(torch.ones(8, 16),))
     found = plan.explain("scale")
     assert found.kernels
@@ -195,12 +198,12 @@ def test_groups_are_shown() -> None:
 
 @pytest.mark.slow
 def test_products_are_in_no_group() -> None:
-    """A looked-up table is in no generated kernel."""
+    """The explanation of an embedding table lists no generated kernel."""
     assert make_plan().explain("table.weight").kernels == ()
 
 
 def test_members_named_in_capitals() -> None:
-    """Kernels with parameters of capital names are priced, although fx renames placeholders."""
+    """Kernels of parameters with capitals in their names are priced, although fx renames placeholders."""
     inputs = (torch.randn(8, 64),)
     mesh = Cluster.of(H100, 1, devices_per_node=1).mesh({"x": 1})
     plan = autoshard.plan(PostNorm(), mesh, example_inputs=inputs, backend="triton", precision=None)

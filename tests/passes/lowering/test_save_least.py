@@ -1,4 +1,4 @@
-"""For a compiler with fusion, a backward recomputes pointwise values, so that fewer bytes are saved."""
+"""For a compiler with fusion, the backward recomputes pointwise values, so that the forward saves fewer bytes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def phases(name: str) -> tuple[Any, Any, PhasedProgram, PhasedProgram]:
 
 
 def saved_bytes(phased: PhasedProgram) -> int:
-    """Bytes that the forward keeps, but for its inputs."""
+    """Bytes that the forward saves for the backward, without the inputs of the program."""
     nodes = {node.name: node for node in phased.lowered.graph_module.graph.nodes}
     values = [nodes[name].meta["val"] for name in phased.saved if nodes[name].op != "placeholder"]
     return sum(value.numel() * value.element_size() for value in values)
@@ -47,7 +47,7 @@ def saved_bytes(phased: PhasedProgram) -> int:
     ("name", "most"), [("gpt2", 0.85), ("llama", 0.7), pytest.param("bert", 0.85, marks=pytest.mark.slow)]
 )
 def test_less_is_saved(name: str, most: float) -> None:
-    """Activations, gates, norms and residual sums are recomputed with equal gradients."""
+    """The pass reduces the saved bytes to at most the share `most`, and every gradient keeps its bits."""
     model, batch, whole, least = phases(name)
     verify_phases(least)
     assert saved_bytes(least) <= most * saved_bytes(whole)
@@ -68,7 +68,7 @@ def _gradients(model: Any, batch: Any, phased: PhasedProgram) -> dict[str, torch
 
 
 def test_products_and_reductions_are_not_computed_again() -> None:
-    """The product at the start of a pointwise chain is saved if the end of the chain is wanted."""
+    """A pointwise chain is recomputed from the matrix product at its start, and the product is not recomputed."""
     graph = torch.fx.Graph()
     aten = torch.ops.aten
     x = graph.placeholder("x")

@@ -52,8 +52,9 @@ def phased(layout: str = "ZeRO-1") -> PhasedProgram:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_is_cut_in_three(layout: str) -> None:
-    """Gradients are carried; the update takes parameters, state and hyper-parameters, and returns the first two, and
-    the norm of the gradients.
+    """The backward hands four gradients to the update, which takes parameters, Adam state and hyper-parameters.
+
+    The update returns the new parameters, the new state and the gradient norm.
     """
     found = phased(layout)
     verify_program(found.lowered.traced, found.lowered)
@@ -68,7 +69,7 @@ def test_a_step_is_cut_in_three(layout: str) -> None:
 
 
 def test_carried_values_in_another_order_are_refused() -> None:
-    """Two gradients exchanged between phases are refused."""
+    """A backward that returns two of its gradients in exchanged order is refused."""
     module = copy_of(phased().backward)
     output = module.graph.output_node()
     results = list(output.args[0])
@@ -79,7 +80,7 @@ def test_carried_values_in_another_order_are_refused() -> None:
 
 
 def test_a_call_that_the_step_does_not_make_is_refused_in_the_update() -> None:
-    """Every node with an operand, changed to another operator, is found."""
+    """The update is refused if any of its calls with an operand is changed to another operator."""
     module = phased().update
     assert module is not None
     calls = [node.name for node in module.graph.nodes if node.op == "call_function" and node.all_input_nodes]
@@ -91,7 +92,7 @@ def test_a_call_that_the_step_does_not_make_is_refused_in_the_update() -> None:
 
 
 def test_a_missing_update_is_refused() -> None:
-    """A missing update, and updates in wrong order, are refused."""
+    """A step without its update is refused, and so is an update whose results are in another order."""
     with pytest.raises(VerificationError, match="13 updates, not None"):
         verify_phases(dataclasses.replace(phased(), update=None))
     with pytest.raises(VerificationError, match="update_outputs"):
@@ -99,7 +100,7 @@ def test_a_missing_update_is_refused() -> None:
 
 
 def test_what_is_updated_lies_like_what_it_updates() -> None:
-    """A parameter that comes back with another spec is refused."""
+    """An updated parameter with another spec than the parameter is refused."""
     lowered = phased().lowered
     index = next(i for i, slot in enumerate(lowered.outputs) if slot.slot.name == "first.weight")
     outputs = list(lowered.outputs)
@@ -130,7 +131,7 @@ def test_mutations_of_a_step_that_change_numbers_are_refused(mutation: Mutation)
 
 
 def _inputs(program: LoweredProgram) -> list[Sequence[torch.Tensor]]:
-    """Values for all placeholders, by rank; state that an optimizer may have."""
+    """Return values for all placeholders, by rank; optimizer state is not negative."""
     numbers = torch.Generator().manual_seed(5)
     found = []
     for slot in program.inputs:

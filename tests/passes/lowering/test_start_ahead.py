@@ -26,7 +26,7 @@ SMALL = BucketCollectives(end_bytes=64, least_bytes=128, most_bytes=128)
 
 @cache
 def ahead(family: str, layout: str, by: int = 1, bucket: BucketCollectives | None = None) -> PhasedProgram:
-    """Return the program with its gathers started early, in buckets or alone."""
+    """Return the program with gathers started early, at most `by` ahead, each alone or in buckets of `bucket`."""
     apart = StartAhead(by=None)(WaitLate()(of_one_batch(family, layout)))
     return StartAhead(by=by)(apart if bucket is None else bucket(apart))
 
@@ -38,14 +38,14 @@ def gathers(graph_module: fx.GraphModule) -> list[fx.Node]:
 
 
 def places_of(starts: list[fx.Node]) -> list[tuple[int, int]]:
-    """The places of each gather's start and wait."""
+    """Return the positions of the start and the wait of each gather in its graph."""
     places = {node: place for place, node in enumerate(starts[0].graph.nodes)}
     return [(places[start], places[next(iter(start.users))]) for start in starts]
 
 
 @pytest.mark.parametrize("by", [0, 1, 2])
 def test_a_gather_starts_just_before_one_before_it_is_waited_for(by: int) -> None:
-    """A gather starts just before the wait for an earlier gather, with a limit of gathers in flight."""
+    """At the wait for each gather, the next `by` gathers are in flight, or all remaining gathers if fewer are left."""
     made = StartAhead(by=by)(StartAhead(by=None)(WaitLate()(gathered_blocks())))
     for phase in [item for item in (made.forward, made.backward) if gathers(item)]:
         places = places_of(gathers(phase))
@@ -54,7 +54,7 @@ def test_a_gather_starts_just_before_one_before_it_is_waited_for(by: int) -> Non
 
 
 def test_the_first_starts_at_the_head() -> None:
-    """The first gathers start at the beginning, behind their packing alone."""
+    """The first gather of the backward has at most three calls in front of it."""
     nodes = [node for node in ahead("llama", "ZeRO-3").backward.graph.nodes if node.op != "placeholder"]
     assert nodes.index(gathers(ahead("llama", "ZeRO-3").backward)[0]) <= 3
 
@@ -63,14 +63,14 @@ def test_the_first_starts_at_the_head() -> None:
 @pytest.mark.parametrize(("family", "layout"), [("llama", "ZeRO-3"), ("gpt", "two axes"), ("lstm", "ZeRO-1")])
 @pytest.mark.parametrize("bucket", [None, SMALL, BucketCollectives()])
 def test_bits_stay(family: str, layout: str, bucket: BucketCollectives | None) -> None:
-    """Buckets of any size, over two axes and two micro-batches, keep the bits."""
+    """Early gathers, alone or in buckets, keep all bits of a step of two micro-batches."""
     made = ahead(family, layout, 1, bucket)
     verify_phases(made)
     assert differ(family, layout, made) == []
 
 
 def test_gathers_come_into_buckets() -> None:
-    """Gathers over each of two axes form buckets; without the first pass nearly no gather is in a bucket."""
+    """Each phase has one bucket of gathers per communicator, which are fewer than half of its gathers before."""
     plainly, made = of_one_batch("llama", "ZeRO-3"), ahead("llama", "ZeRO-3", 1, BucketCollectives())
     for before, after in ((plainly.forward, made.forward), (plainly.backward, made.backward)):
         groups = {str(node.args[-1]) for node in gathers(before)}
@@ -78,7 +78,10 @@ def test_gathers_come_into_buckets() -> None:
 
 
 def test_layers_are_gathered_a_few_at_a_time_within_the_memory() -> None:
-    """Blocks split over four ranks send every bucket beside products, except for the first block's buckets."""
+    """Gathers of weights become at least three buckets without more peak memory.
+
+    Products run beside each bucket but the first two.
+    """
     phased = gathered_blocks()
     made = overlapped(phased)
     verify_phases(made)
@@ -92,7 +95,7 @@ def test_layers_are_gathered_a_few_at_a_time_within_the_memory() -> None:
 
 
 def test_where_memory_is_short_gathers_stay() -> None:
-    """Gathers stay in place if early gathers would raise the peak."""
+    """The peak memory does not fall if more gathers may be in flight."""
     phased = gathered_blocks()
     everything = replace(phased, forward=StartAhead(by=None)(WaitLate()(phased)).forward)
     far = StartAhead(by=9)(everything)
@@ -101,7 +104,7 @@ def test_where_memory_is_short_gathers_stay() -> None:
 
 @pytest.mark.parametrize("layout", ["ZeRO-1", "ZeRO-3"])
 def test_a_gather_above_the_update_is_refused(layout: str) -> None:
-    """A gather in front of the parameter's update is refused, because it would gather the old value."""
+    """A gather of the value that a parameter had before its update is refused."""
     made = WaitLate()(plain("llama", layout))
     assert made.update is not None
     wrong = copy_of(made.update)

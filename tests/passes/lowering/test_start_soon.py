@@ -1,4 +1,7 @@
-"""Collectives of values start once their input exists, and independent calls compute meanwhile."""
+"""A collective of a value, that is, of no parameter or weight gradient, starts once its input exists.
+
+Independent calls compute meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def products_beside(graph_module: fx.GraphModule) -> int:
 
 @pytest.mark.parametrize(("family", "layout"), [("gpt", "tensor"), ("llama", "tensor and sequence")])
 def test_gradients_of_weights_are_computed_beside_those_of_inputs(family: str, layout: str) -> None:
-    """Under tensor parallelism gradients of weights are computed during collectives of gradients of inputs."""
+    """Under tensor parallelism, more gradients of weights are computed during collectives, and all bits stay."""
     late = WaitLate()(plain(family, layout))
     made = StartSoon()(late)
     verify_phases(made)
@@ -39,7 +42,7 @@ def test_gradients_of_weights_are_computed_beside_those_of_inputs(family: str, l
 
 
 def test_one_value_at_the_end_does_not_bring_the_chain_ahead_of_reductions() -> None:
-    """A table of positions sends one value at the end under data parallelism, computed from all gradients of inputs."""
+    """If only the last value of a chain is sent, the chain is not computed ahead of the reductions beside it."""
     graph, functional = fx.Graph(), torch.ops._c10d_functional
     value = graph.placeholder("dy")
     for _ in range(20):
@@ -55,7 +58,7 @@ def test_one_value_at_the_end_does_not_bring_the_chain_ahead_of_reductions() -> 
 
 
 def test_inputs_of_a_phase_keep_their_order() -> None:
-    """Inputs of a phase keep their positions."""
+    """The pass keeps the order of the inputs of each phase."""
     phased = WaitLate()(plain("gpt", "tensor"))
     for before, after in ((item, getattr(StartSoon()(phased), name)) for name, item in phased.phases.items()):
         names = [[node.name for node in phase.graph.find_nodes(op="placeholder")] for phase in (before, after)]
@@ -63,6 +66,6 @@ def test_inputs_of_a_phase_keep_their_order() -> None:
 
 
 def test_memory_stays() -> None:
-    """The pass counts the longer lives of values, and keeps the peak of memory."""
+    """The overlap passes do not raise the peak memory."""
     phased = plain("gpt", "tensor")
     assert peak_bytes(overlapped(phased)) <= peak_bytes(phased)

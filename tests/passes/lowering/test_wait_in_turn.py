@@ -44,13 +44,13 @@ def made_of(phased: PhasedProgram, most_held: int | None = None) -> PhasedProgra
 
 
 def by_group(graph_module: fx.GraphModule) -> dict[str, list[fx.Node]]:
-    """Collectives by their groups, in order."""
+    """Map each communicator to its collectives, in order."""
     nodes = [node for node in graph_module.graph.nodes if is_collective(node)]
     return {name: [node for node in nodes if node.args[-1] == name] for name in {str(node.args[-1]) for node in nodes}}
 
 
 def test_all_reductions_of_a_gradient_come_into_buckets() -> None:
-    """Gradients scattered over one axis, reduced over the other and gathered over the first are bucketed at each."""
+    """If gradients are reduced over two axes, each axis sends less than two thirds as many collectives in buckets."""
     phased = twice_reduced()
     before, after = by_group(phased.backward), by_group(made_of(phased).backward)
     assert set(before) == set(after) == {"x/gradients", "y/gradients"}
@@ -58,7 +58,7 @@ def test_all_reductions_of_a_gradient_come_into_buckets() -> None:
 
 
 def test_what_follows_runs_beside_computation() -> None:
-    """The second reductions run beside computation, except for the last few of each kind."""
+    """In each kind of collective, all but the last three start before the last matrix product of the backward."""
     nodes = list(made_of(twice_reduced()).backward.graph.nodes)
     last = max(place for place, node in enumerate(nodes) if "mm" in str(node.target))
     for target in (REDUCE_SCATTER, ALL_REDUCE, ALL_GATHER):
@@ -72,14 +72,14 @@ def test_what_follows_runs_beside_computation() -> None:
 @pytest.mark.parametrize("bucket", [SMALL, BucketCollectives()])
 @pytest.mark.parametrize("most_held", [None, 1])
 def test_bits_stay(family: str, layout: str, bucket: BucketCollectives, most_held: int | None) -> None:
-    """Buckets of any size and any number in flight keep the bits of two micro-batches."""
+    """With buckets of any size and any limit of reductions in flight, all bits of two micro-batches stay."""
     made = WaitInTurn(most_held)(StartAhead()(bucket(apart(plain(family, layout)))))
     verify_phases(made)
     assert differ(family, layout, made) == []
 
 
 def test_an_update_sends_over_each_axis_once_or_twice() -> None:
-    """Operands and results of the update are sent in buckets over both axes."""
+    """Under ZeRO-1, buckets reduce the reduce-scatters and the all-gathers of the update to at most a third each."""
     phased = plain("llama", "ZeRO-1")
     made = made_of(phased)
     assert phased.update is not None
@@ -91,7 +91,7 @@ def test_an_update_sends_over_each_axis_once_or_twice() -> None:
 
 @pytest.mark.parametrize("most_held", [1, 2])
 def test_no_more_reductions_hold_what_they_scatter(most_held: int) -> None:
-    """The oldest is waited for before one more starts."""
+    """`most_held` reduce-scatters are in flight at most, since the oldest is waited for before another starts."""
     made = WaitInTurn(most_held)(WaitLate()(fully_sharded()))
     under_way, most = 0, 0
     for node in made.backward.graph.nodes:

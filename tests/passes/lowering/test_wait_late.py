@@ -21,7 +21,10 @@ PROGRAMS = [("gpt", "tensor"), ("llama", "ZeRO-3"), ("mixture", "two axes")]
 
 @pytest.mark.parametrize(("family", "layout"), PROGRAMS)
 def test_only_the_order_of_calls_changes(family: str, layout: str) -> None:
-    """Collectives keep their order, except for chained collectives of results, and all bits stay."""
+    """The pass keeps all calls and bits, and the order of collectives.
+
+    Returned collectives that send the result of another collective may move.
+    """
     phased = plain(family, layout)
     made = WaitLate()(phased)
     verify_phases(made)
@@ -32,7 +35,7 @@ def test_only_the_order_of_calls_changes(family: str, layout: str) -> None:
 
 
 def test_gradients_are_waited_for_when_the_backward_has_computed_them_all() -> None:
-    """Behind the last wait of a returned gradient only views and further waits follow."""
+    """Behind the first wait for a returned gradient, the backward has no collective and no matrix product."""
     nodes = list(WaitLate()(plain("gpt", "tensor")).backward.graph.nodes)
     returned = [node for node in nodes if is_wait(node) and all(user.op == "output" for user in node.users)]
     assert len(returned) > 5
@@ -41,7 +44,7 @@ def test_gradients_are_waited_for_when_the_backward_has_computed_them_all() -> N
 
 
 def test_a_product_of_two_gathered_values_stays_where_it_is() -> None:
-    """A weight's gradient is computed at once: at the end, each block would still hold its gathered operands."""
+    """A product of two gathered values keeps its place, since a later product would hold both values longer."""
     graph = fx.Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
     first, second = (graph.call_function(ALL_GATHER, (value, 2, "model")) for value in (x, y))
@@ -57,7 +60,7 @@ def test_a_product_of_two_gathered_values_stays_where_it_is() -> None:
 
 
 def test_a_wait_behind_its_reader_is_refused() -> None:
-    """A wait behind its reader is refused, in a phase and in the whole program."""
+    """A wait that stands behind a reader of its result is refused by `verify_phases`."""
     made = WaitLate()(plain("gpt", "tensor"))
     graph_module = copy_of(made.backward)
     wait = next(node for node in graph_module.graph.nodes if is_wait(node) and _reader(node).op != "output")

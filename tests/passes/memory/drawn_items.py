@@ -1,4 +1,4 @@
-"""Drawn items that lie in memory."""
+"""Drawn values with their lifetimes and sizes in memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from passes.memory.liveness import Interval
 from passes.memory.memory_usage import UsedBytes
 
 OPTIONS = (3, 1, 4)
-"""Options of each variable."""
+"""Number of options of each variable."""
 
 
 @st.composite
 def items(draw: st.DrawFn, points: int) -> UsedBytes:
-    """A value or a copy."""
+    """Draw an item: a lifetime in `points` points, and its bytes for each option of one or two variables."""
     birth = draw(st.integers(0, points - 1))
     interval = Interval(birth, draw(st.integers(birth, points - 1)))
     variables = tuple(draw(st.lists(st.sampled_from(range(len(OPTIONS))), min_size=1, max_size=2)))

@@ -1,4 +1,4 @@
-"""Values in memory at each point of a step."""
+"""Bytes in memory at each point of a step, as the search counts them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MESH = Mesh({"x": 2})
 
 
 class WithHidden(nn.Module):
-    """A model that returns a value of its loss and backward, plain or through a view."""
+    """A model that returns a value which its loss and backward also use, plain or through a view."""
 
     def __init__(self, *, viewed: bool) -> None:
         super().__init__()
@@ -42,7 +42,10 @@ def _problem(*, viewed: bool) -> PlanningProblem:
 
 
 def test_a_result_that_is_used_later_is_counted_once() -> None:
-    """At the end there are the parameter, the input, the tangent, the loss, the hidden value and the gradient."""
+    """A returned value that the backward also reads is counted once, also if it is returned through a view.
+
+    At the end, parameter, input, tangent, loss, hidden value and gradient are in memory.
+    """
     for viewed in (False, True):
         planning = _problem(viewed=viewed)
         used = planning.usage([0] * len(planning.members))
@@ -52,7 +55,7 @@ def test_a_result_that_is_used_later_is_counted_once() -> None:
 
 
 def test_a_split_result_is_handed_out_as_it_lies() -> None:
-    """Each rank's part of a split result stays to the end."""
+    """If a result is split over two ranks, half of its bytes are in memory at the end of the step."""
     planning = _problem(viewed=False)
     choice = [0] * len(planning.members)
     output = planning.classes["output:1"]
@@ -65,7 +68,7 @@ def test_a_split_result_is_handed_out_as_it_lies() -> None:
 
 
 def test_a_row_is_the_usage_at_its_point() -> None:
-    """A row of the table is the usage at its point, for any choice."""
+    """The bytes of a memory row equal the usage at the row's point, for a drawn choice on a real program."""
     planning = problem_of(blocks_program(count=2), Mesh({"x": 2}))
     choice = drawn_choice(planning, 1)
     used = planning.usage(choice)

@@ -1,4 +1,4 @@
-"""Memory of steps of several micro-batches."""
+"""Peak memory of steps of several micro-batches."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Tagger(nn.Module):
 
 @cache
 def tagger(*, trained: bool, rows: int = 8, length: int = 16) -> Program:
-    """Its program, with the update of AdamW or without."""
+    """The program of a `Tagger`, with AdamW's update if `trained`."""
     model, inputs = Tagger(), (torch.randn(rows, length, 32), torch.randint(64, (rows, length)))
     optimizer = torch.optim.AdamW(model.parameters())
     update = describe_update(optimizer, names_of(model.named_parameters()), 1.0) if trained else None
@@ -57,13 +57,13 @@ def laptop(mesh: Mesh) -> Cluster:
 
 
 def peak(program: Program, mesh: Mesh, constraints: dict[str, PartitionSpec], micro_batches: int = 1) -> int:
-    """The predicted peak of the fastest plan."""
+    """The predicted peak memory of the fastest plan, in bytes."""
     options = PlanOptions(constraints=constraints, with_baselines=False, micro_batches=micro_batches)
     return plan_program(program, mesh, laptop(mesh), options).predicted.peak_memory_bytes
 
 
 def test_micro_batches_hold_the_sums_of_gradients() -> None:
-    """Several micro-batches need at most one set of gradients more than one micro-batch."""
+    """Several micro-batches need more memory than one, by at most the size of all gradients."""
     mesh, constraints = Mesh({"x": 2}), LAYOUTS["fully sharded"]
     one = peak(tagger(trained=True), mesh, constraints)
     several = peak(tagger(trained=True), mesh, constraints, micro_batches=4)
@@ -73,9 +73,9 @@ def test_micro_batches_hold_the_sums_of_gradients() -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_are_added_where_they_lie(name: str) -> None:
-    """If gradients are most of the memory, little more than one gradient lies beside the sums.
+    """With whole gradients, four micro-batches need at most two largest gradients more than one micro-batch.
 
-    With split parameters the peak is elsewhere, and the sums are further memory there.
+    With split parameters they need at most all gradients more.
     """
     program, mesh = tagger(trained=True, rows=2, length=1), Mesh({"x": 2})
     one = peak(program, mesh, LAYOUTS[name])

@@ -1,4 +1,4 @@
-"""Memory rows are the usage at their points."""
+"""A memory row gives the bytes at its point for any choice of options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EDGES = [Edge(tail, head, np.zeros((OPTIONS[tail], OPTIONS[head]))) for tail, he
 
 @given(st.data())
 def test_a_row_is_the_usage_at_its_point(data: st.DataObject) -> None:
-    """A row is the usage at its point, for any choice."""
+    """For drawn items and choices, the bytes of a row equal the usage at the row's point."""
     points = data.draw(st.integers(1, 4))
     usage = MemoryUsage.of(points, data.draw(st.lists(items(points), max_size=5)))
     point = data.draw(st.integers(0, points - 1))
@@ -30,7 +30,7 @@ def test_a_row_is_the_usage_at_its_point(data: st.DataObject) -> None:
 
 
 def test_rows_of_a_few_points_are_kept() -> None:
-    """Rows of a few points are kept, up to a limit, because searches read the same points repeatedly."""
+    """The rows of a few points are cached, but not those of all 40 points."""
     usage = MemoryUsage.of(40, [])
     rows = [row_at(usage, point, {}) for point in range(3)]
     assert all(row_at(usage, point, {}) is row for point, row in enumerate(rows))
@@ -40,7 +40,7 @@ def test_rows_of_a_few_points_are_kept() -> None:
 
 
 def test_a_row_says_nothing_of_variables_and_edges_that_hold_nothing() -> None:
-    """A row has zero for variables and edges without memory."""
+    """A row has no entry for a variable or an edge without memory."""
     row = row_at(MemoryUsage.of(1, []), 0, {})
     assert row.variables.get(0) is None
     assert row.edges.get(0) is None

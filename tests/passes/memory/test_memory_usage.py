@@ -1,4 +1,4 @@
-"""Bytes in use at all points, looked up at once, equal a count item by item."""
+"""Bytes in use at all points, found by table lookup, equal a count item by item."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.passes.memory.drawn_items import OPTIONS, items
 
 @given(st.data())
 def test_usage_is_the_sum_of_what_lives(data: st.DataObject) -> None:
-    """Usage at a point is the sum of all living items, also for items of one table and for repeated reads."""
+    """The usage at a point is the sum of all items alive there, also if items share a table."""
     points = data.draw(st.integers(1, 5))
     found = data.draw(st.lists(items(points), max_size=5))
     found += [UsedBytes(Interval(0, points - 1), item.table, item.variables) for item in found[:1]]
@@ -29,7 +29,7 @@ def test_usage_is_the_sum_of_what_lives(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_no_choice_of_what_is_allowed_has_a_lower_peak_than_the_least(data: st.DataObject) -> None:
-    """No allowed choice has a lower peak than the least peak, which is exact for a single choice."""
+    """`least_peak` is at most the peak of an allowed choice, and equals it if only this choice is allowed."""
     points = data.draw(st.integers(1, 5))
     found = data.draw(st.lists(items(points), max_size=5))
     usage = MemoryUsage.of(points, found)
@@ -43,6 +43,6 @@ def test_no_choice_of_what_is_allowed_has_a_lower_peak_than_the_least(data: st.D
 
 
 def masks(count: int, option: int) -> st.SearchStrategy[list[bool]]:
-    """Masks of options, each with at least one allowed option."""
+    """Draw masks of `count` options that allow at least the given option."""
     others = st.lists(st.booleans(), min_size=count, max_size=count)
     return others.map(lambda mask: [*mask[:option], True, *mask[option + 1 :]])

@@ -1,4 +1,4 @@
-"""The count of lowered programs, reshards and calls included, equals a memory tracker."""
+"""The counted memory of lowered programs equals the memory that a tracker measures."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def model() -> nn.Module:
 
 
 def test_one_rank_uses_what_a_tracker_sees():
-    """A rank uses the tracked bytes of activations, views, saved values and gradients, with the output alive."""
+    """The counted peak of forward and backward on one rank is within 5 % of the peak that a memory tracker measures."""
     x = torch.randn(512, 64)
     sharded = autoshard.compile(model(), Mesh({"x": 1}), example_inputs=(x,))
     phased = sharded.program.phased
@@ -37,7 +37,7 @@ def test_one_rank_uses_what_a_tracker_sees():
 
 
 def test_splitting_the_batch_halves_activations():
-    """Two ranks with half the batch each have half the peak besides the parameters."""
+    """Two ranks with half the batch each have about half the peak, apart from parameters and the output."""
     x = torch.randn(2**14, 64)
     peaks = {}
     for size, spec in ((1, P()), (2, P("x"))):

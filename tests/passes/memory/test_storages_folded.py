@@ -53,7 +53,7 @@ def _decoder(shape: DecoderShape) -> Callable[[], _Step]:
 
 
 class Encoder(nn.Module):
-    """Layers with attention to all positions, and with dropout."""
+    """Layers of bidirectional attention, with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,10 @@ def programs(kind: str) -> tuple[Program, Program]:
 
 
 def check_alike(kind: str, mesh: Mesh, options: PlanOptions, share: float, cluster: Cluster) -> None:
-    """Check the memory of a plan in a share of the fastest plan's memory, without inner blocks and with all."""
+    """Check that a plan has the same peak and parts of memory without inner blocks and with all blocks.
+
+    The plan has `share` of the memory of the fastest plan.
+    """
     short, whole = programs(kind)
     plan = plan_program(short, mesh, cluster, options)
     if share < 1:
@@ -122,7 +125,7 @@ def check_alike(kind: str, mesh: Mesh, options: PlanOptions, share: float, clust
 def test_the_memory_of_left_out_blocks_is_that_of_the_whole_model(
     kind: str, mesh: Mesh, micro_batches: int, share: float, constraints: dict[str, PartitionSpec], hardware: str
 ) -> None:
-    """Kept, recomputed or offloaded, each part of the memory is within 1 % of the whole model's."""
+    """Without inner blocks, each part of the memory is within 1 % of the whole model's peak, also in little memory."""
     options = PlanOptions(
         memory_budget=2.0**40, constraints=constraints, micro_batches=micro_batches, with_baselines=False
     )

@@ -1,4 +1,4 @@
-"""The known recipes, as restrictions of a training step's search space."""
+"""Known recipes, each of which restricts the search space of a training step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ ADAM = UpdateRule("adam_update", ("exp_avg", "exp_avg_sq"), (True, False), ADAM_
 
 
 def test_recipes_of_a_whole_step_lay_out_state() -> None:
-    """State that is copied, split alone, or split with the parameters needs less memory in this order."""
+    """Data parallelism copies parameters and state, ZeRO-1 splits the state, and full sharding splits both.
+
+    Each needs no more memory than the recipe before, and the plan is no slower than any of them.
+    """
     model = Perceptron()
     update = Update("AdamW", (UpdateGroup(ADAM, tuple(name for name, _ in model.named_parameters())),))
     rows = torch.empty(8, 16, device="meta")
@@ -58,7 +61,7 @@ def test_recipes_of_a_whole_step_lay_out_state() -> None:
 
 
 def test_experts_are_shared_out_by_a_known_recipe() -> None:
-    """Each rank has some of the experts, and the chosen plan is no slower. A dense model has no such recipe."""
+    """Expert parallelism splits Mixtral's expert weights by experts, and the plan is no slower than a known recipe."""
     model, inputs = mixtral()
     program = trace(model, (), inputs)
     planning = planning_problem(program, MESH, h100s(MESH), PlanOptions())
@@ -72,7 +75,10 @@ def test_experts_are_shared_out_by_a_known_recipe() -> None:
 
 
 def test_recipes_of_two_axes_split_parameters_over_the_inner_one() -> None:
-    """HSDP splits the batch over both axes, Megatron over the outer axis, and the chosen plan is no dearer."""
+    """HSDP and Megatron split parameters over the inner axis, and the plan is no slower than a known recipe.
+
+    HSDP splits the batch over both axes, and Megatron over the outer axis.
+    """
     mesh = Mesh({"data": 2, "model": 2})
     rows = torch.empty(8, 16, device="meta")
     program = trace(Perceptron(), (rows, rows))
@@ -96,7 +102,7 @@ def test_recipes_of_two_axes_split_parameters_over_the_inner_one() -> None:
 
 
 def test_recipes_that_use_all_axes_alike_are_priced_on_one_mesh() -> None:
-    """Recipes that use all axes alike are priced on one mesh; other recipes are priced on each mesh."""
+    """A recipe that uses all axes alike is priced on one mesh only, unless it does not fit there."""
     mesh, rows = Mesh({"data": 2, "model": 2}), torch.empty(8, 16, device="meta")
     program = trace(Perceptron(), (rows, rows))
     flat = plan_program(program, MESH, h100s(MESH), PlanOptions())
@@ -110,14 +116,14 @@ def test_recipes_that_use_all_axes_alike_are_priced_on_one_mesh() -> None:
 
 
 def test_recipes_take_the_step_that_they_have_on_the_best_mesh() -> None:
-    """A recipe takes its step time on the best mesh, or None if the recipe fits on no mesh."""
+    """Over several meshes, a recipe has its shortest step time, or None if it fits on no mesh."""
     steps = ({"a": 2.0, "b": None, "c": None}, {"a": 3.0, "b": 1.0, "c": None})
     assert least_baselines(steps) == {"a": 2.0, "b": 1.0, "c": None}
     assert least_baselines(steps[:1]) is steps[0]
 
 
 def test_a_program_without_state_has_no_zero_1() -> None:
-    """A program of forward and backward alone has no ZeRO-1."""
+    """A program without an optimizer update has no ZeRO-1 among its known recipes."""
     rows = torch.empty(8, 16, device="meta")
     planning = planning_problem(trace(Perceptron(), (rows, rows)), MESH, h100s(MESH), PlanOptions())
     assert list(solve_baselines(planning, Search(), {})) == ["data parallel", "fully sharded data parallel"]
@@ -133,7 +139,10 @@ def test_a_recipe_that_constraints_exclude_is_left_out() -> None:
 
 
 def test_a_plan_before_costs_what_it_did() -> None:
-    """An earlier plan keeps its cost on its mesh, and a larger mesh with the same axes is searched at least as well."""
+    """An earlier plan keeps its cost on its mesh.
+
+    On a larger mesh with the same axes, the new plan is no slower than it.
+    """
     rows = torch.empty(8, 16, device="meta")
     program = trace(Perceptron(), (rows, rows))
     before = plan_program(program, MESH, h100s(MESH), PlanOptions())
@@ -165,7 +174,7 @@ class _Loss(nn.Module):
 
 
 def test_a_recipe_that_hides_more_is_the_plan() -> None:
-    """Data parallelism, which hides its reductions behind the backward, wins among nearly equal sums."""
+    """Data parallelism, which hides its reductions, becomes the plan although another choice has a lower cost."""
     model = nn.Sequential(_Residual(256), _Residual(256), _Loss())
     program = trace(model, (torch.empty(2048, 256, device="meta"),), update=adamw(model))
     mesh, cluster = Mesh({"x": 2}), Cluster("l4", 1, 2)

@@ -1,4 +1,4 @@
-"""Constraints are met, or refused by name."""
+"""Plans follow constraints on specs, and impossible constraints are refused by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.passes.deep import adamw, alike, short_step, step
 
 @pytest.mark.parametrize("name", ["weight", "input:0", "output:0"])
 def test_a_spec_of_more_dims_than_there_are_is_refused(name: str) -> None:
-    """A parameter, an input and an output of two dims have no third."""
+    """A spec of three dims is refused for a parameter, an input and an output of two dims."""
     with pytest.raises(InvalidSpecError, match=f"'{name}' cannot be laid out"):
         autoshard.plan(
             nn.Linear(4, 4),
@@ -36,7 +36,7 @@ def test_a_spec_of_more_dims_than_there_are_is_refused(name: str) -> None:
     ],
 )
 def test_an_output_that_a_spec_cannot_split_is_described_by_its_own_shape(spec: P, words: str) -> None:
-    """The last dim of the output has one element, so no strategy splits it."""
+    """If a constraint cannot split an output, the error states the shape or number of dims of this output."""
     with pytest.raises(InvalidSpecError, match=words):
         autoshard.plan(
             nn.Linear(4, 1),
@@ -47,7 +47,7 @@ def test_an_output_that_a_spec_cannot_split_is_described_by_its_own_shape(spec: 
 
 
 def test_no_pattern_matches_a_value_between_stages() -> None:
-    """No pattern matches a value that one stage sends to another, so no constraint restricts its specs."""
+    """No pattern matches a value that one stage sends to another, nor the sum of squares of gradients."""
     program = step(alike(1))
     sent = InputSlot("received", InputKind.INPUT, crossing_name("blocks_relu", is_of_weights=False))
     squares = InputSlot("squares", InputKind.SQUARES, "squares:all")
@@ -58,7 +58,7 @@ def test_no_pattern_matches_a_value_between_stages() -> None:
 
 
 def test_a_pattern_without_a_colon_matches_no_optimizer_state_of_left_out_blocks() -> None:
-    """Only a pattern with a colon names state, also in a deep model that is planned without its inner blocks."""
+    """Only a pattern with a colon matches optimizer state, also for a model that is planned without inner blocks."""
     model = alike(8)
     short = short_step(model, adamw(model))
     assert sorted(matching(short, "*up.weight")) == sorted(f"blocks.{number}.up.weight" for number in range(8))

@@ -1,4 +1,4 @@
-"""A plan's words about each operator."""
+"""The coverage of a plan: how its operators are computed, with their times and source lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def _plan() -> Plan:
 
 
 def test_every_call_is_counted_once() -> None:
-    """Every call counts in one of three groups, and the groups sum to the predicted time but for joined biases."""
+    """Each operator is in one group of the coverage.
+
+    The times of all sum to the compute time, but for joined biases.
+    """
     plan = _plan()
     rows = [row for group in plan.coverage.values() for row in group]
     assert sorted(map(repr, rows)) == sorted(map(repr, plan.operators))
@@ -37,7 +40,10 @@ def test_every_call_is_counted_once() -> None:
 
 
 def test_stages_are_covered_together() -> None:
-    """Calls of all stages count, an operator of a line is listed once, and its time is the mean over ranks."""
+    """The coverage of two stages adds up the calls of each operator and source line.
+
+    Its times are means over both ranks.
+    """
     rows = _plan().operators
     found = cover_stages((rows, rows[1:]), 2)
     assert {row.operator for row in found} == {row.operator for row in rows}
@@ -49,7 +55,7 @@ def test_stages_are_covered_together() -> None:
 
 
 def test_operators_without_a_rule_have_a_line_and_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operators without a rule have the lines of the doctor's report."""
+    """An operator without a rule is listed as not split, with its source line and a positive time."""
     monkeypatch.delitem(registry._rules, torch.ops.aten.relu.default)
     (row,) = _plan().coverage["without rule"]
     assert row.operator == "aten.relu.default"
@@ -59,7 +65,7 @@ def test_operators_without_a_rule_have_a_line_and_a_time(monkeypatch: pytest.Mon
 
 
 def test_coverage_is_saved() -> None:
-    """A loaded plan has its coverage; a plan from an older file has no coverage."""
+    """A loaded plan has the coverage of the saved plan. A file without operators loads without coverage."""
     plan = _plan()
     data = json.loads(json.dumps(plan.to_json()))
     assert Plan.from_json(data).coverage == plan.coverage

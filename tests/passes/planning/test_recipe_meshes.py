@@ -1,4 +1,4 @@
-"""On which meshes a recipe may lie."""
+"""`check_mesh` and `meshes_of_recipe`, which say on which meshes a recipe runs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ ELSEWHERE = [
 
 @pytest.mark.parametrize(("recipe", "axes"), FITTING)
 def test_a_recipe_lies_on_its_own_meshes(recipe: Recipe, axes: dict[str, int]) -> None:
-    """Ranks that share shards form one axis, and ranks that copy shards form another axis."""
+    """A mesh whose axes fit a recipe is accepted, and is one of the recipe's meshes for four devices."""
     check_mesh(recipe, Mesh(axes))
     assert Mesh(axes) in meshes_of_recipe(recipe, 4, 4)
 
 
 @pytest.mark.parametrize(("recipe", "axes"), ELSEWHERE)
 def test_groups_of_shards_need_their_axis(recipe: Recipe, axes: dict[str, int]) -> None:
-    """Copies of shards lie where `zero_group` says, and only there."""
+    """A mesh whose axes "replica" and "data" contradict `zero_group` is refused."""
     assert Mesh(axes) not in meshes_of_recipe(recipe, 4, 4)
     with pytest.raises(RecipeError, match="zero_group"):
         check_mesh(recipe, Mesh(axes))
@@ -50,7 +50,7 @@ def test_groups_of_shards_need_their_axis(recipe: Recipe, axes: dict[str, int]) 
     ],
 )
 def test_the_axes_of_a_mesh_say_what_a_recipe_leaves_out(recipe: Recipe, axes: dict[str, int]) -> None:
-    """Axes of other names are free."""
+    """A mesh may have axes for fields that the recipe leaves out, and axes of other names."""
     check_mesh(recipe, Mesh(axes))
 
 
@@ -72,13 +72,13 @@ def test_the_axes_of_a_mesh_say_what_a_recipe_leaves_out(recipe: Recipe, axes: d
     ],
 )
 def test_a_recipe_that_contradicts_a_mesh_is_refused(recipe: Recipe, axes: dict[str, int], words: str) -> None:
-    """A recipe that contradicts a mesh is refused with the field and the axis."""
+    """A recipe that contradicts a mesh is refused, and the error names the field and the axis."""
     with pytest.raises(RecipeError, match=words):
         check_mesh(recipe, Mesh(axes))
 
 
 def test_a_schedule_on_a_cluster_takes_a_pipeline() -> None:
-    """Stages are not searched there yet."""
+    """On a cluster, a pipeline schedule without a number of stages is refused."""
     with pytest.raises(RecipeError, match="schedule='GPipe' needs a pipeline"):
         meshes_of_recipe(Recipe(schedule="GPipe"), 4, 4)
 
@@ -92,7 +92,7 @@ def test_a_schedule_on_a_cluster_takes_a_pipeline() -> None:
     ],
 )
 def test_open_axes_take_the_sizes_that_groups_and_experts_divide(recipe: Recipe, found: list[dict[str, int]]) -> None:
-    """A size of the axis "model" that leaves too few ranks for a ZeRO group is skipped."""
+    """Meshes of a recipe without `data` and `tensor` have only sizes that fit its ZeRO groups and experts."""
     assert meshes_of_recipe(recipe, 4, 4) == [Mesh(axes) for axes in found]
 
 
@@ -106,6 +106,6 @@ def test_open_axes_take_the_sizes_that_groups_and_experts_divide(recipe: Recipe,
     ],
 )
 def test_a_recipe_that_no_mesh_fits_is_refused(recipe: Recipe, words: str) -> None:
-    """The message names the fields that do not go together."""
+    """A recipe without a mesh of four devices is refused, and the error names the fields that do not fit."""
     with pytest.raises(RecipeError, match=words):
         meshes_of_recipe(recipe, 4, 4)

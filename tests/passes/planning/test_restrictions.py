@@ -1,4 +1,4 @@
-"""Restrictions for the roles of axes and for questions about roles."""
+"""Restrictions of strategies to the role that an axis has in a recipe or a question."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Squares(nn.Module):
     ("layer", "names"), [(nn.Linear(4, 4), ["layer.weight"]), (nn.LayerNorm(4), ["layer.weight", "layer.bias"])]
 )
 def test_vectors_have_a_role_only_where_there_is_no_matrix(layer: nn.Module, names: list[str]) -> None:
-    """Biases and the weights of norms are too small to say how a model is split."""
+    """Biases and the weights of norms count as matrices only in a model without a matrix."""
     program = trace(Squares(layer), (torch.randn(2, 4),))
     planning = planning_problem(program, MESH, h100s(MESH), PlanOptions())
     assert [slot.name for slot in matrices(planning)] == names
@@ -54,14 +54,14 @@ def test_vectors_have_a_role_only_where_there_is_no_matrix(layer: nn.Module, nam
     ],
 )
 def test_an_axis_is_restricted_where_one_of_its_fields_is_given(recipe: Recipe, restricted: set[str]) -> None:
-    """A field of a recipe restricts its own axis, and all other axes stay free."""
+    """A given field of a recipe restricts the axes of this field, and all other axes stay free."""
     axes = dict.fromkeys(("pipeline", "replica", "data", "expert", "context", "model", "mine"), 2)
     recipe = replace(recipe, data=8) if recipe.data else recipe
     assert set(roles_of(recipe, Mesh(axes))) == restricted
 
 
 def test_experts_are_free_where_their_fields_are() -> None:
-    """Fields of data and tensor parallelism leave experts free."""
+    """A recipe without `expert` and `expert_tensor` leaves experts free. With both fields at 1, experts are whole."""
     roles = roles_of(Recipe(zero=1, tensor=2), Mesh({"data": 2, "model": 2}))
     assert {role.experts for role in roles.values()} == {Experts.FREE}
     assert Experts.FREE.is_split is None
@@ -82,7 +82,7 @@ class ClassToken(nn.Module):
 
 @pytest.mark.parametrize("role", ["data", "fsdp"])
 def test_a_parameter_that_is_repeated_for_each_example_is_split_with_them(role: str) -> None:
-    """Copies of a parameter for each example are split with the examples, and the parameter is whole at its use."""
+    """In data parallelism and FSDP, copies of a parameter, one for each example, may be split over the batch."""
     program = trace(Squares(ClassToken()), (torch.randn(4, 3, 4),))
     planning = planning_problem(program, MESH, h100s(MESH), PlanOptions())
     masks = restrict(planning, ROLES[role], "data")

@@ -1,4 +1,4 @@
-"""A step's price counts repetitions in micro-batches, so gradients are reduced once afterwards."""
+"""The price of a step counts each call as often as it runs. Micro-batches repeat, while gradients are reduced once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Loss(nn.Module):
 
 @cache
 def step() -> Program:
-    """On a part of the batch, with AdamW."""
+    """The training step of one micro-batch, with AdamW."""
     with torch.device("meta"):
         model, x = Loss(), torch.empty(ROWS, WIDTH)
     update = describe_update(torch.optim.AdamW(model.parameters()), names_of(model.named_parameters()), None)
@@ -46,14 +46,14 @@ def step() -> Program:
 
 @cache
 def plan_of(micro_batches: int) -> Plan:
-    """Data-parallel, where the state lies left to the search."""
+    """A data-parallel plan, in which the search chooses the specs of optimizer state."""
     constraints = {"input:*": P("x"), "*weight": P(), "*bias": P()}
     options = PlanOptions(constraints=constraints, micro_batches=micro_batches, with_baselines=False)
     return plan_program(step(), MESH, h100s(MESH), options)
 
 
 def collectives(micro_batches: int) -> dict[str, Counter[str]]:
-    """Count the collectives of each kind that a phase starts, with all collectives in place."""
+    """Count the collectives of each kind in each phase, without overlap passes."""
     plan = plan_of(micro_batches)
     phased = lower_program(step(), plan, h100s(MESH), LoweringOptions(micro_batches=micro_batches, with_overlap=False))
     return {
@@ -63,7 +63,7 @@ def collectives(micro_batches: int) -> dict[str, Counter[str]]:
 
 
 def test_gradients_of_micro_batches_are_reduced_once() -> None:
-    """Micro-batches reduce their losses alone, and the update reduces each of six gradients."""
+    """A micro-batch reduces only its loss, and the update reduces the six gradients of the step."""
     found = collectives(PARTS)
     assert (found["forward"], found["backward"]) == ({"all_reduce": 1}, {})
     assert sum(number for kind, number in found["update"].items() if "reduce" in kind) == 6
@@ -71,7 +71,7 @@ def test_gradients_of_micro_batches_are_reduced_once() -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, PARTS])
 def test_the_objective_is_of_the_whole_step(micro_batches: int) -> None:
-    """The objective is the time of the lowered program, if nothing is hidden or hoisted."""
+    """The objective of a plan equals the simulated time of its lowered program, without overlap and hoisting."""
     plan = plan_of(micro_batches)
     phased = lower_program(step(), plan, h100s(MESH), LoweringOptions(with_overlap=False, with_native=False))
     walked = walk_program(phased, NodePrices(h100s(MESH), MESH), micro_batches=micro_batches)
@@ -81,7 +81,7 @@ def test_the_objective_is_of_the_whole_step(micro_batches: int) -> None:
 
 
 def test_calls_count_as_often_as_they_run() -> None:
-    """Eight micro-batches count eight forwards and backwards, and one update."""
+    """Eight micro-batches count each forward and backward call eight times, and each update call once."""
     once, often = ({(row.operator, row.source): row.calls for row in plan_of(count).operators} for count in (1, PARTS))
     repeats = {key[0]: often[key] / once[key] for key in once if key in often}
     assert repeats["aten.mm.default"] == PARTS

@@ -1,4 +1,4 @@
-"""The search on real programs: equal to trying everything, and true to its memory limit."""
+"""On real programs the search equals trying every plan, and keeps to its memory limit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Chain(nn.Module):
 
 @st.composite
 def chains(draw: st.DrawFn) -> Program:
-    """Forward programs of up to seven sites, whose plans can be counted out."""
+    """Draw forward programs of up to seven sites, few enough to try all their plans."""
     batch, rows, columns = draw(SIZES), draw(SIZES), draw(SIZES)
     with torch.device("meta"):
         model = Chain(rows, columns, draw(st.integers(0, 2)))
@@ -61,7 +61,7 @@ def cheapest(planning: PlanningProblem, limit: float) -> float | None:
 @settings(max_examples=10)
 @given(chains(), st.sampled_from([0.3, 0.6, 0.9, 2.0]))
 def test_the_search_equals_trying_every_plan(program: Program, share: float) -> None:
-    """Same cost, or both find that nothing fits, under limits from too small to plentiful."""
+    """Under drawn memory limits, the search finds the cost of trying every plan, or both find that no plan fits."""
     planning = problem_of(program, Mesh({"x": 2}))
     whole = float(planning.usage([0] * len(planning.assignment.costs)).max())
     best = cheapest(planning, share * whole)
@@ -78,7 +78,7 @@ def test_the_search_equals_trying_every_plan(program: Program, share: float) -> 
 @settings(max_examples=5)
 @given(chains(), st.sampled_from([0.6, 0.9, 2.0]))
 def test_a_search_that_is_stopped_at_once_gives_what_fits(program: Program, share: float) -> None:
-    """A search that stops at once returns a fitting plan with a true bound, unless memory is scarce."""
+    """A search that stops at once returns a fitting plan with a valid lower bound, unless memory is scarce."""
     planning = problem_of(program, Mesh({"x": 2}))
     limit = share * float(planning.usage([0] * len(planning.assignment.costs)).max())
     best = cheapest(planning, limit)
@@ -96,7 +96,7 @@ def test_a_search_that_is_stopped_at_once_gives_what_fits(program: Program, shar
 @settings(max_examples=8)
 @given(chains(), st.sampled_from([0.6, 0.9, 2.0]))
 def test_the_search_is_exact_where_memory_does_not_bind(program: Program, share: float) -> None:
-    """A choice under a memory limit that binds fits, and has a true bound."""
+    """A plan fits in the limit and has a valid lower bound. If the best plan without a limit fits, it is found."""
     planning = problem_of(program, Mesh({"x": 2}))
     limit = share * float(planning.usage([0] * len(planning.assignment.costs)).max())
     best = cheapest(planning, limit)
@@ -115,7 +115,7 @@ def test_the_search_is_exact_where_memory_does_not_bind(program: Program, share:
 
 
 def test_more_memory_is_never_slower() -> None:
-    """Sweeping the limit upwards, the predicted step time falls or stays, within the tolerance of the search."""
+    """With a larger memory limit the cost falls or stays, up to 0.1 %."""
     planning = problem_of(perceptron_program(batch=4096), Mesh({"x": 2}))
     largest = float(planning.usage(Search()(planning).choice).max())
     costs = []
@@ -130,7 +130,7 @@ def test_more_memory_is_never_slower() -> None:
 
 
 def test_a_problem_that_does_not_fit_says_what_would() -> None:
-    """The limit that the error names admits a plan."""
+    """If no plan fits, the error states a memory limit within which the search finds a plan."""
     planning = problem_of(perceptron_program(batch=4096), Mesh({"x": 2}))
     with pytest.raises(DoesNotFitError) as caught:
         Search(1e4)(planning)
@@ -138,7 +138,7 @@ def test_a_problem_that_does_not_fit_says_what_would() -> None:
 
 
 def test_a_limit_that_no_user_gave_is_the_memory_of_a_device() -> None:
-    """The error names `memory_budget` only if it was given."""
+    """If no plan fits, the error names `memory_budget` if the user gave it, and otherwise the memory of a device."""
     planning = problem_of(perceptron_program(batch=4096), Mesh({"x": 2}))
     with pytest.raises(DoesNotFitError, match=r"in memory_budget=2048 bytes \(2\.00 KiB\) per device\. "):
         Search(2048)(planning)

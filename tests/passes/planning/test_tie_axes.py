@@ -1,4 +1,7 @@
-"""Axes are tied as little as the time allows, and never if a constraint or a recipe distinguishes the axes."""
+"""To save time, the search may tie mesh axes, that is, split the same dims over them.
+
+Axes that a constraint or a recipe distinguishes are never tied.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def specs_of(space: SearchSpace) -> list[PartitionSpec]:
 
 
 def test_on_two_axes_nothing_is_tied(caplog: pytest.LogCaptureFixture) -> None:
-    """Two axes are never tied, whatever the time."""
+    """On meshes of one or two axes, no axes are tied, even without any time."""
     for mesh in (Mesh({"a": 4}), Mesh({"a": 2, "b": 2})):
         free = every_strategy(mesh)(prepare(blocks_program()))
         found = space_of(mesh, 0.0)
@@ -55,7 +58,10 @@ def test_on_two_axes_nothing_is_tied(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_four_axes_have_no_more_strategies_than_two(caplog: pytest.LogCaptureFixture) -> None:
-    """The three outer axes split alike: plans of a mesh of 8 times 2, where sizes divide by 8."""
+    """In little time, the three outer of four axes are tied, and a warning names them.
+
+    There are at most as many strategies as on a mesh of 8 times 2 devices.
+    """
     tied = space_of(TESSERACT, 1.0)
     two = space_of(Mesh({"a": 8, "d": 2}), 60.0)
     assert count(tied) <= count(two)
@@ -67,7 +73,10 @@ def test_four_axes_have_no_more_strategies_than_two(caplog: pytest.LogCaptureFix
 
 
 def test_more_time_ties_less(caplog: pytest.LogCaptureFixture) -> None:
-    """Each level of more time has more strategies than the previous level, up to free axes."""
+    """In little time, three axes have less than a third of the strategies of free axes.
+
+    With more time all axes are free.
+    """
     spaces = [space_of(CUBE, seconds) for seconds in (0.5, 1e6)]
     free = every_strategy(CUBE)(prepare(blocks_program()))
     assert count(spaces[0]) < count(spaces[1]) / 3
@@ -78,7 +87,7 @@ def test_more_time_ties_less(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_axes_that_are_told_apart_are_not_tied() -> None:
-    """Axes distinguished by a constraint, an earlier plan, a recipe or the order in a spec are not tied."""
+    """Axes that a constraint, an earlier plan, a recipe or the order in a spec distinguishes are not tied."""
     assert tied_levels(TESSERACT)[1:] == [
         (("a", "b"), ("c",), ("d",)),
         (("a", "b", "c"), ("d",)),
@@ -94,14 +103,14 @@ def test_axes_that_are_told_apart_are_not_tied() -> None:
 
 
 def test_a_constraint_on_one_axis_holds_on_many() -> None:
-    """However little time there is."""
+    """A constraint on one of three axes holds in the plan, even in little time."""
     options = PlanOptions(constraints={"first.weight": P(None, "b")}, time_budget_s=0.5)
     plan = plan_program(perceptron_program(), CUBE, h100s(CUBE), options)
     assert plan.parameters["first.weight"].spec == P(None, "b")
 
 
 def test_known_recipes_are_priced_on_tied_axes() -> None:
-    """All known recipes are priced on tied axes at equal costs, because the inner axis stays free."""
+    """All four known recipes have the same costs on tied axes as on free axes, because the inner axis stays free."""
     costs = []
     for seconds in (0.5, 1e6):
         options = PlanOptions(time_budget_s=seconds)
@@ -112,7 +121,7 @@ def test_known_recipes_are_priced_on_tied_axes() -> None:
 
 
 def test_four_axes_train_as_one_device(caplog: pytest.LogCaptureFixture) -> None:
-    """Loss and gradients under the plan of a problem with tied axes equal one device."""
+    """On four axes, three of which are tied, loss and gradients equal those of one device."""
     torch.manual_seed(0)
     model, rows = Perceptron(), torch.randn(32, 16)
     plain = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""Plans say in words where parameters, gradients and optimizer state lie."""
+"""A plan describes in words where parameters, gradients and optimizer state are."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BATCH = {"input:*": P("data"), "*.bias": P()}
 
 
 FEW, MANY = 8, 8192
-"""Rows of a batch, few so that activations are cheaper to move than weights, or many."""
+"""Rows of a batch. With few rows, activations are cheaper to send than weights; with many, weights are cheaper."""
 
 
 @cache
@@ -56,7 +56,7 @@ def planned(constraints: dict[str, PartitionSpec], rows: int, rule: UpdateRule =
     ],
 )
 def test_layouts_have_names(constraints: dict[str, PartitionSpec], layout: str) -> None:
-    """Names tell copies, tensor parallelism, and state split without its parameter apart."""
+    """The layout's name tells apart copied parameters, split parameters, and split state of a whole parameter."""
     plan = planned(constraints, FEW)
     item = plan.parameters["first.weight"]
     assert re.fullmatch(layout, item.layout)
@@ -65,7 +65,7 @@ def test_layouts_have_names(constraints: dict[str, PartitionSpec], layout: str) 
 
 
 def test_what_the_forward_gathers_is_zero_3() -> None:
-    """A whole gathered weight with a split batch on the same axis is named ZeRO-3."""
+    """Parameters that are split over the axis of the batch, and gathered at their use, are named ZeRO-3."""
     plan = planned({"*.weight": P("data"), "*:*.weight": P("data")}, MANY)
     assert {plan.parameters[name].layout for name in ("first.weight", "second.weight")} == {
         "ZeRO-3 over data; copied over model"
@@ -76,7 +76,7 @@ def test_what_the_forward_gathers_is_zero_3() -> None:
 
 
 def test_zero_1_and_2_differ_in_the_gradient() -> None:
-    """The spec of the gradient at the end of the backward decides between ZeRO-1 and ZeRO-2."""
+    """With split state of whole parameters, a split gradient is named ZeRO-2, and a whole gradient ZeRO-1."""
     plan = planned({"*.weight": P(), "*:*.weight": P("data")}, MANY)
     for name in ("first.weight", "second.weight"):
         item = plan.parameters[name]
@@ -85,7 +85,7 @@ def test_zero_1_and_2_differ_in_the_gradient() -> None:
 
 
 def test_without_state_the_update_counts() -> None:
-    """Without optimizer state the update decides the name, in pieces or whole."""
+    """A parameter without optimizer state is named ZeRO-3 if it is split and gathered at its use."""
     plan = planned({"*.weight": P("data")}, MANY, SGD)
     assert plan.parameters["first.weight"].state == {}
     assert plan.parameters["first.weight"].layout.startswith("ZeRO-3 over data")

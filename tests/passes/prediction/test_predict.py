@@ -1,4 +1,4 @@
-"""Every plan has a prediction from one simulated step, which states its assumptions."""
+"""The prediction of a plan, from one simulated step: times, memory, utilisation, interval and trace."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HIDDEN, LENGTH, BATCH, COUNT, RANKS = 1024, 512, 256, 4, 8
 
 @cache
 def planning_of() -> PlanningProblem:
-    """Return the problem of wide blocks on one node."""
+    """Return the planning problem of four wide blocks on eight GPUs of one node."""
     mesh = Mesh({"x": RANKS})
     program = blocks_program(batch=BATCH, length=LENGTH, hidden=HIDDEN, count=COUNT)
     return planning_problem(program, mesh, h100s(mesh), PlanOptions(state_bytes_per_parameter_byte=2))
@@ -55,7 +55,7 @@ def choice_of(constraints: dict[str, PartitionSpec]) -> list[int]:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_breakdowns_add_up(seed: int) -> None:
-    """Breakdowns sum to the step and to the peak, for any plan, and for any way to issue operators."""
+    """For a drawn plan, the breakdowns sum to the step time and to the peak memory, eagerly and as a CUDA graph."""
     planning = planning_of()
     for dispatch in ("eager", "graph"):
         found = predicted(planning, drawn_choice(planning, seed), dispatch=dispatch)
@@ -64,7 +64,7 @@ def test_breakdowns_add_up(seed: int) -> None:
 
 
 def test_fused_kernels_and_micro_batches_are_of_the_whole_step() -> None:
-    """A step of four micro-batches takes nearly four times a single one, with and without Triton's kernels."""
+    """With Triton's kernels, a step of four micro-batches takes between 2 and 4.4 times the step of one."""
     mesh = Mesh({"x": 2})
     program = blocks_program(batch=8, length=64, hidden=64, count=2)
     one, four = (
@@ -75,7 +75,10 @@ def test_fused_kernels_and_micro_batches_are_of_the_whole_step() -> None:
 
 
 def test_small_operators_wait_for_the_host() -> None:
-    """Small operators issued from Python take the host's time, and less time from a graph."""
+    """Small operators wait for their launches by the host, and take less time as a CUDA graph.
+
+    Large operators in a graph hardly wait.
+    """
     mesh = Mesh({"x": 2})
     planning = planning_problem(blocks_program(), mesh, h100s(mesh), PlanOptions())
     choice = [0] * len(planning.members)
@@ -87,7 +90,7 @@ def test_small_operators_wait_for_the_host() -> None:
 
 
 def test_a_device_that_is_its_own_host_never_waits() -> None:
-    """On a CPU operators are not issued ahead."""
+    """On a CPU, the prediction has no waits for the host."""
     mesh = Mesh({"x": 2})
     cluster = Cluster("cpu_laptop", nodes=1, devices_per_node=2)
     planning = planning_problem(blocks_program(), mesh, cluster, PlanOptions())
@@ -95,7 +98,10 @@ def test_a_device_that_is_its_own_host_never_waits() -> None:
 
 
 def test_utilisation_counts_the_products_of_the_model() -> None:
-    """Utilisation counts six FLOPs per parameter and token over the peak of all ranks; split work counts once."""
+    """MFU counts six FLOPs for each parameter and row, over the peak of all ranks.
+
+    HFU is equal if no work is repeated.
+    """
     found = predicted(planning_of(), choice_of(DATA_PARALLEL), dispatch="graph")
     flops = 6 * COUNT * 8 * HIDDEN**2 * BATCH * LENGTH
     expected = flops / (RANKS * h100s(Mesh({"x": RANKS})).device.peak("bf16") * found.step_time_s)
@@ -104,7 +110,7 @@ def test_utilisation_counts_the_products_of_the_model() -> None:
 
 
 def test_work_that_every_rank_repeats_counts_for_the_hardware_only() -> None:
-    """HFU is the ranks times MFU, if nothing is split and each rank runs the whole model."""
+    """If each of eight ranks runs the whole model, the HFU is eight times the MFU."""
     planning = planning_of()
     whole = [
         next(i for i, s in enumerate(planning.space.sites[group[0]].strategies) if not any(s.choices))
@@ -116,7 +122,7 @@ def test_work_that_every_rank_repeats_counts_for_the_hardware_only() -> None:
 
 
 def test_the_interval_is_about_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interval surrounds the step for a plan with coverage, and is missing otherwise."""
+    """The interval contains the step time if the device's uncertainty is known. Otherwise the interval is None."""
     monkeypatch.setattr(predict_module, "step_time_uncertainty", lambda kind: Uncertainty(0.1, 0.9))
     found = predicted(planning_of(), choice_of(DATA_PARALLEL))
     assert found.step_time_interval_s is not None
@@ -128,7 +134,7 @@ def test_the_interval_is_about_the_step(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_plan_writes_its_trace(tmp_path: Path) -> None:
-    """A trace file has a stream for computation and a stream for the node's links, as long as the step."""
+    """The trace file of a plan has events of computation and of the node's links, which end with the step."""
     plan = _plan()
     plan.trace(tmp_path / "trace.json")
     document = json.loads((tmp_path / "trace.json").read_text())
@@ -140,7 +146,7 @@ def test_a_plan_writes_its_trace(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_is_traced_with_a_process_per_rank() -> None:
-    """Its transfers are streams of their senders."""
+    """The trace of a pipeline has a process for each rank, with a stream for computation and one for each receiver."""
     sent, none = dict.fromkeys(neighbours(3), 1e-4), np.zeros(3)
     times, line = order_times(
         order_rows("1F1B", 3, 4), (0, 1, 2), np.full((3, 4), 1e-3), sent, once_s=none, update_s=none
@@ -156,7 +162,7 @@ def test_a_pipeline_is_traced_with_a_process_per_rank() -> None:
 
 
 def test_plans_keep_their_predictions(tmp_path: Path) -> None:
-    """Saved and read back, timeline and interval included; a plan without a timeline says so."""
+    """A loaded plan has the prediction of the saved plan. A plan without a timeline refuses to write a trace."""
     plan = _plan()
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
@@ -175,7 +181,7 @@ def _plan() -> Plan:
 
 
 def test_the_utilisation_of_convolutions() -> None:
-    """Convolutions count FLOPs only for the gradients in their output mask."""
+    """A model of convolutions, some of whose input gradients are not computed, has an MFU between 0 and 1."""
     model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1))
     mesh = Mesh({"x": 2})
     plan = plan_program(trace(model, (torch.ones(4, 4, 8, 8),)), mesh, h100s(mesh), PlanOptions(with_baselines=False))
@@ -198,7 +204,7 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize("weight", [P(), P("data")], ids=["data parallel", "ZeRO-3"])
 def test_deep_models_are_predicted_as_they_run(weight: PartitionSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program without inner blocks predicts the hidden time approximately, and the memory but for buckets."""
+    """A plan without inner blocks has nearly the step time, hidden time and peak of a plan with all blocks."""
     with torch.device("meta"):
         model, x = Wide(10), torch.zeros(32768, 2048)
     cluster, mesh = autoshard.Cluster("h100_sxm", 1, 4), Mesh({"data": 4})
@@ -233,7 +239,7 @@ class _Masked(nn.Module):
 
 @pytest.mark.parametrize("axis", ["data", "pipeline"])
 def test_a_mask_has_no_tokens(axis: str) -> None:
-    """Tokens per second count the elements of the first input of integers, and not those of a mask before it."""
+    """Tokens per second count the elements of the first input of integers, and not of a boolean mask before it."""
     inputs = {"mask": torch.zeros(4, 8, 8, dtype=torch.bool), "tokens": torch.zeros(4, 8, dtype=torch.int64)}
     plan = autoshard.plan(_Masked(), Mesh({axis: 2}), optimizer="sgd", example_inputs=inputs)
     assert plan.predicted.tokens_per_s == pytest.approx(4 * 8 / plan.predicted.step_time_s)

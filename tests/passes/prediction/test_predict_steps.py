@@ -1,4 +1,4 @@
-"""The predicted step of a compiled program, operator by operator, is that of its plan."""
+"""The step of a compiled program, predicted operator by operator, equals the prediction of its plan."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def predicted(mesh: Mesh, cluster: Cluster | None = None, **options: Any) -> tup
     ],
 )
 def test_the_step_is_that_of_the_plan(axes: dict[str, int], cluster: Cluster | None, options: dict[str, Any]) -> None:
-    """Step time and costs by operator are those of the plan's own prediction."""
+    """Each rank of a pipeline has the step time of the plan, with spans of all modules inside the step."""
     found, plan = predicted(Mesh(axes), cluster, **options)
     for step in found.steps:
         assert step.duration_ns / 1e9 == pytest.approx(plan.predicted.step_time_s, rel=1e-3)
@@ -60,7 +60,7 @@ def test_the_step_is_that_of_the_plan(axes: dict[str, int], cluster: Cluster | N
 
 
 def test_costs_are_those_of_the_spans() -> None:
-    """If nothing overlaps, the costs of a part take as long as its spans."""
+    """Without overlap, the costs of forward, backward, update and communication equal the times of these parts."""
     found, plan = predicted(Mesh({"data": 2}), micro_batches=2, constraints={"input:0": P("data"), "*.weight": P()})
     costs = defaultdict[str, float](float)
     for cost in found.costs[0]:
@@ -76,7 +76,7 @@ def test_costs_are_those_of_the_spans() -> None:
 
 
 def test_a_plan_of_one_micro_batch_is_predicted_with_all_micro_batches() -> None:
-    """The prediction beside measured steps counts the micro-batches of the step, and not those of a given plan."""
+    """A step of four micro-batches with a plan for one is predicted with four forwards."""
     found, plan = list[float](), None
     for parts in (1, 4):
         step = autoshard.compile(

@@ -1,4 +1,4 @@
-"""The walk of a lowered program takes the price of its strategies: one layout has one price."""
+"""Walking a lowered program gives the cost that the search gave to its strategies."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ FREE = 0.0
 
 
 def phased_of(planning: PlanningProblem, choice: list[int]) -> PhasedProgram:
-    """The lowered program of a choice."""
+    """The lowered program of a choice, without overlap."""
     cluster = planning.prices.cluster
     plan = lowered_plan(planning, choice, 0.0, None, cluster, PlanOptions()).plan
     return lower_prepared(planning.space.program, plan, cluster, LoweringOptions(with_overlap=False))
 
 
 def walk(planning: PlanningProblem, phased: PhasedProgram, micro_batches: int = 1) -> WalkedStep:
-    """The step of a lowered program of a problem."""
+    """Walk a lowered program with the prices of a planning problem."""
     return walk_program(phased, NodePrices(planning.prices.cluster, phased.lowered.mesh), micro_batches)
 
 
@@ -60,7 +60,7 @@ def walk(planning: PlanningProblem, phased: PhasedProgram, micro_batches: int = 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["perceptron", "classifier", "blocks"])
 def test_the_walk_takes_what_the_objective_says(name: str, seed: int) -> None:
-    """The walk of a program takes the objective's time, also with axes between nodes."""
+    """The time of the walked program equals the search's cost of its choice, also with an axis between nodes."""
     for cluster in (h100s(SQUARE), two_nodes(SQUARE)):
         planning = problem_of(program_of(name), SQUARE, cluster)
         choice = drawn_choice(planning, seed)
@@ -69,7 +69,7 @@ def test_the_walk_takes_what_the_objective_says(name: str, seed: int) -> None:
 
 
 def may_be_padded(program: Program, mesh: Mesh) -> bool:
-    """Whether some dim may be split unevenly, as two ranks split the best three experts of a token."""
+    """Whether the number of devices does not divide some dim, so that a split of it may be padded."""
     values = [node.meta.get("val") for node in program.graph_module.graph.nodes]
     shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
     return any(size > 1 and size % mesh.size for shape in shapes for size in shape)
@@ -78,7 +78,7 @@ def may_be_padded(program: Program, mesh: Mesh) -> bool:
 @settings(max_examples=6)
 @given(st.data())
 def test_drawn_programs_have_one_price(data: st.DataObject) -> None:
-    """Drawn programs have one price in the search and in the walk, within 2 % for padded programs.
+    """The walk of a drawn program takes the cost of the search, within 2 % if splits may be padded.
 
     The search prices a bias apart from its product. Programs with unread calls are not drawn, because unread calls do
     not run. A split norm's statistics without a backward are an example.
@@ -96,7 +96,7 @@ def test_drawn_programs_have_one_price(data: st.DataObject) -> None:
 
 
 def test_repeated_blocks_are_walked_as_often_as_they_run() -> None:
-    """A program without inner blocks has the price of the whole program."""
+    """For a program without inner blocks, the time of the walk equals the search's cost of all blocks."""
     model = alike(6)
     planning = problem_of(short_step(model, adamw(model, 1.0), 1), SQUARE)
     choice = drawn_choice(planning, 1)
@@ -105,14 +105,14 @@ def test_repeated_blocks_are_walked_as_often_as_they_run() -> None:
 
 
 def data_parallel_choice(planning: PlanningProblem) -> list[int]:
-    """The best choice under which parameters are copied, and the batch is split."""
+    """The best choice with copied weights and a split batch."""
     constraints = {"*.up.weight": P(), "*.down.weight": P(), "input:0": P("x")}
     return list(Search(None, 30.0)(planning, allowed_options(planning, constraints)).choice)
 
 
 @cache
 def data_parallel() -> tuple[PlanningProblem, PhasedProgram]:
-    """Return the lowered program, without overlap, of blocks whose gradients are reduced over the batch."""
+    """Return the planning problem and the lowered program of data-parallel blocks, without overlap."""
     planning = problem_of(blocks_program(batch=256, length=512, hidden=1024, count=3), LINE)
     return planning, phased_of(planning, data_parallel_choice(planning))
 
@@ -131,7 +131,7 @@ def with_late_waits(phased: PhasedProgram) -> PhasedProgram:
 
 
 def test_what_a_pass_moves_is_priced_where_it_stands() -> None:
-    """Reductions with late waits run beside the rest of the backward, and no other time changes."""
+    """If waits for reductions move behind computation, the exposed time more than halves, and no other time changes."""
     planning, phased = data_parallel()
     early, late = (simulate_streams(walk(planning, item).segments, FREE) for item in (phased, with_late_waits(phased)))
     assert early.total_s == pytest.approx(simulate_streams(walk(planning, phased).segments).total_s)
@@ -142,7 +142,10 @@ def test_what_a_pass_moves_is_priced_where_it_stands() -> None:
 
 
 def test_members_of_buckets_are_copied_into_order() -> None:
-    """Weights split along columns are copied at both ends of a bucket; weights split along rows are not copied."""
+    """In buckets, weights that are split along columns are copied twice.
+
+    Weights that are split along rows are not copied.
+    """
     copied_s, moved_s = {}, {}
     for name, spec in {"rows": P("x"), "columns": P(None, "x")}.items():
         planning = problem_of(blocks_program(batch=2**18, length=1, hidden=1024, count=3), LINE)
@@ -159,7 +162,7 @@ def test_members_of_buckets_are_copied_into_order() -> None:
 
 
 def test_micro_batches_repeat_forward_and_backward() -> None:
-    """The update runs once a step."""
+    """Three micro-batches walk forward and backward three times, and the update once."""
     model = alike(2)
     planning = problem_of(step(model, adamw(model, 1.0)), SQUARE)
     phased = phased_of(planning, drawn_choice(planning, 1))
@@ -172,7 +175,10 @@ def test_micro_batches_repeat_forward_and_backward() -> None:
 
 
 def test_gradients_of_micro_batches_are_added_up() -> None:
-    """Each gradient but the first is added: a sum is read and written, the addend read; left-out blocks count too."""
+    """Each micro-batch but the first adds its gradients, which reads two values and writes one for each gradient.
+
+    A program without inner blocks counts the gradients of all blocks.
+    """
     model = alike(6)
     optimizer = adamw(model, 1.0)
     found, sent = [], []
@@ -191,7 +197,7 @@ def test_gradients_of_micro_batches_are_added_up() -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_gradients_add_up_as_the_objective_says(seed: int) -> None:
-    """Each further micro-batch adds its gradients up at the objective's cost, in any layout."""
+    """In drawn layouts, adding the gradients of one more micro-batch takes the time that the objective gives it."""
     model = alike(6)
     program = short_step(model, adamw(model, 1.0), 1)
     one, two, three = (problem_of(program, SQUARE, micro_batches=count) for count in (1, 2, 3))
@@ -205,14 +211,17 @@ def test_gradients_add_up_as_the_objective_says(seed: int) -> None:
 
 
 def test_bytes_on_the_wire_are_counted_by_axis() -> None:
-    """An all-reduce of all gradients over four ranks sends 3/2 of their bytes."""
+    """In data parallelism over four ranks, each rank sends 3/2 of the bytes of all gradients."""
     planning, phased = data_parallel()
     weights = 3 * 8 * 1024**2 * 2
     assert walk(planning, phased).sent_bytes["x"] == pytest.approx(1.5 * weights, rel=0.01)
 
 
 def test_predictions_are_of_what_runs() -> None:
-    """A plan on GPUs hides gradient buckets, and its time, traffic and peak equal the running program's."""
+    """The predicted time, traffic and peak memory of a plan are those of its overlapped program.
+
+    On GPUs a part of the communication is hidden.
+    """
     planning, serial = data_parallel()
     choice = data_parallel_choice(planning)
     cluster = planning.prices.cluster
@@ -230,9 +239,9 @@ def test_predictions_are_of_what_runs() -> None:
 
 
 def test_a_step_of_micro_batches_is_predicted_whole() -> None:
-    """A step of three micro-batches has three forwards and backwards, and one update with all reductions.
+    """With three micro-batches, backward compute takes three times as long, and the update less than 1.5 times.
 
-    The utilisation counts the whole step.
+    The utilisation counts the FLOPs of all micro-batches.
     """
     model = alike(2)
     program = step(model, adamw(model, 1.0))
@@ -248,7 +257,7 @@ def test_a_step_of_micro_batches_is_predicted_whole() -> None:
 
 
 def test_one_micro_batch_adds_nothing_up() -> None:
-    """One micro-batch or no gradients add nothing up; each further micro-batch adds all gradients once."""
+    """Without gradients or with one micro-batch nothing is added. Three micro-batches add all gradients twice."""
     assert not adding_up(1.0, 1)
     assert not adding_up(0.0, 3)
     ((op,),) = (segment.ops for segment in adding_up(1.0, 3))

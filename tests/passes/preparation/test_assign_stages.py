@@ -1,4 +1,4 @@
-"""Each call of a step has a stage, and gradients go down the stages."""
+"""Each call of a step has a stage. Values flow to later stages, and gradients to earlier stages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from passes.preparation.split_stages import SplitStages
 
 
 class Scan(nn.Module):
-    """A state-space layer as a loop over times. Each time reads a part of values that are computed before the loop."""
+    """A state-space layer as a loop over time steps, each of which reads a slice of values from before the loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Scan(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A cell that reads an encoder's results at each time."""
+    """A recurrent cell that reads all results of an encoder at each time step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("model", [Scan(), Recurrent()], ids=lambda model: type(model).__name__)
 @pytest.mark.parametrize("stages", [2, 3])
 def test_a_loop_is_cut_between_two_times(model: nn.Module, stages: int) -> None:
-    """No stage needs a gradient of an earlier stage, though both stages have a part in the gradients of one value."""
+    """Forward values cross only to later stages and gradients only to earlier stages, also if a loop is cut."""
     cut = SplitStages(stages, lambda node: 1.0)(trace(model, (torch.randn(4, 5, 6),), {}))
     assert all(item.is_forward == (item.maker < item.reader) for item in cut.crossings)
     assert any(not item.is_forward for item in cut.crossings)

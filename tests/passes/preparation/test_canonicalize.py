@@ -1,4 +1,4 @@
-"""Canonical programs keep their results, have no biased product, and save no views."""
+"""Canonical programs keep their results, have no `addmm`, and save no views for the backward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Mean(torch.nn.Module):
 
 
 def run(program: Program) -> list[torch.Tensor]:
-    """The program's results on values drawn from a fixed seed."""
+    """Run a program on values that are drawn with a fixed seed."""
     numbers = torch.Generator().manual_seed(1)
     nodes = program.nodes_by_name()
     values = [torch.randn(nodes[slot.node].meta["val"].shape, generator=numbers) for slot in program.inputs]
@@ -34,7 +34,7 @@ def run(program: Program) -> list[torch.Tensor]:
 
 
 def test_results_stay_the_same() -> None:
-    """Both rewrites keep every output and gradient."""
+    """Canonicalization, and fan-outs after it, keep the values and names of all outputs and gradients."""
     for program in (block_program(), trace(Perceptron(), (torch.randn(4, 16), torch.randn(4, 16)), {})):
         expected = run(program)
         for rewritten in (Canonicalize()(program), InsertFanOuts()(Canonicalize()(program))):
@@ -43,7 +43,7 @@ def test_results_stay_the_same() -> None:
 
 
 def test_biased_products_become_a_product_and_a_sum() -> None:
-    """No addmm is left; each became one mm and one add."""
+    """Each of two `addmm` becomes an `mm`, and no `addmm` is left."""
     program = trace(Perceptron(), (torch.randn(4, 16), torch.randn(4, 16)), {})
     before = [str(node.target) for node in program.graph.nodes]
     after = [str(node.target) for node in Canonicalize()(program).graph.nodes]
@@ -63,7 +63,7 @@ def test_the_backward_reads_no_view_of_the_forward() -> None:
 
 
 def test_the_given_program_stays_as_it_is() -> None:
-    """Passes work on copies."""
+    """The passes leave the given program unchanged, because they work on a copy."""
     program = block_program()
     text = program.text()
     InsertFanOuts()(Canonicalize()(program))

@@ -1,4 +1,4 @@
-"""A value with several users gets a fan-out, the single place to reshard the value."""
+"""A value with several users gets a fan-out, which is the only place to reshard the value."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ fan_out_6: f32[4, 32] = fan_out(threshold_backward)"""
 
 
 def test_values_with_several_users_get_fan_outs() -> None:
-    """A fan-out stands before the first forward user, and a second fan-out before several backward users."""
+    """Each value with several users is read through a fan-out. Several backward users share a second fan-out."""
     program = InsertFanOuts()(Canonicalize()(trace(Perceptron(), (torch.randn(4, 16), torch.randn(4, 16)), {})))
     lines = [line for line in program.text().splitlines() if "= fan_out(" in line]
     assert "\n".join(lines) == GOLDEN
 
 
 def test_only_a_fan_out_has_two_users() -> None:
-    """Only a fan-out has two users, so every other edge is private; scalars get no fan-out."""
+    """A value that is no scalar has at most one user, unless it is a fan-out."""
     program = InsertFanOuts()(Canonicalize()(trace(Perceptron(), (torch.randn(4, 16), torch.randn(4, 16)), {})))
     for node in program.graph.nodes:
         value = node.meta.get("val")

@@ -1,4 +1,7 @@
-"""A gelu written in small operators becomes one operator with equal numbers, unless a user reads its inside."""
+"""A GELU that is written in small operators becomes one operator with equal results.
+
+It stays if an inner value has other users.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _aten = torch.ops.aten
 
 
 class WrittenOut(nn.Module):
-    """A layer with the tanh form of gelu in small operators, and a loss."""
+    """A linear layer, the tanh form of GELU in small operators, and a loss."""
 
     def __init__(self, cubic: float = 0.044715, returns_tanh: bool = False) -> None:
         super().__init__()
@@ -39,7 +42,7 @@ class WrittenOut(nn.Module):
 
 
 def traced(model: nn.Module, dtype: torch.dtype = torch.float32) -> Program:
-    """A model's program, canonical."""
+    """The canonical program of a model."""
     torch.manual_seed(0)
     return Canonicalize()(trace(model.to(dtype), (torch.randn(3, 4, 6, dtype=dtype),), {}))
 
@@ -50,7 +53,7 @@ def called(program: Program) -> Counter[object]:
 
 
 def run(program: Program) -> list[Tensor]:
-    """The results of drawn values."""
+    """The results of a program on drawn values."""
     numbers = torch.Generator().manual_seed(1)
     values = [node.meta["val"] for node in program.graph.find_nodes(op="placeholder")]
     return list(program.graph_module(*(torch.randn(x.shape, generator=numbers, dtype=x.dtype) for x in values)))
@@ -75,14 +78,14 @@ def test_written_out_gelu_is_one_operator(dtype: torch.dtype) -> None:
     ids=["another constant", "a narrow type"],
 )
 def test_what_computes_otherwise_stays(model: nn.Module, dtype: torch.dtype) -> None:
-    """Another formula, or a type in which small operators round, stays unchanged."""
+    """Another constant in the formula, or bfloat16, in which small operators round, keeps the small operators."""
     counts = called(JoinGelu()(traced(model, dtype)))
     assert counts[_aten.gelu.default] == counts[_aten.gelu_backward.default] == 0
     assert counts[_aten.tanh.default] == counts[_aten.tanh_backward.default] == 1
 
 
 def test_a_value_within_that_is_read_keeps_the_forward_written_out() -> None:
-    """A value of the inside that a user reads is not computed twice."""
+    """If the model also returns the inner tanh, the forward keeps its small operators, so that tanh runs once."""
     program = traced(WrittenOut(returns_tanh=True))
     joined = JoinGelu()(program)
     assert called(joined)[_aten.tanh.default] == 1
@@ -94,7 +97,7 @@ def test_a_value_within_that_is_read_keeps_the_forward_written_out() -> None:
 
 @pytest.mark.parametrize("target", [_aten.gelu.default, _aten.gelu_backward.default])
 def test_another_gelu_is_refused(target: object) -> None:
-    """The proof tells the exact form from the tanh form."""
+    """The proof refuses the exact form of GELU in place of the tanh form."""
     program = traced(WrittenOut())
     wrong = copy_program(JoinGelu()(program))
     (node,) = (node for node in wrong.graph.nodes if node.target is target)
@@ -104,7 +107,7 @@ def test_another_gelu_is_refused(target: object) -> None:
 
 
 def test_models_of_transformers_call_it() -> None:
-    """GPT-2's activation is one operator in each layer."""
+    """GPT-2's activation, written in small operators, becomes one operator in each of two layers."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=11, resid_pdrop=0.0, use_cache=False))

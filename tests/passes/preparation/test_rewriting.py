@@ -1,4 +1,4 @@
-"""Graphs with some operators replaced."""
+"""`with_targets` replaces operators of a graph by other operators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _aten = torch.ops.aten
 
 
 def test_a_graph_without_the_operators_is_left_alone() -> None:
-    """A graph without the operators stays the same object, and a graph with an operator becomes a new object."""
+    """A graph without the operators is returned itself. Otherwise a changed copy is returned."""
     graph = fx.Graph()
     graph.output((graph.call_function(_aten.neg.default, (graph.placeholder("x"),)),))
     module = fx.GraphModule(torch.nn.Module(), graph)

@@ -1,4 +1,4 @@
-"""Count on lowered programs with numbers, as the reference of formulas."""
+"""Counts of FLOPs, bytes and elements on traced and lowered programs, with which formulas are compared."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def flops(graph: fx.Graph) -> float:
 
 
 def sent_bytes(phased: PhasedProgram) -> dict[str, float]:
-    """Bytes that each rank sends with ring algorithms, by mesh axis: of the collectives that stand in the graph."""
+    """Bytes that each rank sends in the collectives of a program by ring algorithms, for each mesh axis."""
     sent: dict[str, float] = defaultdict(float)
     mesh = phased.lowered.mesh
     for node in phased.lowered.graph_module.graph.nodes:
@@ -56,7 +56,7 @@ def sent_bytes(phased: PhasedProgram) -> dict[str, float]:
 
 
 def saved_bytes(phased: PhasedProgram) -> int:
-    """Return the bytes that the forward saves for the backward, by storage and without inputs."""
+    """Return the bytes that the forward saves for the backward, without inputs. Each storage counts once."""
     nodes = {node.name: node for node in phased.lowered.graph_module.graph.nodes}
     owners: dict[fx.Node, None] = {}
     for name in phased.saved:
@@ -88,13 +88,13 @@ def parameter_bytes(phased: PhasedProgram) -> int:
 
 
 def parameters(program: Program) -> int:
-    """Elements of parameters."""
+    """Number of elements of all parameters."""
     nodes = program.nodes_by_name()
     return sum(nodes[slot.node].meta["val"].numel() for slot in program.inputs_of(InputKind.PARAMETER))
 
 
 def _views(node: fx.Node) -> bool:
-    """Whether a node's result lies in the memory of its operand's."""
+    """Whether a node's result is a view of its operand, or a waited result."""
     if node.target is operator.getitem:
         return _views(node.all_input_nodes[0])
     return node.op == "call_function" and (

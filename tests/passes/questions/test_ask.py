@@ -1,4 +1,4 @@
-"""`plan.explain` gives the figures of new plans with each alternative as a constraint."""
+"""`plan.explain` compares the specs that a value may have, each by a new plan with the spec as a constraint."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make_plan(**arguments: object) -> Plan:
     ],
 )
 def test_figures_are_those_of_planning_again(name: str, share: float | None, optimizer: str | None) -> None:
-    """Each alternative, given as a constraint, takes its stated step time."""
+    """Each alternative has the step time of a plan with its spec as a constraint, or the least memory that it needs."""
     budget = None if share is None else int(share * make_plan().predicted.peak_memory_bytes)
     asked = {"optimizer": optimizer, "memory_budget": budget}
     plan = make_plan(**asked)
@@ -66,14 +66,14 @@ def test_figures_are_those_of_planning_again(name: str, share: float | None, opt
 
 
 def test_repeated_blocks_are_explained_together() -> None:
-    """A parameter's counterparts in repeated blocks have one spec, and are named."""
+    """The explanation of a parameter names the same parameter of the other blocks, which share its spec."""
     found = make_plan().explain("blocks.0.1.weight")
     assert found.alike == ("blocks.1.1.weight",)
     assert found.shape == (64, 256)
 
 
 def test_constraints_of_the_plan_hold() -> None:
-    """Alternatives outside of the user's constraints are marked as excluded."""
+    """With a constraint on a parameter, other specs of the parameter are marked as excluded."""
     found = make_plan(constraints={"table.weight": P("model", None)}).explain("table.weight")
     assert found.chosen.spec == P("model")
     assert not any(item.fits for item in found.others)
@@ -81,14 +81,14 @@ def test_constraints_of_the_plan_hold() -> None:
 
 
 def test_nodes_have_explanations() -> None:
-    """A node of the program is explained by its own name."""
+    """`explain` of a node's name gives the node's spec in the plan."""
     plan = make_plan()
     node = next(name for name, item in plan.nodes.items() if name.startswith("relu"))
     assert plan.explain(node).chosen.spec == plan.nodes[node].outputs[0]
 
 
 def test_the_text_has_a_row_for_each_spec() -> None:
-    """The text has a row for each spec, marks the plan's spec, and shows differences."""
+    """Text and JSON of an explanation have an entry for each spec, and mark the chosen spec."""
     found = make_plan().explain("table.weight")
     lines = str(found).splitlines()
     assert "table.weight: 50x64" in lines[0]
@@ -100,7 +100,7 @@ def test_the_text_has_a_row_for_each_spec() -> None:
 
 
 def test_mistakes() -> None:
-    """An unknown name, and a plan without its model, are refused."""
+    """`explain` refuses an unknown name, and a plan without its model."""
     plan = make_plan()
     with pytest.raises(
         InvalidSpecError, match=r"explain\('tables.weight'\).*there are table.weight, blocks.0.0.weight"

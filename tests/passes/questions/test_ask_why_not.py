@@ -1,4 +1,4 @@
-"""`plan.why_not` and `plan.limits` give the figures of new plans."""
+"""`plan.why_not` and `plan.limits` state the step times and memory of new plans."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLUSTER, MESH = Cluster("h100_sxm", nodes=2, devices_per_node=2), Mesh({"data": 
 TIGHT = 408_000_000
 """Memory below the need of a model of one block, in bytes."""
 SHORT, ENOUGH = 452_000_000, 624_000_000
-"""Memory that forces values of two blocks to the host, and memory that does not, in bytes."""
+"""Memory in bytes that forces values of two blocks to the host, and memory that keeps them on the device."""
 
 
 def make_plan(cluster: PricedCluster = CLUSTER, blocks: int = 2, **arguments: object) -> Plan:
@@ -42,7 +42,7 @@ def free() -> Plan:
 
 @pytest.fixture(scope="module")
 def tight() -> Plan:
-    """Return a proven plan of one block in little memory, quick enough that questions need no time limit."""
+    """Return the plan of one block in little memory, whose questions need no time limit."""
     plan = make_plan(blocks=1, memory_budget=TIGHT)
     assert plan.recompute.nodes
     return plan
@@ -51,7 +51,10 @@ def tight() -> Plan:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("feature", ROLES)
 def test_the_figures_are_those_of_plans_that_do_it(free: Plan, feature: str) -> None:
-    """The best plan with a restriction has the stated step time, and uses the axis in its role."""
+    """Each alternative of `why_not` has the step time of a plan in which the axis is restricted to the role.
+
+    The axis has the role in this plan.
+    """
     again = replan_of(free)
     (planning,) = again.problems()
     answer = free.why_not(feature)
@@ -68,7 +71,7 @@ def test_the_figures_are_those_of_plans_that_do_it(free: Plan, feature: str) -> 
 
 
 def test_hsdp_takes_two_axes(free: Plan) -> None:
-    """HSDP splits parameters over one axis and copies them over another, as a plan with both restrictions does."""
+    """The HSDP alternative has the step time of a plan with parameters split over one axis and copied over another."""
     item = next(item for item in free.why_not("hsdp").variants if item.name == "hsdp over data, copied over model")
     found = replan_of(free)(free, Change(roles={"data": ROLES["fsdp"], "model": ROLES["data"]}))
     assert item.step_time_s == found.predicted.step_time_s
@@ -76,7 +79,7 @@ def test_hsdp_takes_two_axes(free: Plan) -> None:
 
 @pytest.mark.slow
 def test_a_plan_that_offloads_is_asked_what_that_saves() -> None:
-    """Without offloading no plan fits, and the answer gives the least memory, above the limit."""
+    """If no plan fits without offload, `why_not` states the least memory, which is above the limit."""
     plan = make_plan(memory_budget=SHORT)
     assert plan.offload.nodes
     answer = plan.why_not("cpu offload")
@@ -89,7 +92,10 @@ def test_a_plan_that_offloads_is_asked_what_that_saves() -> None:
 
 @pytest.mark.slow
 def test_memory_is_named_where_it_is_what_keeps_a_feature_out(tight: Plan) -> None:
-    """Copies of all parameters do not fit in half the memory, and the answer gives the smallest limit."""
+    """If copies of all parameters do not fit, `why_not` states the least memory.
+
+    FSDP on both axes leaves no other axis to try.
+    """
     again = replan_of(tight)
     planner = replace(again.planned.planner, memory_budget=TIGHT // 2)
     here = Questions(replace(again, planned=replace(again.planned, planner=planner)))
@@ -108,10 +114,7 @@ def test_memory_is_named_where_it_is_what_keeps_a_feature_out(tight: Plan) -> No
 
 @pytest.mark.slow
 def test_limits_are_those_of_planning_with_more(tight: Plan) -> None:
-    """`limits` gives the figures of plans with more memory and a faster network, which are never slower.
-
-    Each search stops within 1 % of the optimum.
-    """
+    """`limits` states the step times of new plans with more memory and with a faster network, within 2 %."""
     found = tight.limits()
     stated = {item.name: item for item in found.variants}
     more = make_plan(blocks=1, memory_budget=int(1.1 * TIGHT))
@@ -130,7 +133,7 @@ def test_limits_are_those_of_planning_with_more(tight: Plan) -> None:
     [(1, 4, {"10 % faster links in a node"}), (4, 1, {"10 % faster network"}), (2, 2, None)],
 )
 def test_limits_ask_for_what_the_cluster_has(nodes: int, devices: int, links: set[str] | None) -> None:
-    """One node has no network in use, and nodes of one device have no links inside."""
+    """`limits` asks for a faster network only if there are several nodes, and for faster links only inside nodes."""
     cluster = Cluster("h100_sxm", nodes=nodes, devices_per_node=devices)
     plan = autoshard.plan(
         nn.Linear(64, 64), cluster.mesh({"data": 4}), example_inputs=(torch.ones(8, 64),), optimizer=None
@@ -141,13 +144,16 @@ def test_limits_ask_for_what_the_cluster_has(nodes: int, devices: int, links: se
 
 @pytest.mark.slow
 def test_without_a_limit_memory_is_no_question(free: Plan) -> None:
-    """Without a memory limit, more memory than the device's is worth nothing."""
+    """Without a memory limit, 10 % more memory does not shorten the step."""
     steps = {item.name: item.step_time_s for item in free.limits().variants}
     assert steps["10 % more memory"] == pytest.approx(free.predicted.step_time_s, rel=2e-3)
 
 
 def test_what_cannot_be_asked_is_said(free: Plan) -> None:
-    """Questions of unknown features, and of plans without model, whole step or free recipe, are refused."""
+    """`why_not` refuses unknown features, and a plan without its model refuses all questions.
+
+    A pipeline is refused for a plan without an optimizer or with constraints.
+    """
     with pytest.raises(InvalidSpecError, match=r"data \(ddp, .*zero-1, zero-2, fsdp \(zero-3, .*pipeline \(pp"):
         free.why_not("magic")
     forward = make_plan(optimizer=None)
@@ -165,7 +171,7 @@ def test_what_cannot_be_asked_is_said(free: Plan) -> None:
 
 
 def test_a_recipe_that_recomputes_is_asked_for_a_plan_that_does_not() -> None:
-    """The plan without recomputation is faster than the plan of the recipe."""
+    """For a recipe that recomputes fully, `why_not` gives a faster plan without recomputation."""
     mesh, tokens = Cluster("h100_sxm", 1, 2).mesh({"data": 2}), torch.zeros(4, 8, dtype=torch.int64)
     recipe = Recipe(data=2, zero=0, recompute="full")
     plan = autoshard.plan(Model(8), mesh, example_inputs=(tokens,), optimizer="sgd", recipe=recipe)
@@ -175,7 +181,7 @@ def test_a_recipe_that_recomputes_is_asked_for_a_plan_that_does_not() -> None:
 
 
 def test_recomputation_and_offload_are_asked_of_plans_that_no_recipe_makes() -> None:
-    """Plans with constraints, and plans without an optimizer, are asked on their own mesh."""
+    """For a plan with constraints and without an optimizer, `why_not` gives slower plans that recompute or offload."""
     mesh, tokens = Cluster("h100_sxm", 1, 2).mesh({"data": 2}), torch.zeros(4, 8, dtype=torch.int64)
     plan = autoshard.plan(
         Model(8), mesh, example_inputs=(tokens,), optimizer=None, constraints={"blocks.*.weight": P()}
@@ -187,7 +193,7 @@ def test_recomputation_and_offload_are_asked_of_plans_that_no_recipe_makes() -> 
 
 
 def test_a_model_without_blocks_has_none_to_recompute() -> None:
-    """The answer says so, rather than to give a plan that keeps all values."""
+    """For a model without blocks or without a backward, `why_not` says that nothing can be recomputed, and why."""
     mesh = Cluster("h100_sxm", 1, 2).mesh({"data": 2})
     for trains, words in ((True, "no list of blocks"), (False, "no backward")):
         model = nn.Linear(8, 8).requires_grad_(trains)
@@ -196,7 +202,7 @@ def test_a_model_without_blocks_has_none_to_recompute() -> None:
 
 
 def test_what_no_value_can_do_has_no_variants() -> None:
-    """Without optimizer state there is no ZeRO-1."""
+    """Without optimizer state, `why_not` has no plan with ZeRO-1, and says that no axis can have this role."""
     plan = autoshard.plan(Model(64), CLUSTER.mesh(MESH), example_inputs=(torch.zeros(4, 8, dtype=torch.int64),))
     answer = plan.why_not("zero-1")
     assert answer.variants == ()
@@ -204,7 +210,7 @@ def test_what_no_value_can_do_has_no_variants() -> None:
 
 
 def test_a_role_that_the_recipe_excludes_is_no_answer() -> None:
-    """With ZeRO-1 in the recipe, no plan is plain data parallelism."""
+    """With ZeRO-1 in the recipe, `why_not` has no plan with plain data parallelism, and says why."""
     mesh, tokens = Cluster("h100_sxm", 1, 2).mesh({"data": 2}), torch.zeros(4, 8, dtype=torch.int64)
     recipe = Recipe(data=2, zero=1)
     plan = autoshard.plan(Model(8), mesh, example_inputs=(tokens,), optimizer="adamw", recipe=recipe)
@@ -215,7 +221,7 @@ def test_a_role_that_the_recipe_excludes_is_no_answer() -> None:
 
 
 def test_memory_without_limit_keeps_gathered_parameters_over_micro_batches() -> None:
-    """No amount of further memory makes a step of micro-batches longer."""
+    """Without a memory limit, a step of four micro-batches under ZeRO-3 is not longer than the plan's step."""
     mesh, tokens = Cluster("h100_sxm", 1, 2).mesh({"data": 2}), torch.zeros(16, 8, dtype=torch.int64)
     recipe = Recipe(data=2, zero=3, micro_batch=2)
     plan = autoshard.plan(Model(64), mesh, example_inputs=(tokens,), optimizer="adamw", recipe=recipe, global_batch=16)

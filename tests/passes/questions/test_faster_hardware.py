@@ -1,4 +1,4 @@
-"""Clusters with one part a tenth faster."""
+"""Clusters in which one part is 10 % faster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LINKS, NETWORK = "10 % faster links in a node", "10 % faster network"
 @pytest.mark.parametrize("shape", [{"data": 8}, {"others": 4, "data": 2}])
 @pytest.mark.parametrize("node", ["h100_sxm", "h100_pcie", "dgx1_v100", "mi300x"])
 def test_all_links_in_a_node_are_faster(node: str, shape: dict[str, int]) -> None:
-    """Direct links are faster, and so is the host's bus between devices without a direct link."""
+    """With faster links in a node, bandwidth in the node rises by 10 %, over direct links and over the host's bus."""
     cluster = Cluster(node, 1, 8)
     faster = FASTER[LINKS](cluster)
     assert faster is not None
@@ -25,7 +25,7 @@ def test_all_links_in_a_node_are_faster(node: str, shape: dict[str, int]) -> Non
 
 
 def test_the_slowdown_in_a_step_stays() -> None:
-    """A cluster without a slowdown in a step has none with a faster network."""
+    """A faster network leaves a cluster without a slowdown in a step as it is."""
     cluster = Cluster("h100_sxm", 2, 8, ALONE)
     faster = FASTER[NETWORK](cluster)
     assert faster is not None

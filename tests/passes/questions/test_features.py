@@ -1,4 +1,4 @@
-"""The users' names of features of plans."""
+"""Names by which users ask for features of plans."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from passes.questions.features import FEATURES, NAMES, feature_named
     ],
 )  # fmt: skip
 def test_other_names(text: str, name: str) -> None:
-    """Abbreviations, stages of ZeRO, any case, and the word "parallel" name the features too."""
+    """Features have other names: abbreviations, stages of ZeRO, any case, and the suffix "parallel"."""
     assert feature_named(text) == name
 
 
 @pytest.mark.parametrize("text", ["magic", "", "zero-4", "parallel", None, 3, ["fsdp"]])
 def test_what_is_none_lists_all(text: object) -> None:
-    """Each feature with its other names."""
+    """A text that names no feature, or another type, is refused with a list of all features."""
     with pytest.raises(InvalidSpecError) as caught:
         feature_named(text)
     assert all(name in str(caught.value) for name in NAMES)
 
 
 def test_every_feature_has_a_name() -> None:
-    """Every role and every field of a recipe has a feature to ask for."""
+    """Every role and every feature has a name, and no name stands for two features."""
     assert {*ROLES, *FEATURES} <= NAMES.keys()
     assert len({other for name, others in NAMES.items() for other in (name, *others)}) == sum(
         1 + len(others) for others in NAMES.values()

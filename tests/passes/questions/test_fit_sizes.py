@@ -1,4 +1,4 @@
-"""Sizes are fitted exactly, or refused by name."""
+"""Formulas in the sizes of inputs are fitted exactly, or refused with the name of the size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def _observed(*numbers: int) -> Observation:
 
 
 def test_numbers_are_fitted_with_as_few_observations_as_they_need() -> None:
-    """A formula of degree one needs the corners of a square and one further point; degree two needs more."""
+    """A formula that is linear in each of two sizes is fitted with five observations.
+
+    A square of a size is fitted too.
+    """
     seen: list[Point] = []
 
     def linear(point: Point) -> Observation:
@@ -35,19 +38,19 @@ def test_numbers_are_fitted_with_as_few_observations_as_they_need() -> None:
 
 
 def test_what_is_rounded_is_refused_with_its_name() -> None:
-    """A rounded size, here of windows that do not divide the length, is refused with its name and the way out."""
+    """A number that is rounded up, such as a number of windows, is refused by name, with advice to use `fixed=`."""
     with pytest.raises(FormulaError, match=r"size of one is no polynomial.*fixed="):
         fit_numbers((LENGTH,), lambda point: _observed(-(-point[0] // 5)))
 
 
 def test_a_limit_between_the_points_is_seen() -> None:
-    """Points outside of the fit find a formula that breaks at a limit."""
+    """A number that stops growing at a limit between two fitted sizes is refused."""
     with pytest.raises(FormulaError, match="reaches a constant limit"):
         fit_numbers((LENGTH,), lambda point: _observed(min(point[0], 10)))
 
 
 def test_sizes_at_which_the_model_does_not_run_need_no_formula() -> None:
-    """Sizes that the model refuses, such as lengths that patches do not divide, need no formula."""
+    """Sizes at which the model does not run are skipped. If the model's own size does not run, its error is raised."""
 
     def patches(point: Point) -> Observation:
         if point[0] % 4:
@@ -60,7 +63,7 @@ def test_sizes_at_which_the_model_does_not_run_need_no_formula() -> None:
 
 
 def test_other_operators_at_other_sizes_are_refused() -> None:
-    """Other operators at other sizes are refused with the operators and the size."""
+    """A model that runs other operators at another size is refused, and the error names both operators and the size."""
 
     def observe(point: Point) -> Observation:
         return Observation(("mm" if point == (16,) else "bmm",), (1,), ("one",))
@@ -70,7 +73,10 @@ def test_other_operators_at_other_sizes_are_refused() -> None:
 
 
 def test_batch_and_sequence_are_found() -> None:
-    """Batch is the first dim of all inputs, sequence the second dim of sequences; images have no sequence."""
+    """By default, "batch" is the first dim of inputs and "sequence" the second dim of token inputs.
+
+    Images have no sequence.
+    """
     tokens, image = torch.zeros(4, 16, dtype=torch.int64), torch.zeros(4, 3, 16, 16)
     found = input_sizes((tokens,), {"mask": torch.ones(4, 16), "other": torch.ones(2, 7)}, None)
     assert found == (InputSize("batch", ((0, 0), (1, 0)), 4), InputSize("sequence", ((0, 1), (1, 1)), 16))
@@ -78,7 +84,7 @@ def test_batch_and_sequence_are_found() -> None:
 
 
 def test_users_name_other_dims() -> None:
-    """Users name dims by number for all inputs, or for each input."""
+    """Users name dims by their number for all inputs or for one input. A dim that no input has is refused."""
     image = torch.zeros(4, 3, 16, 8)
     found = input_sizes((image,), {}, {"batch": 0, "height": 2, "width": {"input:0": 3}})
     assert [(size.name, size.value) for size in found] == [("batch", 4), ("height", 16), ("width", 8)]
@@ -88,7 +94,7 @@ def test_users_name_other_dims() -> None:
 
 
 def test_inputs_are_repeated_or_cut() -> None:
-    """Repeated or cut inputs keep their values."""
+    """`resize` repeats or cuts the example inputs to other sizes."""
     tokens = torch.arange(8).view(2, 4)
     sizes = input_sizes((tokens,), {}, None)
     (grown,), _ = resize((tokens,), {}, sizes, (4, 2))
@@ -97,7 +103,7 @@ def test_inputs_are_repeated_or_cut() -> None:
 
 @pytest.mark.parametrize("value", range(1, 10))
 def test_an_odd_size_shares_no_factor_with_the_example(value: int) -> None:
-    """An odd size shares no factor with the example, which reveals rounded sizes."""
+    """The odd size of an input is above 1 and shares no factor with the example's size."""
     odd = InputSize("batch", ((0, 0),), value).odd
     assert math.gcd(odd, value) == 1
     assert odd > 1

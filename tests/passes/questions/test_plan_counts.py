@@ -1,4 +1,4 @@
-"""A plan's formulas at drawn sizes give the counts of the lowered program of those sizes."""
+"""Formulas of a plan of specs at other sizes equal counts on the lowered program of these sizes."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def _at(batch: int, length: int) -> Program:
 
 
 def _moved(plan: Plan, program: Program, mesh: Mesh) -> Plan:
-    """The plan's specs for a program of other sizes on a larger mesh."""
+    """Move a plan's specs to a program of other sizes on another mesh."""
     return replace(plan, mesh=mesh, program_digest=prepare(program).digest())
 
 
 def _sent_bytes(plan: Plan, program: Program, moved: Plan) -> dict[str, float]:
-    """Bytes of the lowered program of other sizes, whose reshards take the steps of the plan's own sizes."""
+    """Bytes that a program of other sizes sends, with the same reshard steps as at the plan's own sizes."""
     steps: dict[object, tuple[ReshardStep, ...]] = {}
     cost = StepPrice(_laptop(plan.mesh), plan.mesh)
     Lower(plan, cost, steps)(prepare_for(_program(), plan))
@@ -88,7 +88,7 @@ def _any_plan(seed: int) -> Plan:
 
 
 def _drawn_plan(program: Program, seed: int) -> Plan:
-    """Draw a legal plan with any strategy of each call but rings, which have no formulas."""
+    """Draw a legal plan, in which each call may have any strategy but ring attention, which has no formulas."""
     random = Random(seed)
     return greedy_plan(program, MESH, lambda site, strategy: -_has_ring(site, strategy) or random.random())
 
@@ -98,7 +98,7 @@ def _has_ring(site: Site, strategy: Strategy) -> bool:
 
 
 def test_of_rings_there_is_no_formula() -> None:
-    """Operations of one rank have no formula with rings; operations of all ranks are the model's."""
+    """A plan with ring attention has no formula for the FLOPs of a rank, but has one for the FLOPs of the model."""
     plan = replace(greedy_plan(_program(), MESH, lambda *call: float(_has_ring(*call))), formulas=_own_formulas())
     with pytest.raises(FormulaError, match="the pairing of key blocks between ranks"):
         plan.formula("rank_flops")
@@ -145,13 +145,13 @@ def _check(plan: Plan, batch: int, length: int, mesh: Mesh) -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(("batch", "length", "shape"), [(4, 8, (2, 2)), (12, 16, (2, 2)), (16, 16, (4, 2))])
 def test_formulas_of_any_plan_equal_counting(seed: int, batch: int, length: int, shape: tuple[int, int]) -> None:
-    """Formulas of any plan equal counts, at its own and other sizes, on its own and a larger mesh."""
+    """Formulas of drawn plans equal counts, at their own and larger sizes, on their own and a larger mesh."""
     _check(_any_plan(seed), batch, length, Mesh(dict(zip(MESH.axis_names, shape, strict=True))))
 
 
 @pytest.mark.slow
 def test_gradients_follow_their_specs_where_a_larger_mesh_needs_larger_inputs() -> None:
-    """A drawn plan of two blocks splits gradients over one axis or over both. Its inputs are too small for data=4."""
+    """On a larger mesh, which the plan's own inputs are too small for, gradient bytes still equal the count."""
     request = replace(REQUEST, model=dense(2))
     plan = replace(_drawn_plan(_traced(request), 1), formulas=_formulas(request))
     tokens = torch.zeros(16, 16, dtype=torch.int64, device="meta")
@@ -164,7 +164,7 @@ def test_gradients_follow_their_specs_where_a_larger_mesh_needs_larger_inputs() 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("batch", "length"), [(4, 8), (6, 7), (5, 9)])
 def test_formulas_are_exact_where_splits_are_uneven(batch: int, length: int) -> None:
-    """Formulas with ceilings are exact for uneven splits of sequences and hidden units."""
+    """For sizes that the mesh does not divide, formulas contain ceilings and equal counts."""
 
     def prefers(_: Site, strategy: Strategy) -> float:
         specs = (*strategy.inputs, *strategy.outputs)
@@ -179,7 +179,7 @@ def test_formulas_are_exact_where_splits_are_uneven(batch: int, length: int) -> 
 
 
 def test_the_predicted_step_uses_these_flops_and_bytes() -> None:
-    """MFU and memory of the prediction are the formulas' at the plan's own sizes."""
+    """At the plan's own sizes, formulas give the prediction's ratio of HFU to MFU and its parameter memory."""
     plan = replace(most_split_plan(_program(), MESH), formulas=_own_formulas())
     sizes = {"batch": 4, "sequence": 8, **dict(MESH.axes)}
     assert plan.predicted.mfu is not None
@@ -190,7 +190,7 @@ def test_the_predicted_step_uses_these_flops_and_bytes() -> None:
 
 
 def test_axes_that_no_larger_mesh_has_are_told_apart() -> None:
-    """A bias of two elements is split over two ranks at most, and bytes on larger meshes follow the specs."""
+    """Formulas are right on larger meshes, also for a bias of two elements that only two ranks can split."""
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 2))
     constraints = {
         "0.weight": P("model", "data"),
@@ -207,7 +207,7 @@ def test_axes_that_no_larger_mesh_has_are_told_apart() -> None:
 
 
 def test_layers_are_a_symbol_where_blocks_are_alike() -> None:
-    """A deeper model has the parameters, FLOPs and bytes that the formula of a shallow one says."""
+    """Formulas of a model of three blocks give the parameters and FLOPs of models of two and five blocks."""
     shallow = replace(most_split_plan(_program(), MESH), formulas=_own_formulas())
     for depth in (2, 5):
         program = _traced(replace(REQUEST, model=dense(depth)))
@@ -222,7 +222,7 @@ def test_layers_are_a_symbol_where_blocks_are_alike() -> None:
 
 @pytest.mark.slow
 def test_blocks_that_a_plan_treats_differently_are_refused() -> None:
-    """Unlike plans of repeated blocks need a fixed depth, because their costs are not linear in depth."""
+    """If a plan gives equal blocks different specs, a formula needs a fixed number of layers."""
     deep = Request(dense(5), REQUEST.args, {}, grad=True)
     program = _traced(deep)
     plan = replace(most_split_plan(program, MESH), formulas=_formulas(deep, 0.0))
@@ -238,7 +238,7 @@ def test_blocks_that_a_plan_treats_differently_are_refused() -> None:
 
 @pytest.mark.slow
 def test_what_is_recomputed_counts_once_in_a_step_and_again_on_ranks() -> None:
-    """A rank's formula counts recomputation as the program does; the model's formula counts none."""
+    """The FLOPs of ranks include recomputation, and equal the program's. The FLOPs of the model exclude it."""
     plan = most_recomputed_plan(_program(), MESH)
     phased = lower_program(_program(), plan, _laptop(MESH))
     plan, sizes = replace(plan, formulas=_own_formulas()), {"batch": 4, "sequence": 8, **dict(MESH.axes)}

@@ -1,4 +1,7 @@
-"""Formulas of prices equal the figures of a price made at other sizes; see also tests of `plan_counts`."""
+"""Formulas of the price of a recipe equal prices that are made at other sizes.
+
+`test_plan_counts` checks plans of specs.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +43,13 @@ dense, sparse = cache(decoders.dense), cache(decoders.sparse)
 
 
 def price_of(recipe: Execution, length: int, model: Decoder) -> Plan:
-    """A recipe's plan, a price alone."""
+    """Price a recipe on H100s, with example inputs of one sequence of `length` tokens."""
     one = torch.zeros(1, length, dtype=torch.int64, device="meta")
     return price_execution(model, Cluster("h100_sxm", 1, recipe.devices), recipe, (one, one))
 
 
 def value_of(plan: Plan, name: str, fixed: tuple[str, ...] = (), **sizes: int) -> sympy.Expr:
-    """A plan's formula at some sizes. Formulas in which the sequence is fixed are made of fewer traces."""
+    """The value of a plan's formula at given sizes. A formula with a fixed sequence needs fewer traces."""
     formula = plan.formula(name, fixed=fixed)
     value = formula.subs({symbol: sizes[str(symbol)] for symbol in formula.free_symbols})
     assert not value.free_symbols
@@ -56,7 +59,7 @@ def value_of(plan: Plan, name: str, fixed: tuple[str, ...] = (), **sizes: int) -
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"zero{recipe.zero}-{recipe.recompute}")
 def test_substituted_equals_priced(recipe: Execution) -> None:
-    """A formula at other sizes equals the price of these sizes."""
+    """Formulas of memory, FLOPs and parameters at other sizes equal a price that is made at these sizes."""
     plan = price_of(recipe, 16, dense(4))
     for micro_batch, length, depth in SIZES:
         batch = 2 * micro_batch * recipe.data
@@ -84,7 +87,7 @@ def _priced(model: Decoder, length: int) -> PricedModel:
 
 
 def test_data_parallel_gradients_travel_as_an_all_reduce() -> None:
-    """Gradients of data parallelism send 2 (n - 1) / n of their bytes, and one replica sends nothing."""
+    """In data parallelism over n ranks, each rank sends 2 (n - 1) / n of the gradient bytes. One rank sends nothing."""
     plan = price_of(Execution(data=4), 16, dense(4))
     data = sympy.Symbol("data")
     wanted = 2 * plan.formula("gradient_bytes") * (data - 1) / data
@@ -93,7 +96,7 @@ def test_data_parallel_gradients_travel_as_an_all_reduce() -> None:
 
 
 def test_data_parallel_gradients_are_what_the_program_of_the_layout_sends() -> None:
-    """Gradients of data parallelism send the bytes of a lowered program within 1 %."""
+    """In data parallelism, the formula's sent bytes are within 1 % of those of the lowered program."""
     batch, mesh, cluster = 2**16, Mesh({"data": 4}), Cluster("h100_sxm", 1, 4)  # so many that none is computed twice
     model, tokens = dense(2), torch.zeros(batch, 16, dtype=torch.int64, device="meta")
     constraints = {name: P() for name, _ in model.named_parameters()}
@@ -108,7 +111,7 @@ def test_data_parallel_gradients_are_what_the_program_of_the_layout_sends() -> N
 
 
 def test_sharded_gradients_travel_for_every_micro_batch() -> None:
-    """ZeRO-2 reduces and scatters gradients for each micro-batch, and gathers parameters once."""
+    """Under ZeRO-2, each further micro-batch sends its gradients once more, and no parameters."""
     model = dense(4)
     often, once = (price_of(Execution(data=4, zero=2, global_batch=batch), 16, model) for batch in (12, 4))
     sizes = {"data": 4, "micro_batch": 1, "sequence": 16, "layers": 4}
@@ -118,7 +121,10 @@ def test_sharded_gradients_travel_for_every_micro_batch() -> None:
 
 
 def test_stages_hand_on_parts_and_gather_those_that_are_no_whole_sequence() -> None:
-    """A stage sends 1/tensor of each boundary value, and gathers the value unless its sequence stays split."""
+    """With tensor parallelism, a stage sends 1/tensor of each boundary value.
+
+    The next stage gathers the value, unless sequence parallelism keeps it split.
+    """
     model, length, micro_batches, tensor, stages = dense(2), 16, 3, 2, 2
     crossing = 2 * micro_batches * 2 * length * 64 * (stages - 1) // stages  # in bfloat16
     sizes = {"batch": micro_batches, "micro_batch": 1, "sequence": length, "layers": 2, "data": 1, "tensor": tensor}
@@ -133,14 +139,14 @@ def test_stages_hand_on_parts_and_gather_those_that_are_no_whole_sequence() -> N
 
 
 def test_kinds_of_blocks_have_symbols_of_their_own() -> None:
-    """Dense and sparse blocks of a model have symbols of their own."""
+    """A model with dense and sparse blocks has one symbol for the number of each kind."""
     plan = price_of(Execution(data=4, expert=2), 16, sparse())
     symbols = {str(symbol) for symbol in plan.formula("parameters", fixed=("sequence",)).free_symbols}
     assert symbols == {"layers_0", "layers_1"}
 
 
 def test_names_that_do_not_exist_are_refused_with_those_that_do() -> None:
-    """Formulas, and symbols to hold fixed."""
+    """Unknown names of formulas and of fixed symbols are refused, and the errors list the known names."""
     plan = price_of(Execution(data=2), 16, dense(4))
     with pytest.raises(FormulaError, match=r"no formula 'flops'\. There are step_flops, .*communication_bytes_data"):
         plan.formula("flops")
@@ -150,14 +156,14 @@ def test_names_that_do_not_exist_are_refused_with_those_that_do() -> None:
 
 @pytest.mark.parametrize("dims", [["batch"], {1: 1}, {"seq": 0.5}, {"seq": True}, {"seq": {"input:0": "a"}}])
 def test_dims_of_other_types_are_refused(dims: Any) -> None:
-    """Dims that are no numbers, and names that are no texts, are refused."""
+    """`dims` that are no dict from names to numbers, or to numbers for each input, are refused."""
     plan = price_of(Execution(data=2), 16, dense(4))
     with pytest.raises(FormulaError, match=r"dims=.*\{'batch': 0\}"):
         plan.formula("step_flops", dims=dims)
 
 
 def test_plans_without_a_model_say_so(tmp_path: Any) -> None:
-    """Plans from a file or another process say that they have no model."""
+    """A loaded or unpickled plan refuses formulas, because it has no model."""
     plan = price_of(Execution(data=2), 16, dense(4))
     plan.save(tmp_path / "plan.json")
     for other in (Plan.load(tmp_path / "plan.json"), pickle.loads(pickle.dumps(plan))):
@@ -166,7 +172,7 @@ def test_plans_without_a_model_say_so(tmp_path: Any) -> None:
 
 
 def test_bytes_of_a_merged_dispatch_are_refused() -> None:
-    """Bytes of a merged dispatch are refused, because they are an expectation over routings."""
+    """The formula for bytes of a merged expert dispatch is refused, because they depend on the routing."""
     plan = price_of(under(Execution(data=4, expert=4), merged_dispatch=True), 16, sparse())
     with pytest.raises(FormulaError, match="merged_dispatch=False"):
         plan.formula("communication_bytes_expert", fixed=("sequence",))
