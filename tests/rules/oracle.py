@@ -297,7 +297,7 @@ class _Trial:
         self.wholes = [_Whole(x) for x in draw.results]
 
     def run(self, indices: Sequence[int]) -> list[list[np.ndarray]] | None:
-        """The pieces of each result; None where some rank's operands are refused, or pieces can make up nothing."""
+        """Return the pieces of each result by rank; None if a rank's call fails, or a piece has a wrong shape."""
         cut = [self._cut(operand, index) for operand, index in enumerate(indices)]
         ranks: list[list[Tensor]] = []
         for operands in zip(*cut, strict=True):

@@ -97,7 +97,10 @@ def test_step_time_never_rises_with_memory() -> None:
 
 @pytest.mark.parametrize("looks", [1, 12])
 def test_a_search_that_is_stopped_gives_a_plan_that_fits(looks: int) -> None:
-    """A stopped search returns a fitting plan, with or without a limit, and its bound covers the whole problem."""
+    """A search stopped at its first or twelfth report finds a plan that fits.
+
+    Its bound is at most the full search's cost.
+    """
     control, shown = SearchControl(), []
 
     def show(progress: SearchProgress) -> None:

@@ -351,7 +351,7 @@ def test_users_operators_and_rules_are_named_as_assumptions(monkeypatch: pytest.
 
 
 def test_a_report_says_what_was_proven_and_what_it_rests_on() -> None:
-    """Results by kind, collectives by axis, rules by operator, and that nothing else is assumed."""
+    """A report lists results by kind, collectives by axis and rules by operator, and says that no more is assumed."""
     text = str(verify_program(prepared(), phased("mixed").lowered))
     assert "Mesh(data=2, model=2) hold" in text
     assert "proven: 1 output, 16 gradient, as they are promised" in text
