@@ -98,7 +98,7 @@ def _whole(*_: object) -> Sequence[PartitionSpec]:
 
 
 def _rows(*_: object) -> Sequence[PartitionSpec]:
-    """Return specs of dim 0 over all ranks, or over some ranks."""
+    """Return specs that split dim 0 over all ranks, over the data axis, or over the model axis."""
     return P(("data", "model")), P("data"), P("model")
 
 
@@ -192,7 +192,7 @@ def lowered_under(
     with_overlap: bool = True,
     reduce_dtype: torch.dtype | None = None,
 ) -> PhasedProgram:
-    """Return the lowered program of any trace under a layout; `planning` is the known problem, or None.
+    """Return the lowered program of a trace under a layout; `planning` is the program's problem if already built.
 
     A whole step has two micro-batches, which share all values that depend on parameters alone.
     """

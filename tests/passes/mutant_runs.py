@@ -38,12 +38,12 @@ _FAILURES = (
     AutoshardError, RuntimeError, IndexError, TypeError, ValueError, AttributeError, KeyError, AssertionError,
     MemoryError, SystemError,
 )  # fmt: skip
-"""Errors of a program that cannot run."""
+"""Errors after which a program counts as unable to run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The results of the right program, beside which mutants are held.
+    """The right program with its inputs, and its results as the reference of mutants.
 
     Args:
         phased: the right program.
@@ -215,8 +215,9 @@ class _Sending:
 def _run_step(
     phased: PhasedProgram, batches: Sequence[Sequence[list[Tensor]]], order: PipelineOrder, run: _Simulated
 ) -> list[list[Tensor]]:
-    """Return results in the order of the joint program's slots; outputs and gradients are sums over micro-batches.
+    """Return the results of a step in the order of the joint program's slots.
 
+    The update reads sums of gradients over micro-batches. All other results are those of the last micro-batch.
     The order is the order of `TracedStep`. The hoisted part runs before the first forward. The first forward draws the
     first seed, and each forward reads the buffers that the previous forward wrote.
     """

@@ -111,7 +111,7 @@ def _casts(node: fx.Node) -> bool:
 
 
 def drop_cast(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Remove a cast."""
+    """Remove a cast to a floating type."""
     node = pick(graph, random, _casts)
     (operand,) = node.all_input_nodes
     node.replace_all_uses_with(operand)
@@ -120,7 +120,7 @@ def drop_cast(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def cast_to_other_type(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Cast a value to another type."""
+    """Let a cast give another floating type."""
     node = pick(graph, random, _casts)
     other = choose(random, [dtype for dtype in _FLOATS if dtype is not node.kwargs.get("dtype")])
     node.kwargs = {**node.kwargs, "dtype": other}

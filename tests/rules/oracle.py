@@ -91,7 +91,7 @@ def find_valid_placements(
     most: int = _MOST_COMBINATIONS,
     seed: int = 0,
 ) -> tuple[ValidPlacement, ...]:
-    """Return the placements on one mesh axis under which the unchanged call on each rank gives the call's results.
+    """Return the placements on one mesh axis under which the unchanged operator on pieces gives one device's results.
 
     The computation of the whole call on every rank is left out.
 
@@ -170,7 +170,7 @@ def _draw(sampler: Sampler) -> list[_Draw]:
 
 
 def _other_draws(sampler: Sampler, shapes: Sequence[torch.Size], count: int) -> Iterator[_Draw]:
-    """Yield draws of all kinds in turn; indices stay unchanged if the operator refuses other indices."""
+    """Yield draws of small integers and of three scales in turn; indices stay if the operator refuses other indices."""
     for number in range(count):
         kind = number % (len(_SCALES) + 1)
         new = sampler.draw({}, _SCALES[kind - 1])

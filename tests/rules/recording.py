@@ -37,7 +37,7 @@ class Call:
 
     @property
     def key(self) -> str:
-        """Equal for calls that rules cannot tell apart."""
+        """A text that is equal for calls that rules cannot tell apart."""
         return repr(pytree.tree_map_only(Tensor, _describe, (str(self.op), self.args, self.kwargs)))
 
 
@@ -56,7 +56,7 @@ _OF_MEMORY = {
 
 
 def has_sound_rule(op: Any) -> bool:
-    """Whether an operator has a rule that can be checked by value."""
+    """Whether an operator has a rule, and results that do not depend on memory layout."""
     return has_rule(op) and op not in _OF_MEMORY
 
 
@@ -272,7 +272,7 @@ def check_database(
 
 
 def tensor(*shape: int, integers: int | None = None) -> Tensor:
-    """A float64 tensor of small integers, so that sums are exact; or int64 below `integers`."""
+    """A float64 tensor of small integers, so that sums are exact; with `integers`, an int64 tensor below this limit."""
     if integers is not None:
         return torch.randint(0, integers, shape)
     return torch.randint(-4, 5, shape).double()

@@ -276,7 +276,7 @@ def _noise(x: Tensor) -> Tensor:
 
 
 def _size(x: Tensor) -> float:
-    """A number as large as the finite elements of `x`, between 1 and 100."""
+    """Return the largest finite absolute value of `x`, but at least 1 and at most 100."""
     return min(max(_largest(x), 1.0), 100.0)
 
 
@@ -330,7 +330,7 @@ _ROUNDINGS = 16
 """How often addends may be rounded on their way through one operator and a sum over the ranks."""
 
 _SUSPICIOUS = 16.0
-"""Largest multiple of the allowed difference for a check in float64."""
+"""A difference of up to this multiple of the allowed difference is checked again in float64."""
 
 _TOLERANCES = {
     torch.float64: 1e-8,

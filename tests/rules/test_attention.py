@@ -62,7 +62,7 @@ def _backward_args(args: tuple[Any, ...]) -> tuple[Any, ...]:
 @pytest.mark.parametrize("mask", [None, "bool", "bias", "heads"])
 @pytest.mark.parametrize(("p", "is_causal"), [(0.0, False), (0.5, True)])
 def test_attention(mask: str | None, p: float, is_causal: bool) -> None:
-    """Under every strategy, attention and its gradients equal one device's, with each mask, causal or with dropout."""
+    """Under every strategy, attention and its gradients equal one device's, with each mask, and causal with dropout."""
     args = _attention_args(4, 2, 4, 4, 4, mask=mask, p=p, is_causal=is_causal)
     check_splits(ops.attention.default, *args)
     check_splits(ops.attention_backward.default, *_backward_args(args))

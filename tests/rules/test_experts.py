@@ -36,9 +36,9 @@ def strategies_of(operator: Any, *arguments: Any, mesh: Mesh) -> list[tuple[Any,
 
 
 def test_tokens_and_experts_are_split_by_one_axis() -> None:
-    """If one axis splits tokens and experts, the result is split by tokens. With split experts alone it is a pending sum.
+    """If one axis splits tokens and experts, the result is split by tokens, and gradients of experts as experts.
 
-    Gradients of split experts have the split of the experts.
+    If the axis splits experts alone, the result is a pending sum.
     """
     layer, one = Layer.drawn(torch.Generator().manual_seed(0)), Mesh({"a": 2})
     tokens, expert = P("a"), P("a")

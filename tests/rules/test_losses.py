@@ -45,7 +45,10 @@ def test_cross_entropy_of_infinite_logits() -> None:
 
 @given(batch=st.sampled_from([3, 4, 6]), pair=MESH_PAIRS)
 def test_ctc_loss(batch: int, pair: Sequence[Mesh]) -> None:
-    """Sequences are split, forward and backward, with targets of unlike lengths."""
+    """Under every strategy, CTC losses of unlike lengths and their gradients equal one device's.
+
+    The batch can be split.
+    """
     log_probs = torch.randn(7, batch, 5, dtype=torch.float64).log_softmax(-1)
     targets, lengths = torch.randint(1, 5, (batch, 3)), torch.arange(batch)
     operands = (log_probs, targets, 7 - lengths % 2, lengths % 4)

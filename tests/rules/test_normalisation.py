@@ -76,7 +76,10 @@ def test_normalised_dims_are_split(
 
 
 def _check_splits_only(op: Any, *args: Any) -> None:
-    """Try the strategies without partial values, whose random addends would be rounded away."""
+    """Check that splitting strategies without partial values have one device's results.
+
+    Random addends of partial values would be rounded away.
+    """
     mesh, results = Mesh({"a": 2, "b": 2}), results_of(op, args, {})
     rule = bound_rule(op, args, {}, results)
     assert rule is not None

@@ -116,7 +116,7 @@ class SquareLessANumber(nn.Module):
 
 @pytest.mark.parametrize(("model", "count"), [(NormedInTurn(), 1), (SquareLessANumber(), 2)])
 def test_no_value_of_programs_that_were_drawn_lies_outside_of_its_range(model: nn.Module, count: int) -> None:
-    """Values of programs that once failed lie in their ranges."""
+    """No value lies outside of its range in two drawn programs that once failed."""
     inputs = tuple(torch.randn(count, 4, 4, 8))
     assert watch(model, inputs, inputs) == []
 

@@ -270,10 +270,10 @@ PLACES = {
 """Meshes and their clusters."""
 
 MOST_CHOICES = 5_000
-"""Largest number of choices below the cost of a found plan in an example."""
+"""An example is skipped if more choices are cheaper than its found plan."""
 
 MOST_ENTRIES = 30_000_000
-"""Entries of the largest table that the oracle makes."""
+"""An example is skipped if the oracle would make a larger table."""
 
 NEAR = 0.01
 """Largest excess of a found plan's cost over the cheapest fitting plan."""
@@ -287,7 +287,7 @@ def searched(planning: PlanningProblem) -> RecomputeProblem:
 def check_near_the_best(
     planning: PlanningProblem, limit: float, allowed: Mapping[int, np.ndarray] | None = None
 ) -> None:
-    """Check that a found plan fits exactly, and that no counted choice is cheaper by over `NEAR`.
+    """Check that a found plan fits exactly, and costs at most `NEAR` more than each choice that fits as tables count.
 
     The bound is at most the cost of every choice that fits by the count, so the gap is true.
     """

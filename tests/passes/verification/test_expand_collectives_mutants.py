@@ -87,7 +87,7 @@ def _gathered(*, is_waited: bool, is_written: bool) -> fx.Graph:
 
 @pytest.mark.parametrize(("is_waited", "is_written"), [(True, False), (False, False), (True, True)])
 def test_what_is_in_flight_is_guarded(is_waited: bool, is_written: bool) -> None:
-    """A value read before its wait, or written before its arrival, is NaN."""
+    """A read before a gather's wait gives NaN, and so does the wait if the gather's input was written meanwhile."""
     given = [torch.ones(2), torch.zeros(2)]
     graph = _gathered(is_waited=is_waited, is_written=is_written)
     read, waited = simulate(graph, Mesh({"x": 2}), [given], on_values=InFlight())
