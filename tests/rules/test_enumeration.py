@@ -25,7 +25,7 @@ def test_the_replicated_strategy_is_first(mesh: Mesh) -> None:
 
 
 def test_axes_act_independently() -> None:
-    """On two axes, a product may split two dims, one dim twice, or have a split beside a pending sum, or two sums."""
+    """On two axes, a product has two split dims, a dim split twice, a split beside a sum, or a sum over both axes."""
     outputs = {s.outputs[0] for s in enumerate_strategies(_PRODUCT, Mesh({"a": 2, "b": 2}))}
     assert {P("a", "b"), P(("a", "b")), P("a", partial={"b": "sum"}), P(partial={"a": "sum", "b": "sum"})} <= outputs
 

@@ -19,7 +19,7 @@ def _resize(mode: str, dims: int) -> Callable[[torch.Tensor], torch.Tensor]:
 @pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
 @pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
 def test_padding_of_grids(mode: str, padding: str) -> None:
-    """On four ranks, grid samples of five images at seven rows equal one device's under every strategy."""
+    """On four ranks, samples of five images at grids of seven rows equal one device's under every strategy."""
     x, grid = (torch.randn(5, *shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 4, 4), (3, 7, 2)))
     check_recorded(lambda: F.grid_sample(x, grid, mode, padding, align_corners=False), meshes=(Mesh({"a": 4}),))
 

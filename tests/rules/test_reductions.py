@@ -39,7 +39,7 @@ def test_vector_norm(order: float) -> None:
 
 @pytest.mark.parametrize("order", [1, 3, 2, None, math.inf])
 def test_norms_of_any_order_are_theirs(order: float | None) -> None:
-    """The older operators `aten.norm` equal `torch.linalg.vector_norm`, and one device's under every strategy."""
+    """`aten.norm` equals `torch.linalg.vector_norm` on one device, and has the same result under every strategy."""
     x = tensor(4, 8)
     expected = torch.linalg.vector_norm(x, 2 if order is None else order, dim=1)
     torch.testing.assert_close(aten.norm.ScalarOpt_dim(x, order, [1]), expected)

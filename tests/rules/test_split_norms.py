@@ -1,4 +1,4 @@
-"""Layer and group norms have one device's results under every strategy, in two special cases."""
+"""Layer norms with wider weights and group norms of an empty batch equal one device's under every strategy."""
 
 from __future__ import annotations
 

@@ -93,9 +93,9 @@ def test_the_memory_that_an_error_names_is_enough(program: Program) -> None:
 
 
 def test_a_byte_too_few_is_refused_where_there_are_billions() -> None:
-    """A plan fits a limit of its own peak of billions of bytes, and is refused at a byte less.
+    """A limit of billions of bytes is kept to the byte, although the solver cannot resolve a byte.
 
-    The solver cannot resolve a byte.
+    A limit of a plan's own peak is enough, and a byte less is refused.
     """
     with torch.device("meta"):
         program = trace(Chain(2**16, 2**16, 0), (torch.zeros(2**16, 2**16),), {}, grad=False)
@@ -170,7 +170,7 @@ class _Counted:
 def test_what_fits_is_found_whatever_the_search_counts(share: float, limit: int, least: float) -> None:
     """`fitting` returns a plan within the limit, or the memory of the smallest plan, which is over the limit.
 
-    The search counts too much or too little.
+    This holds whether the search counts too much or too little memory.
     """
     search = Stairs(share, int(least * limit))
     found, smallest = fitting(search, search.frugal, limit, SearchControl(), peak_of)

@@ -182,7 +182,10 @@ def verify(phased: PhasedProgram) -> None:
     ("nodes", "moved"), [(ONE, ()), (ALL, ()), ((), MOVED), (ONE, (OffloadedNode("mm", "mul_2", ""),))]
 )
 def test_what_is_there_again_is_proven(nodes: tuple[RecomputedNode, ...], moved: tuple[OffloadedNode, ...]) -> None:
-    """Three checks accept programs that recompute and offload, beside the program with or without clones."""
+    """Programs that recompute or offload pass `verify_preparation`, `verify_program` and `verify_phases`.
+
+    `verify_program` accepts the lowered program beside the prepared program without clones and with clones.
+    """
     verify(lowered_with(nodes, moved))
     verify_program(lowered_with(nodes, moved).lowered.traced, lowered_with(nodes, moved).lowered)
 
@@ -308,6 +311,6 @@ def test_a_wrong_clone_in_the_prepared_program_is_refused() -> None:
     ],
 )
 def test_errors(nodes: tuple[RecomputedNode, ...], message: str) -> None:
-    """A plan is refused by name if a node is unknown, or if its clone would stand too late or too early."""
+    """A plan is refused if a node is unknown, or its clone would stand too late or too early; the error names nodes."""
     with pytest.raises(PlanMismatchError, match=message):
         InsertRecompute(nodes)(prepare(traced()))

@@ -275,7 +275,7 @@ def test_the_search_equals_trying_every_offload(count: int, ranks: int, share: f
 
 
 def slow_cluster(link: HostLink | None) -> Cluster:
-    """Two devices with slow kernels and a `link` to host memory, or None."""
+    """Two devices with slow kernels; `link` is their link to host memory, or None."""
     node = h100s(LINE).node
     slow = {"memory_bandwidth_bytes_per_s": 1e10, "launch_latency_s": 0.0}
     return Cluster(node.with_device(dataclasses.replace(node.device, host_link=link, **slow)), 1, LINE.size)
@@ -371,7 +371,7 @@ def test_what_leaves_the_program_is_not_recomputed() -> None:
 
 
 def test_small_values_are_left_alone() -> None:
-    """With a least share of memory, only values of at least this share start a recomputation."""
+    """With `least_share`, fewer values are recomputed, and none with a share of the whole memory."""
     planning = example("blocks").planning
     assert not find_options(planning, least_share=1.0).policies
     few = find_options(planning, least_share=0.2).policies

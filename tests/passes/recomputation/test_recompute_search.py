@@ -179,7 +179,7 @@ def test_recomputation_is_never_worse() -> None:
 
 
 def test_nothing_is_worse_than_what_it_starts_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the search makes no attempt of its own, the result is at least as good as the given start."""
+    """If the search may not make any attempt, the result costs at most as much as the given start."""
     monkeypatch.setattr(fitting, "_ATTEMPTS", 0)
     budget = 0.9 * largest()
     start = Search(budget)(problem())

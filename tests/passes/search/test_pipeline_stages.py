@@ -56,7 +56,7 @@ def test_ranks_have_the_stages_that_their_schedule_gives_them(schedule: str, fir
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_hold_what_their_schedule_has_in_flight(schedule: str) -> None:
-    """`in_flight` is the peak of micro-batches in flight in each rank's order, divided by its number of stages."""
+    """For each rank, `in_flight` is the peak of micro-batches in the schedule's order, divided by the rank's stages."""
     virtual = SCHEDULES[schedule].numbers_of_stages(2)[-1]
     recipe = Execution(pipeline=4, virtual_stages=virtual, schedule=schedule, global_batch=48)
     held = [peak_in_flight(order) for order in rank_orders(schedule, 4, 48, virtual)]

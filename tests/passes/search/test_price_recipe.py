@@ -46,7 +46,7 @@ def test_a_micro_batch_more_takes_its_own_time() -> None:
 
 
 def test_slower_kernels_make_slower_steps() -> None:
-    """Kernels that take three times as long lengthen a step of 16 ranks, and so does such a network."""
+    """A step of 16 ranks is longer if kernels, or messages between nodes, take three times as long."""
     recipe = Execution(data=16, micro_batch=8192)
     node = node_type("h100_sxm")
     plain, kernels, network = (
@@ -147,7 +147,7 @@ def test_listing_costs_host_time_for_every_rank_and_matrix() -> None:
 
 
 def test_ranks_that_keep_shards_of_gradients_reduce_those_of_each_micro_batch() -> None:
-    """ZeRO-2 reduces gradients in each of several micro-batches, and is slower than ZeRO-1 only then."""
+    """ZeRO-2 is slower than ZeRO-1 only with several micro-batches, because ZeRO-2 reduces gradients in each."""
     for batch in (8, 64):
         one, two = (under(Execution(data=8, zero=zero, global_batch=batch), overlap_gradients=False) for zero in (1, 2))
         cluster = _cluster(one)

@@ -100,7 +100,7 @@ def test_no_step_is_shorter_than_its_floors(name: str, drawn: Execution, ranks: 
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_no_recipe_takes_less_memory_than_the_floors_of_its_layout_and_pipeline(name: str) -> None:
-    """A layout's memory floor is at most each recipe's floor, which is at most ten bytes below the price."""
+    """A layout's memory floor is at most each recipe's own floor, which is the price or up to ten bytes less."""
     counted = MODELS[name]().counted
     pricer = RecipePricer(counted, Cluster("h100_sxm", 2, 2))
     base = under(Execution(global_batch=8), master_weights=True, gradient_dtype="bf16")

@@ -159,7 +159,7 @@ def test_divisors_of_large_numbers_take_no_longer_than_their_root(number: int) -
 
 
 def test_a_profile_restricts_the_space() -> None:
-    """Under "megatron", a pipeline has two schedules, ZeRO 0 or 1, and no offload of activations."""
+    """With `runtime="megatron"`, a pipeline has two schedules, ZeRO 0 or 1, and no offload of activations."""
     runtime = RUNTIMES["megatron"]
     found = list(RecipeSpace(_dense(), 8, Execution(global_batch=16, runtime=runtime), offloads=True).recipes())
     staged = [each for each in found if each.pipeline > 1]

@@ -69,7 +69,7 @@ def test_weights_are_gathered_in_16_bits() -> None:
 
 
 def test_sums_are_forbidden_and_nothing_else() -> None:
-    """`without_sums` forbids only that a partial sum becomes another spec."""
+    """`without_sums` forbids exactly the reshards that reduce a partial sum, and allows those that reduce a maximum."""
     specs = (P(), P("data"), P(partial={"data": "sum"}), P(partial={"data": "max"}))
     table = without_sums(np.zeros((4, 4)), specs, specs)
     assert np.isinf(table).tolist() == [[False] * 4, [False] * 4, [True, True, False, True], [False] * 4]

@@ -33,7 +33,7 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "plan"), FEW)
 def test_mutants_that_change_numbers_are_refused(family: str, plan: str) -> None:
-    """No accepted mutant of a quick program changes numbers, and at least half of the refused mutants do."""
+    """No accepted mutant of a quick program changes numbers, and at least half of the refused mutants that run do."""
     part = attack(family, plan, 10, seed=1, sampled=3, campaign=OF_OVERLAP)
     assert part.holes == []
     assert sum(part.changing.values()) >= sum(part.run.values()) / 2 > 0
@@ -87,7 +87,7 @@ def _gathered(*, is_waited: bool, is_written: bool) -> fx.Graph:
 
 @pytest.mark.parametrize(("is_waited", "is_written"), [(True, False), (False, False), (True, True)])
 def test_what_is_in_flight_is_guarded(is_waited: bool, is_written: bool) -> None:
-    """A read before a gather's wait gives NaN, and so does the wait if the gather's input was written meanwhile."""
+    """Under `InFlight`, a read before a gather's wait is NaN, and so is the wait if the gather's input was written."""
     given = [torch.ones(2), torch.zeros(2)]
     graph = _gathered(is_waited=is_waited, is_written=is_written)
     read, waited = simulate(graph, Mesh({"x": 2}), [given], on_values=InFlight())
