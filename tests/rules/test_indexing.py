@@ -112,7 +112,7 @@ _CELLS = torch.tensor([[True, False], [False, True], [True, True], [False, False
     ids=str,
 )
 def test_masks_are_not_split(op: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
-    """Under every strategy, indexing by a mask equals one device's, and neither masks nor other indices are split."""
+    """Under every strategy, reads and writes by a mask equal one device's, and no strategy splits the mask."""
     check_splits(op, *args)
     masked = [tuple(inputs[1:-1] if len(inputs) > 2 else inputs[1:]) for inputs, _ in strategies(op, args, {}, 2)]
     assert not any(placement.is_shard() for inputs in masked for placement in inputs)
