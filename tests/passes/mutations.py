@@ -36,7 +36,10 @@ REDUCING = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
 
 
 class Copy(nn.Module):
-    """A graph with its constants, without a GraphModule's code, because writing the code takes longer than a proof."""
+    """A copied graph with its constants.
+
+    Unlike a GraphModule, it writes no code, which would take longer than a proof.
+    """
 
     def __init__(self, graph: fx.Graph, constants: Mapping[str, Any]) -> None:
         super().__init__()

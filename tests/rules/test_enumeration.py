@@ -17,7 +17,7 @@ _PRODUCT = bind(Rule("m k, k n -> m n", reduce={"k": "sum"}, linear=[(0,), (1,)]
 
 @given(meshes(max_axes=2))
 def test_the_replicated_strategy_is_first(mesh: Mesh) -> None:
-    """The replicated strategy is first, and every strategy fits the mesh evenly."""
+    """The first strategy of a product is fully replicated, and every strategy splits dims evenly."""
     found = enumerate_strategies(_PRODUCT, mesh)
     assert all(spec.is_fully_replicated for spec in (*found[0].inputs, *found[0].outputs))
     for strategy in found:

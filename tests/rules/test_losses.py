@@ -36,7 +36,7 @@ def test_cross_entropy(rows: int, classes: int, smoothing: float, pair: Sequence
 
 
 def test_cross_entropy_of_infinite_logits() -> None:
-    """Under every strategy, cross-entropy equals one device's if half of the classes or a whole row is masked."""
+    """Under every strategy, cross-entropy equals one device's if half of the classes or a whole row is -inf."""
     logits = torch.randn(4, 8, dtype=torch.float64)
     logits[:, :4] = -torch.inf
     logits[2], logits[3, 5] = -torch.inf, torch.inf  # a row of which nothing is left, and one with the greatest

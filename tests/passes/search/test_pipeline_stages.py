@@ -1,4 +1,4 @@
-"""Blocks and ranks of stages, and the time of a pipeline."""
+"""`cut_into_stages` gives blocks to stages and ranks; schedules limit the micro-batches in flight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of a recipe's fullest rank."""
+"""The predicted memory of a recipe's rank with the highest peak, by parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts cost their products and the dispatch of their tokens."""
+"""The predicted time and memory of experts, and of the dispatch of tokens to experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A search with constraints on recipes finds the best recipe within the constraints."""
+"""With constraints on recipes, the search finds the best recipe within the constraints."""
 
 from __future__ import annotations
 

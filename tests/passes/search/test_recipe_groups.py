@@ -13,7 +13,7 @@ def _cluster(recipe: Execution) -> Cluster:
 
 
 def test_groups_follow_megatrons_order_of_ranks() -> None:
-    """Tensor ranks are neighbours, then context and data; pipeline ranks are farthest."""
+    """Tensor ranks share a node, four data ranks are in two nodes, and neighbouring stages are in different nodes."""
     recipe = Execution(data=4, tensor=4, pipeline=2)
     groups = recipe_groups(recipe, _cluster(recipe))
     assert (groups.tensor.size, groups.tensor.inter) == (4, None)

@@ -31,7 +31,7 @@ def _sparse() -> CountedModel:
 
 
 def _all_recipes(blocks: int) -> set[Execution]:
-    """Return all recipes that `Recipe` and `price` accept, by brute force, each under one name."""
+    """Return all recipes that `Execution` and pricing accept, by brute force, each under one of its names."""
     found = set()
     sizes = (1, 2, 4)
     ends = [(None, 1)]
@@ -129,7 +129,7 @@ def test_fields_are_restricted() -> None:
 
 
 def test_selective_recomputation_of_nothing_is_none() -> None:
-    """With fused attention, selective recomputation is listed only if asked for, because it has the price of none."""
+    """With fused attention, selective recomputation costs as much as none, and is listed only if asked for."""
     names = {recipe.recompute for recipe in RecipeSpace(_dense(), 4, BASE).recipes()}
     assert names == {"none", "full"}
     asked = RecipeSpace(_dense(), 4, BASE, only={"recompute": ("selective", "full")})
