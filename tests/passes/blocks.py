@@ -20,7 +20,7 @@ from passes.planning.build_assignment import PlanningProblem
 from tests import models
 
 peak_of = peak_under(PlanOptions())
-"""Counts the peak of a choice by its lowered program."""
+"""Returns the peak memory of a choice in bytes, counted on the choice's lowered program."""
 
 
 Block, Blocks = partial(models.Residual, bias=False), partial(models.Blocks, bias=False)
@@ -53,22 +53,22 @@ def perceptron_program(batch: int = 8) -> Program:
 
 
 def h100s(mesh: Mesh) -> Cluster:
-    """One node of H100s of the mesh's size."""
+    """One node with as many H100s as the mesh has ranks."""
     return Cluster("h100_sxm", devices_per_node=mesh.size)
 
 
 def two_nodes(mesh: Mesh) -> Cluster:
-    """Two nodes of H100s with the first axis of the mesh between the nodes, on links slower than the other links."""
+    """Two nodes of H100s. The first axis of the mesh, of size two, runs over the slower links between the nodes."""
     return Cluster("h100_sxm", nodes=2, devices_per_node=mesh.size // 2)
 
 
 def problem_of(program: Program, mesh: Mesh, cluster: Cluster | None = None, **options: object) -> PlanningProblem:
-    """The planning problem of a program, on one node of H100s if nothing else is said."""
+    """The planning problem of a program under fields of `PlanOptions`, by default on one node of H100s."""
     return planning_problem(program, mesh, cluster or h100s(mesh), PlanOptions(**options))  # type: ignore[arg-type]
 
 
 def problem_of_drawn(drawn: DrawnProgram, mesh: Mesh, cluster: Cluster | None = None) -> PlanningProblem:
-    """The problem of a drawn program, a whole step maybe."""
+    """The planning problem of a drawn program, traced as a whole step if `drawn.whole_step` is set."""
     step = drawn.whole_step
     if step is None:
         return problem_of(trace(drawn.model, drawn.inputs), mesh, cluster)

@@ -1,6 +1,6 @@
-"""Mutations of phases that overlap communication with computation: wrong buckets, and reads or writes in flight.
+"""Mutations of phases with overlapped communication: wrong buckets, and reads or writes of memory in flight.
 
-Each mutation takes a graph of a phase, as the mutations of `tests.passes.mutations` do.
+Each mutation changes the graph of a phase in place and returns a description, as in `tests.passes.mutations`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SPLITS = (_aten.split_with_sizes.default, _aten.split_with_sizes_copy.default)
 
 
 def waited_for(split: fx.Node) -> Any:
-    """Return the wait whose result a call takes apart, through a view of gathered rows; None for any other call."""
+    """Return the wait whose result `split` cuts into parts, directly or through a view; None for any other call."""
     received: Any = split.args[0] if split.target in _SPLITS else None
     if isinstance(received, fx.Node) and received.target is _aten.view.default:
         received = received.args[0]
@@ -29,17 +29,17 @@ def waited_for(split: fx.Node) -> Any:
 
 
 def is_packed(node: fx.Node) -> bool:
-    """Whether a call packs a bucket."""
+    """Whether a call concatenates values into a bucket that a collective sends."""
     return node.target is _aten.cat.default and any(is_collective(user) for user in node.users)
 
 
 def _split(graph: fx.Graph, random: Random) -> Any:
-    """Some call that takes a bucket apart."""
+    """A random call that cuts a received bucket into parts."""
     return pick(graph, random, lambda node: waited_for(node) is not None)
 
 
 def exchange_parts(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Two members of a bucket that take each other's part, in the shape of their own where sizes agree."""
+    """Exchange the parts that two members of a bucket read from the received bucket."""
     split = _split(graph, random)
     first, second = random.sample(list(split.users), 2)
     first.args, second.args = (split, second.args[1]), (split, first.args[1])
@@ -47,7 +47,7 @@ def exchange_parts(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def shift_offsets(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Parts of a bucket that begin elsewhere."""
+    """Make one part of a received bucket an element longer, and another part an element shorter."""
     split = _split(graph, random)
     sizes = list(split.args[1])
     longer, shorter = random.sample(range(len(sizes)), 2)
@@ -57,7 +57,7 @@ def shift_offsets(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def cut_along_other_dim(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Pack, or cut, a bucket of rows along the wrong dim."""
+    """Pack or cut a bucket along dim 1 in place of dim 0, or along dim 0 in place of dim 1."""
     found = pick(graph, random, lambda node: is_packed(node) or waited_for(node) is not None)
     count = 1 if is_packed(found) else 2
     dims = () if found.args[count:] == (1,) else (1,)
@@ -66,7 +66,7 @@ def cut_along_other_dim(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def exchange_members(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Pack a bucket in another order than the readers expect, or pack a member twice."""
+    """Exchange two members of a packed bucket, or pack one member twice in place of another member."""
     packed: Any = pick(graph, random, is_packed)
     members = list(packed.args[0])
     first, second = random.sample(range(len(members)), 2)
@@ -79,7 +79,7 @@ def exchange_members(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def leave_member_out(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Leave a member out of a bucket, and put the next member in its place."""
+    """Leave a member out of a bucket, so that the readers of its part read the next member's part."""
     split = _split(graph, random)
     if len(split.args[1]) < 2:
         raise NothingError
@@ -94,7 +94,7 @@ def leave_member_out(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def read_the_buffer(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Read the packed values in place of the received values, which processes overwrite."""
+    """Read the packed values that a collective sends, in place of the received values."""
     split = _split(graph, random)
     waited = waited_for(split)
     (reader,) = waited.users
@@ -103,7 +103,7 @@ def read_the_buffer(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def read_in_flight(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Read a result before its wait: move the wait behind a reader, or delete the wait."""
+    """Read a collective's result before its wait: move the wait behind a reader, or read the unwaited result."""
     wait: Any = pick(graph, random, lambda node: is_wait(node) and any(user.op != "output" for user in node.users))
     reader = choose(random, [user for user in wait.users if user.op != "output"])
     if random.random() < 0.5:
@@ -114,7 +114,7 @@ def read_in_flight(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def wait_for_other(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Wait for another collective with a result of the same shape."""
+    """Let a wait wait for another earlier collective, whose result has the same shape and type."""
     wait: Any = pick(graph, random, is_wait)
     before = list(graph.nodes)[: list(graph.nodes).index(wait)]
     others = [node for node in before if is_collective(node) and node is not wait.args[0] and alike(node, wait)]
@@ -126,7 +126,7 @@ def wait_for_other(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def write_in_flight(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Write, before the wait, memory that a collective sends or receives into."""
+    """Multiply a collective's operand by two in place, between the collective's start and its wait."""
     started: Any = pick(graph, random, is_collective)
     (operand,) = started.all_input_nodes
     (wait,) = [user for user in started.users if is_wait(user)][:1] or [None]
@@ -140,7 +140,7 @@ def write_in_flight(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def change_communicator(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Move a collective to a communicator of another purpose, which keeps the numbers if all ranks do the same."""
+    """Move a collective to the communicator of another purpose. The numbers stay the same if all ranks do so."""
     started: Any = pick(graph, random, is_collective)
     group = str(started.args[-1])
     names = [without_purpose(group), *(for_purpose(group, item) for item in (Purpose.GRADIENTS, Purpose.PARAMETERS))]
@@ -150,7 +150,7 @@ def change_communicator(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def move_call(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Move a call between its operands and its readers, which keeps the numbers unless a call writes."""
+    """Move a call to another place between its operands and its readers. Numbers change only if some call writes."""
     node = pick(graph, random, lambda node: True)
     nodes = list(graph.nodes)
     places = {other: place for place, other in enumerate(nodes)}
@@ -165,7 +165,7 @@ def move_call(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def ancestors(node: fx.Node) -> set[fx.Node]:
-    """All that a node is computed from."""
+    """All nodes that a node is computed from, directly or through other nodes."""
     found: set[fx.Node] = set()
     waiting = list(node.all_input_nodes)
     while waiting:
@@ -177,7 +177,7 @@ def ancestors(node: fx.Node) -> set[fx.Node]:
 
 
 def replace_sent(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Send another value of the same shape in a collective or in a member of a bucket."""
+    """Replace an operand of a collective or of a packed bucket by another value of the same shape and type."""
     places = {node: place for place, node in enumerate(graph.nodes)}
     sent = [
         (reader, operand)
@@ -206,4 +206,4 @@ BUCKET_MUTATIONS: tuple[Mutation, ...] = (
 FLIGHT_MUTATIONS: tuple[Mutation, ...] = (
     wait_for_other, write_in_flight, replace_sent, change_communicator, move_call,
 )  # fmt: skip
-"""Mutations that may keep all results, or may find no place in a phase."""
+"""Mutations that keep all results of some phases, or find no place in some phases."""

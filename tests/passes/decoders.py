@@ -1,4 +1,4 @@
-"""Small models for the tests of recipes, folded."""
+"""Small decoders for the tests of recipes, with their folded programs and priced models."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from passes.search.layers.fold_program import FoldedProgram, fold_program
 from passes.search.layers.price_model import PricedModel
 
 PRICED = Runtime(name="as recipes say")
-"""A runtime that follows every field of a recipe, so that plans under the runtime are prices."""
+"""A runtime that runs every field of a recipe as given, so that plans under the runtime are only prices."""
 
 SEQUENCE, HIDDEN, VOCAB = 32, 64, 96
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, without any layout of the weights."""
+    """A decoder layer of causal attention and feed-forward; one product computes queries, keys and values."""
 
     def __init__(self, heads: int = 4, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Layer(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of four experts, two for each token."""
+    """A residual layer of four experts. Each token is sent to two experts, and each expert takes equally many rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Experts(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A language model with a tied head."""
+    """A language model with the given layers and a head tied to the embedding; its result is the loss."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()
@@ -74,25 +74,25 @@ class Decoder(nn.Module):
 
 
 def dense(depth: int = 5, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> Decoder:
-    """A dense decoder on meta."""
+    """A bfloat16 decoder of `depth` dense layers on the meta device."""
     with torch.device("meta"):
         return Decoder([Layer(norm=norm) for _ in range(depth)]).bfloat16()
 
 
 def sparse() -> Decoder:
-    """A decoder on meta whose blocks are dense and sparse in turn."""
+    """A bfloat16 decoder on the meta device, with six layers that are `Layer` and `Experts` in turn."""
     with torch.device("meta"):
         return Decoder([Layer() if index % 2 == 0 else Experts() for index in range(6)]).bfloat16()
 
 
 def tokens(batch: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Example inputs."""
+    """Token ids and targets on the meta device, both of shape [batch, SEQUENCE]."""
     one = torch.zeros(batch, SEQUENCE, dtype=torch.int64, device="meta")
     return one, one
 
 
 def folded(model: nn.Module) -> FoldedProgram:
-    """The folded program of a model."""
+    """The folded program of a model, made from traces with batches of two and of three."""
     short = tracing.shorten(model)
     double, triple = (tracing.trace(short.model, tokens(batch), {}) for batch in (2, 3))
     return fold_program(double, triple, short.lists)
@@ -106,5 +106,5 @@ def priced_dense(depth: int = 5) -> PricedModel:
 
 @cache
 def priced_sparse() -> PricedModel:
-    """The priced model of `sparse()`, shared."""
+    """The priced model of `sparse()`, cached for all tests."""
     return PricedModel(folded(sparse()))

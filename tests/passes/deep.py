@@ -1,4 +1,4 @@
-"""Deep models for tests of plans without inner blocks."""
+"""Deep models of like blocks, and their programs with and without the inner blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH = 16
 
 
 class Block(nn.Module):
-    """x + down(act(up(norm(x)))) * table."""
+    """A block that returns `x + down(activation(up(norm(x)))) * table`."""
 
     def __init__(self, activation: type[nn.Module] = nn.GELU) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Deep(nn.Module):
-    """Blocks that all read one table."""
+    """A model whose blocks all read one table of cosines."""
 
     def __init__(self, kinds: Sequence[type[nn.Module]]) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Deep(nn.Module):
 
 
 class Summed(Deep):
-    """The loss has a part from each block."""
+    """A `Deep` model whose loss also has the mean of each block's result."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         table = torch.arange(WIDTH, device=x.device).cos()
@@ -59,37 +59,37 @@ class Summed(Deep):
 
 
 def alike(depth: int) -> Deep:
-    """Blocks of one kind."""
+    """A model of `depth` equal GELU blocks."""
     return Deep([nn.GELU] * depth)
 
 
 def in_turn(depth: int) -> Deep:
-    """Three blocks of one kind, then two kinds in turn."""
+    """A model of three Tanh blocks, followed by `depth` pairs of a GELU and a SiLU block."""
     return Deep([nn.Tanh] * 3 + [nn.GELU, nn.SiLU] * depth)
 
 
 def summed(depth: int) -> Summed:
-    """A model whose blocks each add to the loss."""
+    """A `Summed` model of `depth` GELU blocks."""
     return Summed([nn.GELU] * depth)
 
 
 def batch() -> tuple[torch.Tensor]:
-    """Example inputs."""
+    """The example input, zeros of shape [8, 4, WIDTH], as a tuple."""
     return (torch.zeros(8, 4, WIDTH),)
 
 
 def step(model: nn.Module, update: Update | None = None) -> Program:
-    """The program of a step; of forward and backward without an update."""
+    """The traced program of forward and backward, and of `update` if given."""
     return tracing.trace(model, batch(), {}, update=update)
 
 
 def adamw(model: nn.Module, limit: float | None = None) -> Update | None:
-    """Describe AdamW's update, with gradients clipped to `limit`."""
+    """Describe AdamW's update of a model, with gradients clipped to the norm `limit` if given."""
     return update_of(named_optimizer("adamw", model.parameters()), model, limit, strict=True)
 
 
 def short_step(model: nn.Module, update: Update | None = None, margin: int = 1) -> Program:
-    """The same without inner blocks."""
+    """The program of `step` for the model without inner blocks; `margin` more blocks stay at each end of a run."""
     short = tracing.leave_out_blocks(model, margin, least=1)
     assert short is not None
     return replace(step(short.model, update), repeats=short.repeats)

@@ -1,4 +1,4 @@
-"""Choices at random, of programs that tests of plans share, and their predictions."""
+"""Random choices in the planning problems of three small programs, and predictions for these choices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.passes.blocks import blocks_program, perceptron_program
 
 
 class Classifier(nn.Module):
-    """A linear layer and cross-entropy, which reduces over split classes inside the call."""
+    """A linear layer and a cross-entropy, which communicates inside its call if the classes are split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Classifier(nn.Module):
 
 @cache
 def program_of(name: str) -> Program:
-    """Return a traced program by its name."""
+    """Return the traced program "perceptron" or "classifier", and four blocks for any other name."""
     if name == "perceptron":
         return perceptron_program()
     if name == "classifier":
@@ -40,12 +40,12 @@ def program_of(name: str) -> Program:
 
 
 def drawn_choice(planning: PlanningProblem, seed: int) -> list[int]:
-    """One strategy for every class, at random."""
+    """Draw one strategy, as an index, for every class of sites."""
     draw = Random(seed)
     return [draw.randrange(len(planning.space.sites[group[0]].strategies)) for group in planning.members]
 
 
 def predicted(planning: PlanningProblem, choice: Sequence[int], dispatch: str = "eager") -> Prediction:
-    """The prediction of a choice."""
+    """The prediction for the lowered plan of a choice."""
     options = PlanOptions(dispatch=dispatch)
     return lowered_plan(planning, choice, 0.0, None, planning.prices.cluster, options).plan.predicted

@@ -1,4 +1,4 @@
-"""Draw graphs of pointwise, broadcast and reduction operators as in models, with values for the inputs."""
+"""Draw graphs of pointwise operators, reductions and views, with values for the inputs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class DrawnGraph:
 
 @dataclass
 class _Drawing:
-    """A graph under construction, with real and fake values; `wide` has the values in float64."""
+    """A graph under construction; `wide` has the value of each node in float64."""
 
     graph: fx.Graph = field(default_factory=fx.Graph)
     inputs: list[Tensor] = field(default_factory=list)
@@ -93,7 +93,7 @@ class _Drawing:
 
 
 class _Tracer(fx.proxy.GraphAppendingTracer):
-    """Gives every call its fake value and that in float64."""
+    """Gives the node of every call its meta value and its value in float64."""
 
     def __init__(self, drawing: _Drawing) -> None:
         super().__init__(drawing.graph)
@@ -108,7 +108,7 @@ class _Tracer(fx.proxy.GraphAppendingTracer):
 
 
 def wide_call(node: fx.Node, values: dict[fx.Node, Tensor]) -> Tensor:
-    """Run a call in float64, without its conversions between float types."""
+    """Run a call on the float64 `values` of its operands, and drop float types from its keyword arguments."""
     target: Any = node.target
     args = fx.map_arg(node.args, values.__getitem__)
     kwargs = {name: item for name, item in node.kwargs.items() if item not in FLOATS}
@@ -117,7 +117,7 @@ def wide_call(node: fx.Node, values: dict[fx.Node, Tensor]) -> Tensor:
 
 @st.composite
 def drawn_graphs(draw: st.DrawFn) -> DrawnGraph:
-    """Draw up to ten calls on tensors of one to three dims; each operand is whole, broadcast or transposed."""
+    """Draw a graph of three to eight operations on tensors of one to three dims, some broadcast or transposed."""
     sizes = draw(st.lists(st.sampled_from([1, 2, 3, 5, 8, 17, 33]), min_size=1, max_size=3))
     dtype = draw(st.sampled_from(FLOATS))
     torch.manual_seed(draw(st.integers(0, 2**16)))
@@ -136,7 +136,7 @@ def drawn_graphs(draw: st.DrawFn) -> DrawnGraph:
 
 
 def _input(draw: st.DrawFn, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Draw an input, whole or broadcast along some dims, in one of several layouts."""
+    """Draw an input with the last dims of `sizes`, some broadcast, in one of four memory layouts."""
     shape = [draw(st.sampled_from([size, size, size, 1])) for size in sizes][draw(st.integers(0, len(sizes) - 1)) :]
     layout = draw(st.sampled_from(["plain", "plain", "turned", "spread", "expanded"]))
     if layout == "turned":

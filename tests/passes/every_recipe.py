@@ -21,12 +21,12 @@ from passes.search.pipeline_stages import even_blocks
 from passes.search.recipe_plan import predict_recipe
 
 HEADS = EXPERTS = 4
-"""Heads and experts of the models of `tests.passes.decoders`; every other size that axes split is a multiple."""
+"""Heads and experts of the models of `tests.passes.decoders`. All other sizes that axes split are multiples of 4."""
 
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A recipe with its time and memory."""
+    """A recipe with its predicted step time and peak memory."""
 
     recipe: Execution
     time_s: float
@@ -34,7 +34,7 @@ class Priced:
 
 
 def every_price(counted: CountedModel, cluster: Cluster, base: Execution, least_tokens: int) -> list[Priced]:
-    """Return all recipes with a price, whatever their memory."""
+    """Return all recipes that `predict_recipe` can price, also recipes that do not fit the devices' memory."""
     found = []
     for recipe in every_recipe(counted, cluster, base, least_tokens):
         try:
@@ -46,7 +46,7 @@ def every_price(counted: CountedModel, cluster: Cluster, base: Execution, least_
 
 
 def every_recipe(counted: CountedModel, cluster: Cluster, base: Execution, least_tokens: int) -> Iterator[Execution]:
-    """Return all recipes within the rules; some recipes have no price."""
+    """Yield all recipes within the rules, also some that `predict_recipe` refuses."""
     away = ("none", "activations") if cluster.device.host_link is not None else ("none",)
     policies = tuple(product(RECOMPUTE, away)) if counted.blocks else (("none", "none"),)
     known = axes_of(counted, cluster.size, cluster.devices_per_node, least_tokens)
@@ -65,7 +65,7 @@ def every_recipe(counted: CountedModel, cluster: Cluster, base: Execution, least
 def axes_of(
     counted: CountedModel, devices: int, most_tensor: int, least_tokens: int
 ) -> Iterator[dict[str, int | bool]]:
-    """Return the sizes of axes that divide the split dims; tensor ranks stay in a node."""
+    """Yield the sizes of axes that divide heads and experts, with at most `most_tensor` tensor ranks."""
     has_dense = len(set(counted.blocks)) > 1 or not counted.has_experts
     sizes = range(1, devices + 1)
     experts = sizes if counted.has_experts else (1,)
@@ -97,7 +97,7 @@ def _pipes(counted: CountedModel, devices: int) -> Iterator[dict[str, object]]:
 
 
 def zeros_of(replicas: int) -> Iterator[dict[str, int | None]]:
-    """ZeRO shards among two ranks or more."""
+    """Yield ZeRO 0, and ZeRO 1 to 3 over each group size from 2 to `replicas`."""
     yield {"zero": 0}
     for zero, group in product((1, 2, 3), range(2, replicas + 1)):
         yield {"zero": zero, "zero_group": group}

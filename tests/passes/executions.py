@@ -1,4 +1,4 @@
-"""Executions of recipes under runtimes with unequal features."""
+"""Change the runtime of a recipe's execution."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from autoshard.ir.execution import Execution
 
 
 def under(execution: Execution, **fields: Any) -> Execution:
-    """The same under a runtime with other fields."""
+    """Return the execution with the given fields of its runtime replaced."""
     return replace(execution, runtime=replace(execution.runtime, **fields))

@@ -1,6 +1,6 @@
 """Eleven families of models in float64, each as small as its kind allows.
 
-Each function returns a model and the arguments of a call with a loss.
+Each builder of `FAMILIES` returns a model and the arguments of a call, which returns the loss.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Built = tuple[nn.Module, tuple[Tensor, ...]]
 
 
 def tokens(seed: int = 1, length: int = LENGTH) -> Tensor:
-    """Token ids [BATCH, length]."""
+    """Random token ids of shape [BATCH, length]."""
     return torch.randint(0, VOCABULARY, (BATCH, length), generator=torch.Generator().manual_seed(seed))
 
 
@@ -27,12 +27,12 @@ def language_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def _heads(x: Tensor, count: int = HEADS) -> Tensor:
-    """[B, T, heads * size] to [B, heads, T, size]."""
+    """Reshape [B, T, heads * size] to [B, heads, T, size]."""
     return x.unflatten(-1, (count, -1)).transpose(1, 2)
 
 
 class Attention(nn.Module):
-    """Attention of `x` to `memory`, or to `x`."""
+    """Attention of `x` to `memory`, or to `x` itself if `memory` is None."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Attention(nn.Module):
 
 
 class Feed(nn.Module):
-    """The two layers behind an attention."""
+    """The feed-forward part of a transformer block: two linear layers with GELU in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class EncoderDecoder(nn.Module):
 
 
 class UNet(nn.Module):
-    """Down and up again with a skip, batch and group norms, pooling."""
+    """A strided convolution and an upsampling with a skip connection, batch and group norms, and pooling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class Recurrent(nn.Module):
 
 
 class StateSpace(nn.Module):
-    """A selective scan, step by step, behind a causal convolution over the length."""
+    """A selective scan, computed step by step, behind a causal convolution over the length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class StateSpace(nn.Module):
 
 
 class Recommender(nn.Module):
-    """Embedding tables, one shared by two features, whose products meet dense features."""
+    """Lookups in two embedding tables; pairwise products of the found rows join the dense features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ class Recommender(nn.Module):
 
 
 class Graph(nn.Module):
-    """Two rounds of messages along edges, added up or averaged at their targets."""
+    """Two rounds of messages along edges. Targets add up the messages of round one, and average those of round two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,4 +300,4 @@ FAMILIES: dict[str, Callable[[], Built]] = {
     "encoder-decoder": _text(EncoderDecoder), "unet": _unet, "lstm": _text(Recurrent),
     "state-space": _text(StateSpace), "recommender": _recommender, "graph": _graph,
 }  # fmt: skip
-"""The name of each family and its builder; seed torch first."""
+"""The builder of each family by name. Builders draw from torch's global generator, so seed torch first."""

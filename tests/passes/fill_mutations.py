@@ -1,4 +1,4 @@
-"""Mutations of backwards that write the members of a bucket as they are computed.
+"""Mutations of a backward that writes each member of a bucket into the bucket when the member is computed.
 
 Each mutation takes a graph in the form that processes run, as the mutations of `tests.passes.mutations` do.
 """
@@ -39,7 +39,7 @@ def _splits(graph: fx.Graph) -> list[fx.Node]:
 
 
 def exchange_written(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Write two members at each other's place."""
+    """Exchange the parts of a bucket that two members are written to."""
     splits = _splits(graph)
     if not splits:
         raise NothingError
@@ -49,14 +49,14 @@ def exchange_written(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def leave_unwritten(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Leave a member unwritten."""
+    """Remove the write of a member of a bucket."""
     writer: Any = pick(graph, random, _is_writer)
     graph.erase_node(writer)
     return f"without {writer}"
 
 
 def write_too_late(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Write a member after its bucket is sent."""
+    """Move the write of a member behind the start of a collective that sends a bucket."""
     started = [node for node in graph.nodes if is_collective(node) and any(map(_is_buffer, node.all_input_nodes))]
     writers = [node for node in graph.nodes if _is_writer(node)]
     if not started or not writers:
@@ -67,7 +67,7 @@ def write_too_late(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def write_again(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A member that another value is written over."""
+    """Write another value over a member of a bucket, after the member is written."""
     writer: Any = pick(graph, random, _is_writer)
     place = _written(writer)
     before = list(graph.nodes)[: list(graph.nodes).index(writer)]
@@ -95,7 +95,7 @@ def shift_parts(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def turn_place(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Write a product in another shape."""
+    """Write a product into a view of the reversed shape."""
     writer: Any = pick(graph, random, lambda node: node.target in INTO.values())
     place = _written(writer)
     shape = list(place.args[1])
@@ -106,7 +106,7 @@ def turn_place(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def send_a_part(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Let another call read the contents of a bucket before the bucket is sent."""
+    """Let a later call read a part of a bucket in place of an operand of the same shape and type."""
     writer: Any = pick(graph, random, _is_writer)
     place = _written(writer)
     behind = list(graph.nodes)[list(graph.nodes).index(writer) + 1 :]

@@ -29,7 +29,7 @@ def most_split_plan(program: Program, mesh: Mesh) -> Plan:
 
 
 def most_recomputed_plan(program: Program, mesh: Mesh) -> Plan:
-    """Return a legal plan with all allowed recomputation as late as possible, and greedily the most splits."""
+    """Return a legal plan that recomputes all allowed values as late as possible, with greedily the most splits."""
     cluster = Cluster("cpu_laptop", nodes=1, devices_per_node=mesh.size)  # without a host to offload to
     planning = unfolded_problem(program, mesh, cluster)
 
@@ -46,13 +46,13 @@ def most_recomputed_plan(program: Program, mesh: Mesh) -> Plan:
 
 
 def _splits(_: Site, strategy: Strategy) -> int:
-    """How many dims of operands and results axes split."""
+    """Count the axes that split dims of operands and results under a strategy."""
     specs = (*strategy.inputs, *strategy.outputs)
     return sum(len(spec.axes_of(dim)) for spec in specs for dim in range(len(spec.dims)))
 
 
 def _uneven_splits(mesh: Mesh, site: Site, strategy: Strategy) -> int:
-    """How many operands and results hold padding under a strategy."""
+    """Count the operands and results that have padding under a strategy."""
     operands = [] if site.node is None else [operand.meta["val"].shape for operand in operands_of(site.node)]
     shapes = [*operands, *(result.shape for result in site.results)]
     specs = (*strategy.inputs, *strategy.outputs) if site.node is not None else ()

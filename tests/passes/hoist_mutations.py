@@ -1,4 +1,4 @@
-"""Mutations of the hoisted part of a step: calls that depend on the micro-batch, gathers of old parameters."""
+"""Mutations of hoisting, which computes values once for all micro-batches, and of gathers of updated parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Found = tuple[str, PhasedProgram]
 
 
 def hoist_what_differs(phased: PhasedProgram, random: Random) -> _Found:
-    """A call that reads an input or a seed, made once for all micro-batches."""
+    """Hoist a call that reads an input or a seed, although its result differs between micro-batches."""
     taken = zip(phased.forward_inputs, phased.forward.graph.find_nodes(op="placeholder"), strict=False)
     places = {node: index for index, node in taken}
     own = {node for node, index in places.items() if phased.lowered.inputs[index].slot.kind in _OF_A_CALL}
@@ -43,7 +43,7 @@ def hoist_what_differs(phased: PhasedProgram, random: Random) -> _Found:
 def _with_call(
     phased: PhasedProgram, picked: fx.Node, places: dict[fx.Node, int]
 ) -> tuple[fx.GraphModule, tuple[int, ...]]:
-    """Return the hoisted graph with one more call of the forward, and the indices of its inputs."""
+    """Return the hoisted graph with a copy of the call `picked`, and the indices of the graph's inputs."""
     old = fx.GraphModule({}, fx.Graph()) if phased.hoisted is None else phased.hoisted
     graph, indices, made = fx.Graph(), list(phased.hoisted_inputs), dict[fx.Node, fx.Node]()
     for node in old.graph.find_nodes(op="placeholder"):
@@ -62,7 +62,7 @@ def _with_call(
 
 
 def gather_before_the_update(phased: PhasedProgram, random: Random) -> _Found:
-    """Gather the old value of an updated parameter."""
+    """Let a gather send an input of the update, such as the old parameter, in place of the updated parameter."""
     if phased.update is None:
         raise NothingError
     update = copy_of(phased.update)

@@ -17,7 +17,7 @@ _GARBAGE = 77
 
 
 class InFlight:
-    """Watches one run: `simulate(program, mesh, inputs, on_values=InFlight())`."""
+    """An `on_values` of `simulate` that makes the results of collectives garbage until their wait; one for each run."""
 
     def __init__(self) -> None:
         self._values: dict[fx.Node, list[Any]] = {}
@@ -25,7 +25,7 @@ class InFlight:
         self._sent: dict[fx.Node, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, node: fx.Node, values: Any) -> None:
-        """Note the values of a node, like any `autoshard.runtime.simulator.OnValues`."""
+        """Note a node's values; give garbage for a collective's result, and the received value for a wait's."""
         self._values[node] = values
         if is_collective(node):
             self._start(node, values)

@@ -13,7 +13,7 @@ from passes.lowering.bucket_updates import BucketUpdates
 
 
 def written_of(phased: PhasedProgram) -> dict[int, int]:
-    """Map the index of each result of the update to the index of the overwritten placeholder."""
+    """Map the index of each updated value among the update's results to the index of the placeholder it overwrites."""
     inputs, outputs, first = phased.lowered.inputs, phased.lowered.outputs, len(phased.carried)
     read = [inputs[index].slot for index in phased.update_inputs]
     places = {(slot.kind, slot.name): first + place for place, slot in enumerate(read)}
@@ -30,5 +30,5 @@ def in_place(phased: PhasedProgram) -> PhasedProgram:
 
 @lru_cache(maxsize=1)
 def _writing(update: fx.GraphModule, written: tuple[tuple[int, int], ...]) -> fx.GraphModule:
-    """An update that writes in place, in buckets."""
+    """Return an update that writes in place, with many parameters in one call."""
     return BucketUpdates()(write_in_place(update, dict(written)))

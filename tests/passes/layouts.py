@@ -1,4 +1,4 @@
-"""Ten kinds of plan that experts write by hand, for any small program on data x model.
+"""Eleven kinds of plan that experts write by hand, for any small program on data x model.
 
 A layout places parameters, optimizer state and inputs by their shapes. All other values follow in program order. Each
 call takes a strategy that moves the fewest bytes, and among these strategies one with most splits. Some layouts compute
@@ -44,15 +44,15 @@ from tests.passes.families import FAMILIES
 MESH = Mesh({"data": 2, "model": 2})
 _MEASURED = node_type("cpu_laptop")
 _NODE = replace(_MEASURED, intra=replace(_MEASURED.intra, reduce_scatter_phases=1.8))
-"""A fixed cluster, so that layouts do not depend on measured hardware; an all-reduce moves few bytes here."""
+"""A fixed type of node, so that layouts do not depend on measured hardware. Reduce-scatters are slow on this node."""
 _LAPTOP = Cluster(_NODE, nodes=1, devices_per_node=4)
 _WITH_HOST = Cluster(
     _NODE.with_device(replace(_NODE.device, host_link=HostLink(1e10, 1e10))), nodes=1, devices_per_node=4
 )
-"""The same, with memory of its own beside its host's."""
+"""The same node with a link to host memory, so that plans can offload."""
 
 Place = Callable[[InputSlot, tuple[int, ...], int], Sequence[PartitionSpec]]
-"""Specs for a slot of some shape, the best first; the number tells slots of one kind apart."""
+"""Returns wished specs for a slot of some shape, best first. The number counts slots of one kind and number of dims."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Layout:
         return self.state is not None
 
     def wishes(self, slot: InputSlot, shape: tuple[int, ...], number: int) -> Sequence[PartitionSpec]:
-        """Return specs for a slot, the best first; impossible specs are skipped."""
+        """Return the wished specs for a slot, best first; the caller skips impossible specs."""
         if slot.kind is InputKind.INPUT:
             return self.batch(slot, shape, number)
         if slot.kind is InputKind.STATE and self.state is not None:
@@ -98,7 +98,7 @@ def _whole(*_: object) -> Sequence[PartitionSpec]:
 
 
 def _rows(*_: object) -> Sequence[PartitionSpec]:
-    """Return specs of dim 0 over all ranks, or over some ranks."""
+    """Return specs that split dim 0 over all ranks, over the data axis, or over the model axis."""
     return P(("data", "model")), P("data"), P("model")
 
 
@@ -111,13 +111,13 @@ def _sequence(*_: object) -> Sequence[PartitionSpec]:
 
 
 def _by_turns(_: InputSlot, shape: tuple[int, ...], number: int) -> Sequence[PartitionSpec]:
-    """Rows and columns of matrices by turns, as in tensor parallelism; the last dim of other tensors."""
+    """Return specs that split columns and rows of matrices by turns; the last dim of other tensors comes first."""
     columns, rows = P(*[None] * (len(shape) - 1), "model"), P("model")
     return (rows, columns) if len(shape) == 2 and number % 2 else (columns, rows)
 
 
 def _two_axes(slot: InputSlot, shape: tuple[int, ...], number: int) -> Sequence[PartitionSpec]:
-    """Return specs of tensor parallelism with another dim, or the only dim, split over the data axis."""
+    """Return specs that split two dims over both axes, then the specs of `_by_turns`, then a split over data."""
     last = len(shape) - 1
     both = [P("model", *[None] * (last - 1), "data"), P("data", *[None] * (last - 1), "model")] if last > 0 else []
     return *(both[::-1] if number % 2 else both), *_by_turns(slot, shape, number), P("data")
@@ -169,13 +169,13 @@ def traced_of(model: nn.Module, inputs: tuple[Tensor, ...], *, updates: bool, pr
 
 @cache
 def plan_of(family: str, layout: str) -> Plan:
-    """The plan of a family under a layout, in memory without a limit."""
+    """The plan of a family under a layout, with a memory budget of 1 TB."""
     return _roomy(plan_under(LAYOUTS[layout], _planning_of(family, *_form(layout))))
 
 
 @cache
 def phased_of(family: str, layout: str) -> PhasedProgram:
-    """The lowered program of a family under a layout; see `lowered_under`."""
+    """The lowered program of a family under a layout, as `lowered_under` makes it."""
     return _lowered(LAYOUTS[layout], program_of(family, layout), plan_of(family, layout))
 
 
@@ -192,7 +192,7 @@ def lowered_under(
     with_overlap: bool = True,
     reduce_dtype: torch.dtype | None = None,
 ) -> PhasedProgram:
-    """Return the lowered program of any trace under a layout; `planning` is the known problem, or None.
+    """Return the lowered program of a trace under a layout; `planning` is the program's problem if already built.
 
     A whole step has two micro-batches, which share all values that depend on parameters alone.
     """
@@ -212,7 +212,7 @@ def _roomy(plan: Plan) -> Plan:
 
 
 def plan_under(layout: Layout, planning: PlanningProblem) -> Plan:
-    """The plan of a program on any mesh of data and model, under a layout."""
+    """The plan of a program under a layout, on any mesh with the axes data and model."""
     choice = _follow(planning, _placed(planning, layout))
     if layout.recomputes or layout.offloads:
         return _bringing_back(planning, choice, _WITH_HOST if layout.offloads else _LAPTOP)
@@ -220,7 +220,7 @@ def plan_under(layout: Layout, planning: PlanningProblem) -> Plan:
 
 
 def _bringing_back(planning: PlanningProblem, choice: Sequence[int], cluster: Cluster) -> Plan:
-    """Return the plan of some strategies with offloading if the cluster has a host, else with all recomputation.
+    """Return the plan of the strategies `choice` with all allowed values offloaded, or recomputed without a host link.
 
     Values come back as late as possible.
     """
@@ -249,7 +249,7 @@ def planning_on(mesh: Mesh, program: Program) -> PlanningProblem:
 
 
 def _placed(planning: PlanningProblem, layout: Layout) -> dict[int, np.ndarray]:
-    """Return, for each slot's variable, the options with the best possible spec of the layout."""
+    """Map the variable of each slot to a mask of the options with the first wished spec that is possible."""
     program, allowed = planning.space.program, {}
     counts: defaultdict[tuple[InputKind, int], int] = defaultdict(int)
     nodes = program.nodes_by_name()
@@ -289,5 +289,5 @@ def _follow(planning: PlanningProblem, placed: Mapping[int, np.ndarray]) -> list
 
 
 def _splits(strategy: Strategy) -> int:
-    """How many dims of operands and results axes split."""
+    """Count the axes that split dims of operands and results under a strategy."""
     return sum(len(axes) for spec in (*strategy.inputs, *strategy.outputs) for axes in spec.dims)

@@ -1,4 +1,4 @@
-"""Mutants run on the simulator beside the right program: whether one computes another number, or ranks would hang."""
+"""Run mutants on the simulator beside the right program, to see whether numbers differ or ranks would hang."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _FAILURES = (
     AutoshardError, RuntimeError, IndexError, TypeError, ValueError, AttributeError, KeyError, AssertionError,
     MemoryError, SystemError,
 )  # fmt: skip
-"""Errors of a program that cannot run."""
+"""Errors after which a program counts as unable to run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The results of the right program, beside which mutants are held.
+    """The right program with its inputs, and its results as the reference of mutants.
 
     Args:
         phased: the right program.
@@ -55,7 +55,7 @@ class Run:
     _expected: dict[Place, list[Tensor | str]] = field(default_factory=dict)
 
     def is_changed_by(self, mutant: Mutant) -> bool:
-        """Whether a mutant computes another number, on some rank, or cannot run."""
+        """Whether a mutant computes another number on some rank, or cannot run."""
         if mutant.place not in self._expected:
             right = in_place(self.phased) if mutant.place is Place.IN_PLACE else self.phased
             self._expected[mutant.place] = self.numbers(mutant.place, right, self.phased.lowered.traced)
@@ -74,7 +74,10 @@ class Run:
     def numbers(
         self, place: Place, phased: PhasedProgram, prepared: Program, order: PipelineOrder = RIGHT_ORDER
     ) -> list[Tensor | str]:
-        """Return the results, of every rank for copies; for a single rank, its sent values."""
+        """Return whole results with a check of each rank's piece.
+
+        For a mutant of one rank, return the values that the rank sends.
+        """
         if place is Place.PREPARATION:
             values = [[value] for value in self.batches[0]]
             return [ranks[0] for ranks in simulate(prepared.graph_module, _ONE, values)]
@@ -109,7 +112,7 @@ def _ask_child(question: Callable[[], bool]) -> bool:
     """Answer in a separate process; a killed process counts as yes, because wrong sizes write out of bounds.
 
     Raises:
-        RuntimeError: the process failed otherwise; its traceback is printed.
+        RuntimeError: the process failed in another way; its traceback is printed.
     """
     child = os.fork()
     if child == 0:
@@ -126,12 +129,12 @@ def _ask_child(question: Callable[[], bool]) -> bool:
 
 
 def _poison(slot: LocalSlot) -> float:
-    """The padding of floating values, which nobody may read."""
+    """The padding of a slot, NaN for floating values, because no call may read padding."""
     return float("nan") if slot.dtype.is_floating_point else 0
 
 
 def draw_batch(lowered: LoweredProgram, examples: Sequence[Tensor], seed: int) -> list[Tensor]:
-    """Return random values for all placeholders: normal numbers, and the example's integers reversed."""
+    """Return random values for all placeholders; integer inputs are the examples, rolled along dim 0 by `seed`."""
     numbers = torch.Generator().manual_seed(seed)
     found = []
     for slot in lowered.inputs:
@@ -152,7 +155,7 @@ def draw_batch(lowered: LoweredProgram, examples: Sequence[Tensor], seed: int) -
 
 
 def run_of(phased: PhasedProgram, examples: Sequence[Tensor]) -> Run:
-    """The right program with two batches that differ in their inputs and their seeds alone."""
+    """The run of the right program with two batches, which differ only in their inputs and seeds."""
     first, second = (draw_batch(phased.lowered, examples, seed) for seed in (0, 1))
     own = (InputKind.INPUT, InputKind.SEED)
     kinds = [slot.slot.kind for slot in phased.lowered.inputs]
@@ -191,14 +194,14 @@ class _Simulated:
 
 @dataclass(slots=True)
 class _Sending:
-    """Values that one rank sends, by communicator; values that two ranks send in one turn must fit."""
+    """Records the collectives of one rank by communicator, with the values that the rank sends."""
 
     rank: int
     values: dict[fx.Node, Sequence[Any]] = field(default_factory=dict)
     sent: defaultdict[str, list[Tensor | str]] = field(default_factory=lambda: defaultdict(list))
 
     def see(self, node: fx.Node, values: Sequence[Any]) -> None:
-        """A node has been evaluated."""
+        """Keep the values of a node, and record the rank's operands if the node is a collective."""
         self.values[node] = values
         if is_collective(node):
             operands = [self.values[operand][self.rank] for operand in node.all_input_nodes]
@@ -212,8 +215,9 @@ class _Sending:
 def _run_step(
     phased: PhasedProgram, batches: Sequence[Sequence[list[Tensor]]], order: PipelineOrder, run: _Simulated
 ) -> list[list[Tensor]]:
-    """Return results in the order of the joint program's slots; outputs and gradients are sums over micro-batches.
+    """Return the results of a step in the order of the joint program's slots.
 
+    The update reads sums of gradients over micro-batches. All other results are those of the last micro-batch.
     The order is the order of `TracedStep`. The hoisted part runs before the first forward. The first forward draws the
     first seed, and each forward reads the buffers that the previous forward wrote.
     """
@@ -262,7 +266,7 @@ def _add(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
 
 
 def _numbers_of(lowered: LoweredProgram, results: Sequence[list[Tensor]]) -> list[Tensor | str]:
-    """Return each whole result, and whether every rank's piece, without padding, belongs to the whole."""
+    """Return each whole result, and for each rank whether its piece, without padding, is a piece of the whole."""
     numbers: list[Tensor | str] = []
     for slot, ranks in zip(lowered.outputs, results, strict=True):
         whole = unshard(ranks, slot.spec, lowered.mesh, slot.shape)

@@ -1,4 +1,4 @@
-"""Wrong programs: mutations of compiled programs, each with its check and its run.
+"""Mutants, which are compiled programs with one mistake, and the check that must find each mistake.
 
 A mutant is wrong in one place, which has its own check.
 
@@ -43,7 +43,7 @@ from tests.passes.schedule_mutations import ONE_STAGE_MUTATIONS
 from tests.passes.training_mutations import TRAINING_MUTATIONS
 
 RIGHT_ORDER = one_after_another(2)
-"""Mutants of phases run two micro-batches."""
+"""Two micro-batches one after the other, the order in which mutants run."""
 
 
 class Place(StrEnum):
@@ -82,7 +82,7 @@ class Mutant:
     right: PhasedProgram | None = None
 
     def is_refused(self, traced: Program, forms: LocalForms | None = None) -> bool:
-        """Whether the check of its place finds the mistake; `forms` are those known of the mesh."""
+        """Whether the check of the wrong part finds the mistake; `forms` are already known local forms."""
         try:
             self.check(traced, forms)
         except VerificationError:
@@ -90,7 +90,7 @@ class Mutant:
         return False
 
     def check(self, traced: Program, forms: LocalForms | None = None) -> None:
-        """Run the check of the wrong part, as `autoshard.compile` or the ranks before a step do."""
+        """Run the check of the wrong part, which raises `VerificationError` if it finds the mistake."""
         match self.place:
             case Place.PREPARATION:
                 verify_preparation(traced, self.prepared)
@@ -112,7 +112,7 @@ class Mutant:
 
 
 def draw_mutant(phased: PhasedProgram, random: Random) -> Mutant:
-    """Draw one mutant of a program, half of the time in inserted code; kinds are equally likely."""
+    """Draw a mutant of a program. Half of the draws are of the kinds `OF_REWRITES`, half of any kind."""
     while True:
         kinds = KINDS if random.random() < 0.5 else OF_REWRITES
         mutant = mutate(phased, *random.choice(list(kinds)), random)
@@ -130,7 +130,7 @@ def mutate(phased: PhasedProgram, place: Place, kind: str, random: Random, kinds
 
 
 def mutate_order(phased: PhasedProgram, random: Random) -> Mutant | None:
-    """A mutant whose step runs its micro-batches otherwise; None for a program without an update."""
+    """Return a mutant whose step runs its micro-batches in a wrong order; None for a program without an update."""
     if phased.update is None:
         return None
     mutation = random.choice(ONE_STAGE_MUTATIONS)
@@ -166,7 +166,7 @@ def in_phase(mutation: Mutation) -> Mutate:
 
 
 def of_steps(mutation: Callable[[PhasedProgram, Random], tuple[str, PhasedProgram]]) -> Mutate:
-    """Mutants made by a mutation of phased programs."""
+    """Make mutants by a mutation of whole phased programs."""
     return lambda phased, random: (*mutation(phased, random), phased.lowered.traced)
 
 
@@ -184,7 +184,7 @@ _PHASES = ("hoisted", "forward", "backward", "update")
 
 
 def exchange_kept(phased: PhasedProgram, random: Random) -> Found:
-    """Exchange two values that one phase keeps for the next, at the giving or at the taking phase."""
+    """Exchange two values between phases, among the results of a phase or the inputs of the next phase."""
     kept = {("forward", "backward"): len(phased.saved), ("backward", "update"): len(phased.carried)}
     kept["hoisted", "forward"] = len(results_of(phased.hoisted))
     (giver, taker), count = random.choice(list(kept.items()))
@@ -212,7 +212,7 @@ def exchange_kept(phased: PhasedProgram, random: Random) -> Found:
 
 
 def exchange_places(phased: PhasedProgram, random: Random) -> Found:
-    """Two inputs or two results of a phase that stand for each other's slots."""
+    """Exchange the slots of two inputs, or of two results, of a phase."""
     names = [name for name in _INDICES if len(getattr(phased, name)) > 1]
     name = random.choice(names)
     indices = list(getattr(phased, name))
@@ -222,7 +222,7 @@ def exchange_places(phased: PhasedProgram, random: Random) -> Found:
 
 
 def update_too_early(phased: PhasedProgram, random: Random) -> Found:
-    """Make a call of the update for each micro-batch, although the sums over micro-batches feed the update."""
+    """Run a call of the update in each micro-batch's backward, before gradients are summed over micro-batches."""
     module = copy_of(phased.lowered.graph_module)
 
     def is_first(node: fx.Node) -> bool:
@@ -247,7 +247,7 @@ _INDICES = (
 
 
 def promise_other_spec(phased: PhasedProgram, random: Random) -> Found:
-    """Promise a wrong spec for a slot, such as a whole gradient in place of a partial gradient."""
+    """Give a slot of the program a wrong spec, such as a whole gradient in place of a partial gradient."""
     lowered = phased.lowered
     field = random.choice(("inputs", "outputs"))
     slots: list[LocalSlot] = list(getattr(lowered, field))
@@ -269,7 +269,7 @@ def _specs(mesh: Mesh, ndim: int) -> Iterator[PartitionSpec]:
 
 
 def exchange_slots(phased: PhasedProgram, random: Random) -> Found:
-    """Two slots of the program in each other's place."""
+    """Exchange two input slots, or two output slots, of the program."""
     field = random.choice(("inputs", "outputs"))
     slots = list(getattr(phased.lowered, field))
     if len(slots) < 2:
@@ -284,7 +284,7 @@ _COMMUNICATING = ("collective", "reduction", "rank", "offset", "wait", "group", 
 
 
 def _is_local(mutation: Mutation) -> bool:
-    """Whether a mutation can be made where there is no communication."""
+    """Whether the name of a mutation has no word of communication, so that a program of one device can have it."""
     return not any(word in mutation.__name__ for word in _COMMUNICATING)
 
 
@@ -295,7 +295,7 @@ OF_REWRITES: Kinds = {
     **{(Place.PHASES, item.__name__): in_phase(item) for item in REWRITE_MUTATIONS},
     **{(Place.PREPARATION, item.__name__): _in_preparation(item) for item in _OUTSIDE_KERNELS},
 }
-"""Mistakes in clones, casts and kernels; these stand in phases only."""
+"""Mistakes in recomputed clones, casts and kernels; kernels are in phases only."""
 
 KINDS: Kinds = {
     **{(Place.PROGRAM, item.__name__): _in_program(item) for item in _GRAPH_MUTATIONS},
@@ -308,4 +308,4 @@ KINDS: Kinds = {
     (Place.MICRO_BATCHES, "update_too_early"): update_too_early,
     **OF_REWRITES,
 }
-"""Mistakes of the passes that make and cut the joint program, and in buckets."""
+"""Mistakes in the joint program, its slots, its phases, its buckets and its prepared form."""

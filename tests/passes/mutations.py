@@ -36,7 +36,10 @@ REDUCING = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
 
 
 class Copy(nn.Module):
-    """A graph with its constants, without a GraphModule's code, because writing the code takes longer than a proof."""
+    """A copied graph with its constants.
+
+    Unlike a GraphModule, it writes no code, which would take longer than a proof.
+    """
 
     def __init__(self, graph: fx.Graph, constants: Mapping[str, Any]) -> None:
         super().__init__()
@@ -70,7 +73,7 @@ def choose(random: Random, items: Sequence[Any]) -> Any:
 
 
 def pick(graph: fx.Graph, random: Random, wanted: Callable[[fx.Node], bool]) -> Any:
-    """Choose a call with the property `wanted`."""
+    """Choose a call with the property `wanted`; raise `NothingError` if no call has the property."""
     return choose(random, [node for node in graph.nodes if node.op == "call_function" and wanted(node)])
 
 
@@ -98,7 +101,7 @@ def alike(left: fx.Node, right: fx.Node) -> bool:
 
 
 def insert(graph: fx.Graph, after: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """A call after `after` that all its users read from now on; its first operand is `after`."""
+    """Insert a call on `after` behind `after`, and let all users of `after` read the call's result."""
     users = list(after.users)
     with graph.inserting_after(after):
         inserted = graph.call_function(target, (after, *args))
@@ -126,7 +129,7 @@ def drop_collective(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def double_collective(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A reduction made twice."""
+    """All-reduce the result of an all-reduce again."""
     wait = pick(
         graph,
         random,
@@ -209,7 +212,7 @@ def _is_rank_integer(node: fx.Node) -> bool:
 
 
 def permute_otherwise(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Pieces joined along another dim: two entries of an order are exchanged, the result keeps its shape by a view."""
+    """Exchange two entries of a permutation, and reshape the result to its former shape."""
     node = pick(graph, random, lambda node: node.target is aten.permute.default and len(node.args[1]) > 1)
     order = list(node.args[1])
     first, second = random.sample(range(len(order)), 2)
@@ -221,7 +224,7 @@ def permute_otherwise(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def reverse_ranks(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """The pieces that a collective brings, in the opposite order of ranks."""
+    """Flip the result of an all-gather or all-to-all along dim 0, as if ranks were in the opposite order."""
     moving = (c10d.all_gather_into_tensor.default, c10d.all_to_all_single.default)
     wait = pick(graph, random, lambda node: node.target is c10d.wait_tensor.default and node.args[0].target in moving)
     insert(graph, wait, aten.flip.default, [0])
@@ -235,7 +238,7 @@ def scale_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def change_literal(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Another number among the arguments of a call: a size, an offset, a divisor, an identity, a dim."""
+    """Change a number among the arguments of a call, such as a size, an offset, a divisor or a dim."""
 
     def numbers(node: fx.Node) -> list[int]:
         return [index for index, item in enumerate(node.args) if isinstance(item, (int, float)) and item is not None]
@@ -321,7 +324,7 @@ def changes_numbers(
     atol: float,
     equal_nan: bool = False,
 ) -> bool:
-    """Whether any rank returns other numbers for `values` by rank; a rank that fails counts."""
+    """Whether any rank's results for `values` differ from the right program's; a failing program counts."""
     expected = simulate(program.graph_module, program.mesh, values)
     try:
         results = simulate(mutated, program.mesh, values)

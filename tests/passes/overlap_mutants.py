@@ -43,7 +43,7 @@ from tests.passes.mutations import Mutation, NothingError, alike, choose, copy_o
 
 _aten = torch.ops.aten
 LARGE = BucketCollectives(end_bytes=2**30, least_bytes=2**30, most_bytes=2**30)
-"""Buckets without a limit."""
+"""Buckets of up to 1 GiB, more than any program of the tests sends."""
 
 _TRIES = 5
 _RARE, _RARELY = ("hoist_gather", "lower_wait", "gather_before_the_update", "hoist_what_differs"), 0.1
@@ -66,7 +66,7 @@ def _after(passes: Sequence[Pass], phased: PhasedProgram) -> PhasedProgram:
 
 
 def draw_overlap_mutant(plain: PhasedProgram, phased: PhasedProgram, random: Random) -> Mutant:
-    """Draw a mutant of `phased`, which is `in_buckets(plain)`; possible kinds are equally likely."""
+    """Draw a mutant of `phased`, which is `in_buckets(plain)`; a tenth of the draws are of rare kinds."""
     kinds = overlap_kinds(plain)
     rare = [kind for kind in kinds if kind[1] in _RARE]
     while True:
@@ -142,7 +142,7 @@ def lower_wait(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def _of_updates(change: Callable[[list[list[Any]], Random], bool]) -> Mutation:
-    """Make a mutation of the lists of parameters, gradients and state in a call that updates many."""
+    """Make a mutation that changes the lists of a call that updates many parameters, and raises if it cannot."""
 
     def mutation(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
         node = pick(graph, random, _is_many)
@@ -157,7 +157,7 @@ def _of_updates(change: Callable[[list[list[Any]], Random], bool]) -> Mutation:
 
 
 def exchange_updated(lists: list[list[Any]], random: Random) -> bool:
-    """Two parameters that take each other's gradient, or moment."""
+    """Exchange two items of one list, such as two gradients; return False if there is one parameter only."""
     if len(lists[0]) < 2:
         return False
     items = random.choice(lists)
@@ -167,7 +167,7 @@ def exchange_updated(lists: list[list[Any]], random: Random) -> bool:
 
 
 def leave_updated_out(lists: list[list[Any]], random: Random) -> bool:
-    """Leave a parameter out of the update."""
+    """Leave a parameter out of the update, and return True."""
     index = random.randrange(len(lists[0]))
     for items in lists:
         del items[index]
@@ -175,7 +175,7 @@ def leave_updated_out(lists: list[list[Any]], random: Random) -> bool:
 
 
 def update_twice(lists: list[list[Any]], random: Random) -> bool:
-    """Update a parameter twice."""
+    """Update a parameter twice, and return True."""
     index = random.randrange(len(lists[0]))
     for items in lists:
         items.append(items[index])
@@ -191,7 +191,7 @@ def skip_copy(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def copy_into_other(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A result that takes the place of another input."""
+    """Copy a result over another input of the same shape and type."""
     node: Any = pick(graph, random, lambda node: node.target is _aten.copy_.default)
     inputs = [item for item in graph.nodes if item.op == "placeholder" and is_tensor(item)]
     others = [item for item in inputs if item is not node.args[0] and alike(item, node.args[0])]
@@ -234,7 +234,7 @@ def start_earlier(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def _passes_otherwise(plain: PhasedProgram) -> Mutate:
-    """Lower one rank with other limits, of buckets or of messages in flight."""
+    """Run the overlap passes of one rank with other limits on buckets or on messages in flight."""
     sizes = (64, 256, 1024, 4096)
     choices = (*WITH_OVERLAP, *(InFlight(buckets=_limited(size)) for size in sizes))
 
@@ -273,7 +273,7 @@ _OF_ONE_RANK = (
 
 
 def overlap_kinds(plain: PhasedProgram) -> Kinds:
-    """Return mistakes of the overlap passes; `plain` is the program without overlap."""
+    """Return the kinds of mutants of the overlap passes; `plain` is the program without overlap."""
     return {
         **{(Place.PHASES, item.__name__): in_phase(item) for item in (*BUCKET_MUTATIONS, *FLIGHT_MUTATIONS, *_ANY)},
         **{(Place.PHASES, item.__name__): item for item in (exchange_kept, exchange_places)},

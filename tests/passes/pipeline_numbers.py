@@ -29,7 +29,7 @@ class _Rank:
     is_done: bool = False
 
     def run(self, order: PipelineOrder, rank: int) -> Iterator[bool]:
-        """Run until a wait; yield whether any task ran."""
+        """Run the tasks in order; yield True after each slot, and False while a task's inputs are missing."""
         for slot in order.ranks[rank]:
             if slot[0].work.is_transfer:
                 self.issued.append([(task, self._sent(task)) for task in slot])
@@ -65,7 +65,7 @@ class _Rank:
             self.gradients[stage] = self.gradients.get(stage, 0) + share
 
     def _make(self, stage: int, kind: str, number: int, value: int) -> None:
-        """Store a result, also for a neighbouring stage on the same rank."""
+        """Store a result, also as the input of the neighbouring stage, which may be on the same rank."""
         self.held[stage, kind, number] = value
         if kind == "y" and stage == self.last:
             self.held["loss", "", number] = value
@@ -98,7 +98,7 @@ def _compute(order: PipelineOrder) -> tuple[list[int], list[int]] | None:
 
 
 def _transfer(order: PipelineOrder, ranks: list[_Rank], sender: int, receiver: int) -> bool:
-    """Exchange the next value once both ranks have reached a transfer of one tag."""
+    """Move the next value if both ranks have issued a transfer of one tag; return whether a value moved."""
     found = []
     for rank, other, is_send in ((sender, receiver, True), (receiver, sender, False)):
         slot = ranks[rank].issued[0] if ranks[rank].issued else []

@@ -1,4 +1,4 @@
-"""Recipes of pipelines of a space."""
+"""Turn a pipeline of the recipe space into a recipe."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from passes.search.recipe_space import Pipe
 
 
 def recipe_of(pipe: Pipe, blocks: int, micro_batches: int) -> Execution:
-    """A recipe of a pipeline, of so many blocks and micro-batches."""
+    """A recipe with a pipeline for a model of `blocks` blocks, and with `micro_batches` as its global batch."""
     return replace(pipe.recipe(blocks), global_batch=micro_batches)

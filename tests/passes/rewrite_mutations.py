@@ -27,7 +27,7 @@ def _is_recomputed(node: fx.Node) -> bool:
 
 
 def recompute_from_other_input(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Recompute a value from a wrong input."""
+    """Replace an operand of a recomputed value by another value of the same shape and type."""
     order = {node: index for index, node in enumerate(graph.nodes)}
 
     def others(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
@@ -42,7 +42,7 @@ def recompute_from_other_input(graph: fx.Graph, random: Random, mesh: Mesh) -> s
 
 
 def read_stale_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Make a reader of a recomputed value read an operand of the value, or a value of the forward."""
+    """Let a reader of a recomputed value read another value that the forward or a recomputation has computed."""
     node = pick(graph, random, lambda node: _is_recomputed(node) and bool(node.users))
     stale = []
     for item in graph.nodes:
@@ -59,7 +59,7 @@ def read_stale_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def fetch_other_copy(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Bring back from the host another value that went there."""
+    """Bring another value back from the host, in place of the due value."""
 
     def others(node: fx.Node) -> list[fx.Node]:
         copies = [item for item in graph.nodes if item.target is to_host]
@@ -73,7 +73,7 @@ def fetch_other_copy(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def copy_other_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Copy an older value to the host."""
+    """Copy an older value of the same shape and type to the host."""
     order = {node: index for index, node in enumerate(graph.nodes)}
 
     def others(node: fx.Node) -> list[fx.Node]:
@@ -87,7 +87,7 @@ def copy_other_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def skip_transfer(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Read a value at the wrong side: on the host, or on the device in place of a copy back."""
+    """Remove a copy to or from the host, so that its readers read the value on the wrong side."""
     node = pick(graph, random, lambda node: node.target in TRANSFERS)
     node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
     graph.erase_node(node)
@@ -111,7 +111,7 @@ def _casts(node: fx.Node) -> bool:
 
 
 def drop_cast(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Remove a cast."""
+    """Remove a cast to a floating type."""
     node = pick(graph, random, _casts)
     (operand,) = node.all_input_nodes
     node.replace_all_uses_with(operand)
@@ -120,7 +120,7 @@ def drop_cast(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def cast_to_other_type(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Cast a value to another type."""
+    """Let a cast give another floating type."""
     node = pick(graph, random, _casts)
     other = choose(random, [dtype for dtype in _FLOATS if dtype is not node.kwargs.get("dtype")])
     node.kwargs = {**node.kwargs, "dtype": other}
@@ -145,7 +145,7 @@ def _is_kernel(node: fx.Node) -> bool:
 
 
 def exchange_kernel_operands(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Two operands of a kernel in each other's place."""
+    """Exchange two operands of a kernel."""
 
     def pairs(node: fx.Node) -> list[tuple[int, int]]:
         tensors = [index for index, item in enumerate(node.args) if is_tensor(item)]
@@ -163,7 +163,7 @@ def exchange_kernel_operands(graph: fx.Graph, random: Random, mesh: Mesh) -> str
 
 
 def change_kernel_constant(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Another number or word among the arguments of a kernel: an epsilon, a scale, an activation, a flag."""
+    """Change a number or a word among a kernel's arguments, such as an epsilon, an activation or a flag."""
 
     def constants(node: fx.Node) -> list[int]:
         return [index for index, item in enumerate(node.args) if isinstance(item, (str, bool, int, float))]
@@ -183,7 +183,7 @@ def _other(item: Any, random: Random) -> Any:
 
 
 def exchange_kernel_results(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Read a wrong result of a kernel."""
+    """Read another result of a kernel, of the same shape."""
 
     def others(node: fx.Node) -> list[int]:
         kernel = node.args[0] if node.target is operator.getitem else None

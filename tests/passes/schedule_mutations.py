@@ -1,4 +1,4 @@
-"""Mutations of the order of a step, with or without stages, in the form of `mutations`."""
+"""Mutations of the order of a step's tasks, with one stage or several; each returns a changed order."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def double_send(order: PipelineOrder, random: Random) -> PipelineOrder:
 
 
 def swap_sends(order: PipelineOrder, random: Random) -> PipelineOrder:
-    """Two sends of a rank in each other's place."""
+    """Exchange two sends of a rank."""
     return _swap_two(order, random, _SENDS)
 
 
 def swap_receives(order: PipelineOrder, random: Random) -> PipelineOrder:
-    """Two receives of a rank in each other's place."""
+    """Exchange two receives of a rank."""
     return _swap_two(order, random, _RECEIVES)
 
 
@@ -88,14 +88,14 @@ def _swap_two(order: PipelineOrder, random: Random, works: tuple[Work, ...]) -> 
 
 
 def exchange_neighbours(order: PipelineOrder, random: Random) -> PipelineOrder:
-    """Exchange two neighbouring slots: a send before its value, a receive behind its reader."""
+    """Exchange two neighbouring slots, such as a send and its value's computation."""
     rank, place = random.choice([place for place in _places(order) if place[1] > 0])
     first, second = (rank, place - 1), (rank, place)
     return _with_slots(order, {first: (_at(order, second),), second: (_at(order, first),)})
 
 
 def permute_tags(order: PipelineOrder, random: Random) -> PipelineOrder:
-    """Two sends of a rank that say each other's tag."""
+    """Exchange the tags of two sends of a rank."""
     first = random.choice(_places(order, *_SENDS))
     second = random.choice([place for place in _places(order, *_SENDS) if place[0] == first[0]])
     tags = [_at(order, place)[0].tag for place in (second, first)]
@@ -124,7 +124,7 @@ def _with_tasks(order: PipelineOrder, changed: Callable[[StageTask], StageTask])
 
 
 def take_other_micro_batch(order: PipelineOrder, random: Random) -> PipelineOrder:
-    """A task that takes another micro-batch than its own."""
+    """Give a task another micro-batch."""
     place = random.choice(_places(order))
     task, *others = _at(order, place)
     other = (task.micro_batch + random.randrange(1, order.micro_batches)) % order.micro_batches
@@ -144,7 +144,7 @@ def drop_task(order: PipelineOrder, random: Random) -> PipelineOrder:
 
 
 def double_task(order: PipelineOrder, random: Random) -> PipelineOrder:
-    """A stage that computes a micro-batch twice, and so adds its gradients twice."""
+    """Run a task of a stage twice, so that a backward adds its gradients twice."""
     place = random.choice(_places(order, *_COMPUTES))
     return _with_slots(order, {place: (_at(order, place), _at(order, place))})
 
@@ -158,7 +158,7 @@ def cut_backward(order: PipelineOrder, random: Random) -> PipelineOrder:
 
 
 def count_otherwise(order: PipelineOrder, random: Random) -> PipelineOrder:
-    """Divide losses by a wrong number of micro-batches."""
+    """Change the number of micro-batches, by which losses are divided."""
     counts = [number for number in range(1, 2 * order.micro_batches + 1) if number != order.micro_batches]
     return replace(order, micro_batches=random.choice(counts))
 
@@ -172,7 +172,7 @@ ONE_STAGE_MUTATIONS = (
     double_task,
     count_otherwise,
 )
-"""Mutations of a step without stages."""
+"""Mutations of a step with one stage or several."""
 
 SCHEDULE_MUTATIONS = (
     drop_send,
@@ -189,7 +189,7 @@ SCHEDULE_MUTATIONS = (
 
 
 def is_refused(order: PipelineOrder) -> bool:
-    """Whether the check finds fault with an order."""
+    """Whether `verify_schedule` refuses an order."""
     try:
         verify_schedule(order)
     except VerificationError:

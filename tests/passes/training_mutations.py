@@ -1,4 +1,4 @@
-"""Mutations that only programs of training can have: gradients, weights, seeds, constants; the form of `mutations`."""
+"""Mutations that only training programs can have: of gradients, weights, seeds and constants."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _POINTWISE = (
 
 
 def _ends_reduction(node: fx.Node) -> bool:
-    """Whether a node waits for a reduction."""
+    """Whether a node is the wait of a reduction."""
     return node.target is c10d.wait_tensor.default and getattr(node.args[0], "target", None) in REDUCING
 
 
 def drop_gradient_reduction(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A gradient that each rank keeps its own addend of."""
+    """Drop the reduction of a gradient, so that each rank keeps its own addend."""
     wait = pick(graph, random, lambda node: _ends_reduction(node) and node.meta.get("phase") == "backward")
     reduction: Any = wait.args[0]
     operand = reduction.args[0]
@@ -42,7 +42,7 @@ def drop_gradient_reduction(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def move_collective(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Move a reduction behind its reader."""
+    """Move an all-reduce behind the pointwise call that reads its result."""
 
     def reads_reduced(node: fx.Node) -> bool:
         operand = node.args[0] if node.target in _POINTWISE and node.args else None
@@ -73,7 +73,7 @@ def drop_addend(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def return_stale_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Return a weight, a state or another result unchanged."""
+    """Return an input of the program, such as an old weight, in place of a result."""
     output = graph.output_node()
     results: Any = output.args[0]
     inputs = [node for node in graph.nodes if node.op == "placeholder" and is_tensor(node)]
@@ -115,7 +115,7 @@ def seed_locally(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def gather_along_other_dim(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Join gathered pieces along another dim."""
+    """Exchange the first two dims of a gathered value, and reshape it to its former shape."""
 
     def is_gathered(node: fx.Node) -> bool:
         wait: Any = node.args[0] if node.target is aten.view.default else None
@@ -132,7 +132,7 @@ def gather_along_other_dim(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def change_nested_literal(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Another number in a list of arguments, or in a keyword argument: sizes, orders, pads, strides, scales."""
+    """Change a number in a list of arguments or a keyword argument, such as a size, a pad or a stride."""
 
     def places(node: fx.Node) -> list[tuple[int | str, int | None]]:
         found: list[tuple[int | str, int | None]] = [
@@ -162,7 +162,7 @@ def _other(item: Any, random: Random) -> Any:
 
 
 def change_constant(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A constant of the program with another value."""
+    """Change the value of a constant of the program."""
     module = graph.owning_module
     found = [node for node in graph.nodes if node.op == "get_attr"]
     if not found or module is None:
@@ -176,7 +176,7 @@ def change_constant(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def round_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A value that loses digits on its way."""
+    """Round a value to bfloat16 and back."""
     node = pick(graph, random, lambda node: is_tensor(node) and local_value(node).is_floating_point())
     rounded = insert(graph, node, aten._to_copy.default)
     rounded.kwargs = {"dtype": torch.bfloat16}
@@ -186,7 +186,7 @@ def round_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def exchange_equal_calls(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Exchange the operands of two calls of one operator, as of two layers, heads or micro-batches."""
+    """Give a call the operands of an earlier call of the same operator, as of another layer or head."""
     groups: dict[tuple[Any, ...], list[fx.Node]] = {}
     for node in graph.nodes:
         if node.op == "call_function" and is_tensor(node) and node.all_input_nodes and _has_own_operands(node):

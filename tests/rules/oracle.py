@@ -57,7 +57,7 @@ class NotJudgedError(AutoshardError):
 
 @dataclass(frozen=True, slots=True)
 class ValidPlacement:
-    """Placements of operands and results that give the call's results.
+    """Placements of operands, and the placements that the pieces of the results then have.
 
     Args:
         inputs: placements of the operands; several, if they differ only in operands without influence.
@@ -75,7 +75,10 @@ class ValidPlacement:
 
 
 def _is_true(placement: Placement, labels: frozenset[Placement]) -> bool:
-    """A pending average is a pending sum to a rule whose local form divides by the number of pieces."""
+    """Whether a placement is among the labels of the pieces of a result.
+
+    A pending average is a pending sum to a rule whose local form divides by the number of pieces.
+    """
     return placement in labels or (labels == {Partial("avg")} and placement == Partial("sum"))
 
 
@@ -88,7 +91,7 @@ def find_valid_placements(
     most: int = _MOST_COMBINATIONS,
     seed: int = 0,
 ) -> tuple[ValidPlacement, ...]:
-    """Return the placements on one mesh axis under which the unchanged call on each rank gives the call's results.
+    """Return the placements on one mesh axis under which the unchanged operator on pieces gives one device's results.
 
     The computation of the whole call on every rank is left out.
 
@@ -139,7 +142,7 @@ def _check_operands(op: Any, sample: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """Operands, and the call's results."""
+    """Operands, and the results of the call on these operands."""
 
     operands: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
@@ -167,7 +170,7 @@ def _draw(sampler: Sampler) -> list[_Draw]:
 
 
 def _other_draws(sampler: Sampler, shapes: Sequence[torch.Size], count: int) -> Iterator[_Draw]:
-    """Yield draws of all kinds in turn; indices stay unchanged if the operator refuses other indices."""
+    """Yield draws of small integers and of three scales in turn; indices stay if the operator refuses other indices."""
     for number in range(count):
         kind = number % (len(_SCALES) + 1)
         new = sampler.draw({}, _SCALES[kind - 1])
@@ -184,7 +187,7 @@ def _other_draws(sampler: Sampler, shapes: Sequence[torch.Size], count: int) -> 
 
 
 def _random_integers(sampler: Sampler, x: Tensor) -> Tensor:
-    """Return random booleans and signed integers, and unchanged floats; not for indices."""
+    """Return random booleans and integers, and unchanged floats; not for integers that are indices."""
     if _is_number(x):
         return x
     noise = sampler.noise(torch.empty(0, dtype=torch.float64), x.shape)
@@ -196,7 +199,7 @@ def _lowest(x: Tensor) -> int:
 
 
 def _small_integers(sampler: Sampler, x: Tensor) -> Tensor:
-    """Return floats with zeros and equal elements, for operators that need them."""
+    """Return floats with whole values, many of which are equal or zero; indices and masks stay unchanged."""
     if _is_index(x):
         return x
     noise = sampler.noise(x, x.shape)
@@ -252,14 +255,17 @@ def _is_beside_floats(x: Tensor, operands: Sequence[Tensor]) -> bool:
 
 
 def _candidates(x: Tensor, axis_size: int, *, with_partials: bool) -> list[Placement]:
-    """Return every placement of an operand; a dim of size one is not split, because one rank would hold the element."""
+    """Return every placement of an operand: whole, split along each dim that `axis_size` divides, or a partial sum."""
     shards = [Shard(dim) for dim, size in enumerate(x.shape) if size and size % axis_size == 0]
     sums = [Partial("sum")] if with_partials and x.dtype != torch.bool else []
     return [Replicate(), *shards, *sums]
 
 
 def _has_reduction(x: Tensor, reduction: str) -> bool:
-    """Booleans do not add up, of complex numbers only sums travel between ranks, integers have no average."""
+    """Whether ranks can reduce values of this type by `reduction`.
+
+    Booleans do not add up, complex numbers only add up or average, and integers have no average.
+    """
     if x.dtype == torch.bool:
         return reduction in ("max", "min")
     if x.is_complex():
@@ -275,12 +281,12 @@ def _combinations(choices: Sequence[Sequence[Placement]], most: int) -> Iterator
 
 
 def _is_trivial(key: tuple[Placement | None, ...], labels: tuple[frozenset[Placement], ...]) -> bool:
-    """Whether every rank has all that matters, and computes everything."""
+    """Whether every rank has all operands that matter whole, and computes all results whole."""
     return all(place in (None, Replicate()) for place in key) and all(Replicate() in found for found in labels)
 
 
 class _Trial:
-    """One draw, with its operands cut by every placement in question."""
+    """One draw, with its operands cut by the placements of a combination."""
 
     def __init__(self, call: SampledCall, draw: _Draw, choices: Sequence[Sequence[Placement]], axis_size: int) -> None:
         self._call = call
@@ -291,7 +297,7 @@ class _Trial:
         self.wholes = [_Whole(x) for x in draw.results]
 
     def run(self, indices: Sequence[int]) -> list[list[np.ndarray]] | None:
-        """The pieces of each result; None where some rank's operands are refused, or pieces can make up nothing."""
+        """Return the pieces of each result by rank; None if a rank's call fails, or a piece has a wrong shape."""
         cut = [self._cut(operand, index) for operand, index in enumerate(indices)]
         ranks: list[list[Tensor]] = []
         for operands in zip(*cut, strict=True):
@@ -346,7 +352,7 @@ def _labels(trials: Sequence[_Trial], indices: Sequence[int]) -> tuple[frozenset
 
 
 class _Whole:
-    """A result on one device, which pieces are compared with."""
+    """A result on one device, with which pieces are compared."""
 
     def __init__(self, x: Tensor) -> None:
         self._x = _array(x)
@@ -356,7 +362,7 @@ class _Whole:
         self._tolerance = relative * magnitude + absolute * magnitude.max()
 
     def possible(self, piece: np.ndarray) -> list[Placement]:
-        """The placements that the shape of a piece leaves open."""
+        """Return the placements that are possible by the shape of a piece."""
         if piece.shape != self._x.shape:
             return [Shard(dim) for dim, size in enumerate(self._x.shape) if piece.shape[dim] != size]
         return [Replicate(), *(Partial(name) for name in self._reductions)]
@@ -377,7 +383,10 @@ class _Whole:
             return self._agrees(_REDUCERS[place.reduce_op](pieces))
 
     def _agrees(self, found: np.ndarray) -> bool:
-        """Equal up to rounding, relative to each element and, far less, to the largest; never where not a number."""
+        """Whether values equal the result up to rounding; values that are not a number never do.
+
+        The tolerance is relative to each element and, far less, to the largest element.
+        """
         if self._x.dtype.kind in "iub":
             return np.array_equal(found, self._x)
         with np.errstate(invalid="ignore"):
@@ -404,4 +413,4 @@ _REDUCERS: Mapping[str, Callable[[Sequence[np.ndarray]], np.ndarray]] = {
     "product": partial(reduce, np.multiply),
     "avg": _average,
 }
-"""How pieces that await a reduction make up a whole."""
+"""Functions that reduce the pieces of all ranks to the whole, by reduction."""

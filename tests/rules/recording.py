@@ -37,7 +37,7 @@ class Call:
 
     @property
     def key(self) -> str:
-        """Equal for calls that rules cannot tell apart."""
+        """A text that is equal for calls that rules cannot tell apart."""
         return repr(pytree.tree_map_only(Tensor, _describe, (str(self.op), self.args, self.kwargs)))
 
 
@@ -56,7 +56,7 @@ _OF_MEMORY = {
 
 
 def has_sound_rule(op: Any) -> bool:
-    """Whether an operator has a rule that can be checked by value."""
+    """Whether an operator has a rule, and results that do not depend on memory layout."""
     return has_rule(op) and op not in _OF_MEMORY
 
 
@@ -90,7 +90,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def record(function: Callable[[], Any], keep: Callable[[Any], bool] = has_sound_rule) -> Recorder:
-    """Record the calls of `function`, forward, and backward where its results need gradients."""
+    """Record the calls of `function`, and of its backward if results need gradients."""
     recorder = Recorder(keep)
     with recorder:
         results = [leaf for leaf in pytree.tree_leaves(function()) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -137,7 +137,11 @@ class Tally:
             self.samples[name] += 1
 
     def check(self, call: Call, meshes: Iterable[Mesh], most: int | None = None) -> None:
-        """Try every strategy of a call on every mesh; of more than `most` on a mesh, so many drawn at random."""
+        """Check every strategy of a call on every mesh; of more than `most` on a mesh, only `most` drawn strategies.
+
+        Raises:
+            AssertionError: results differ from one device's.
+        """
         results = results_of(call.op, call.args, call.kwargs)
         rule = bound_rule(call.op, call.args, call.kwargs, results)
         if rule is None:
@@ -153,19 +157,19 @@ class Tally:
 
 
 def check_call(op: Any, *args: Any, meshes: Iterable[Mesh] = MESHES, **kwargs: Any) -> int:
-    """Try every strategy of one call, and return their number."""
+    """Check that every strategy of a call has one device's results, and return the number of strategies."""
     tally = Tally()
     tally.check(Call(op, args, kwargs), meshes)
     return tally.strategies
 
 
 def check_splits(op: Any, *args: Any, meshes: Sequence[Mesh] = MESHES, **kwargs: Any) -> None:
-    """Check a splittable call, like `check_call`."""
+    """Check a call like `check_call`, and check that some strategy splits the call."""
     assert check_call(op, *args, meshes=meshes, **kwargs) > len(meshes), f"{op} can only be replicated"
 
 
 def check_recorded(function: Callable[[], Any], *, meshes: Iterable[Mesh] = MESHES) -> set[str]:
-    """Try every strategy of everything that `function` calls, backward too; the names of the operators tried."""
+    """Check every strategy of each call in `function` and its backward, and return the names of the operators."""
     tally = Tally()
     calls = record(function).calls.values()
     for call in calls:
@@ -176,7 +180,7 @@ def check_recorded(function: Callable[[], Any], *, meshes: Iterable[Mesh] = MESH
 def database_calls(
     names: Collection[str] | None, limit: int | None, keep: Callable[[Any], bool] = has_sound_rule
 ) -> Iterator[tuple[str, Call]]:
-    """The calls that PyTorch's samples (up to `limit` of an operator) make, each once, with the name sampled."""
+    """Yield each distinct call in PyTorch's samples, with the sampled name; `limit` is for each operator."""
     seen: set[str] = set()
     for name, calls in _sampled(names, limit, keep):
         yield from ((name, call) for call in _unseen(calls or {}, seen))
@@ -205,7 +209,7 @@ def _unseen(calls: Mapping[str, Call], seen: set[str]) -> Iterator[Call]:
 
 @contextmanager
 def even_samples() -> Iterator[None]:
-    """PyTorch's samples in sizes that two divides: its sizes are 3, 5, 10 and 20, of which XS and S name the first."""
+    """Within the context, PyTorch's samples have sizes 6 and 4 in place of 5 and 3, so that two ranks divide them."""
     import torch.testing._internal.common_methods_invocations  # noqa: F401  (imports all that draw samples)
 
     sizes = {"S": 6, "XS": 4}
@@ -240,7 +244,7 @@ _DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool)
 
 
 def _recorded(function: Callable[[], Any], keep: Callable[[Any], bool]) -> dict[str, Call] | None:
-    """Return a sample's calls; None if PyTorch cannot run the sample without a backward, a library or a GPU."""
+    """Return a sample's calls; None if PyTorch cannot run the sample, such as without a library or a GPU."""
     try:
         return record(function, keep).calls
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
@@ -254,7 +258,7 @@ def check_database(
     meshes: Sequence[Mesh] = DATABASE_MESHES,
     most: int | None = None,
 ) -> Tally:
-    """Try the strategies of calls in PyTorch's samples for the operators `names`; None: all operators."""
+    """Check the strategies of the calls in PyTorch's samples of `names`, or of all operators, and tally failures."""
     tally = Tally()
     seen: set[str] = set()
     for name, calls in _sampled(names, limit):
@@ -268,7 +272,7 @@ def check_database(
 
 
 def tensor(*shape: int, integers: int | None = None) -> Tensor:
-    """A float64 tensor of small integers, so that sums are exact; or int64 below `integers`."""
+    """A float64 tensor of small integers, so that sums are exact; with `integers`, an int64 tensor below this limit."""
     if integers is not None:
         return torch.randint(0, integers, shape)
     return torch.randint(-4, 5, shape).double()

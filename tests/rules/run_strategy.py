@@ -1,6 +1,6 @@
-"""Run one call under one strategy on all ranks, and compare the results with the plain call.
+"""Run one call under one strategy on all ranks, and compare the results with one device's.
 
-The module is the reference of sharding rules: every strategy of a rule must give the call's results. Partial operands
+The module is the reference of sharding rules: every strategy of a rule must give one device's results. Partial operands
 are cut into random addends, so that a nonlinear operator cannot pass by chance. Padding of uneven pieces is poisoned by
 NaN and integers out of range, so that a read of padding is found. Differences near rounding are settled in float64.
 Rounding shrinks there by a factor of 2e-9, and a fault does not.
@@ -41,7 +41,7 @@ def results_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """The global results, and the distinct pieces that ranks had and made."""
+    """The global results of a strategy, and the distinct pieces of operands and results on the ranks."""
 
     results: list[Tensor]
     pieces: list[Tensor]
@@ -121,7 +121,7 @@ def check_strategy(
     *,
     expected: Sequence[Tensor] | None = None,
 ) -> None:
-    """Raise `AssertionError` unless `strategy` gives the call's results (`expected`, if known).
+    """Raise `AssertionError` unless `strategy` gives one device's results (`expected`, if known).
 
     The rounding of pending addends is allowed too, because addends may be far larger than their sum. A difference of up
     to `_SUSPICIOUS` times the allowed difference passes if it is rounding. The strategy must then agree with the call
@@ -138,7 +138,7 @@ def check_strategy(
 
 
 def _was_rounding(trial: _Trial, found: _Outcome) -> bool:
-    """Whether a difference is as small as rounding may be, and gone in float64 (where the strategy must exist)."""
+    """Whether a difference is small enough for rounding, and the strategy exists and agrees in float64."""
     wide = trial.in_double()
     if wide is None or not trial.is_close(found, slack=_SUSPICIOUS):
         return False
@@ -249,7 +249,7 @@ def _or_identity(x: Tensor, reduction: Reduction) -> Tensor:
 
 
 def _factors(x: Tensor, count: int) -> list[Tensor]:
-    """Return signed factors: one for integers, else one or two, which neither round nor overflow."""
+    """Return random factors of `x`: 1 or -1 for integers, else also 2 or -2, which neither round nor overflow."""
     if x.dtype in (torch.bool, torch.uint8):
         return [torch.where(mask, x, torch.ones_like(x)) for mask in _owners(x, count)]
     factors = [torch.randint(0, 2, x.shape, device=x.device).mul(2).sub(1).to(x.dtype) for _ in range(count - 1)]
@@ -276,7 +276,7 @@ def _noise(x: Tensor) -> Tensor:
 
 
 def _size(x: Tensor) -> float:
-    """A number as large as the finite elements of `x`, between 1 and 100."""
+    """Return the largest finite absolute value of `x`, but at least 1 and at most 100."""
     return min(max(_largest(x), 1.0), 100.0)
 
 
@@ -330,7 +330,7 @@ _ROUNDINGS = 16
 """How often addends may be rounded on their way through one operator and a sum over the ranks."""
 
 _SUSPICIOUS = 16.0
-"""Largest multiple of the allowed difference for a check in float64."""
+"""A difference of up to this multiple of the allowed difference is checked again in float64."""
 
 _TOLERANCES = {
     torch.float64: 1e-8,

@@ -1,4 +1,4 @@
-"""Operators that rearrange elements: the splits and pending reductions that pass through, on all ranks."""
+"""Operators that rearrange elements have one device's results under every strategy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _CALLS: list[tuple[torch._ops.OpOverload, tuple[Any, ...]]] = [
 
 @pytest.mark.parametrize(("op", "args"), _CALLS, ids=str)
 def test_every_strategy_is_sound(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
-    """Each operator has a splitting strategy, and every strategy gives the call's results."""
+    """Each operator has a splitting strategy, and every strategy gives one device's results."""
     assert check_call(op, *args) > 3
 
 
@@ -52,7 +52,7 @@ def _admitted(op: torch._ops.OpOverload, *args: Any) -> list[tuple[Any, ...]]:
 
 
 def test_a_quarter_turn_keeps_one_of_its_dims() -> None:
-    """A quarter turn splits one exchanged dim: the dim that keeps its direction."""
+    """A quarter turn can split only one of the two exchanged dims, the dim that keeps its direction."""
     x = tensor(4, 4)
     shards = [pair for pair in _admitted(aten.rot90.default, x, 1) if isinstance(pair[0], Shard)]
     assert shards == [(Shard(0), Shard(1))]
@@ -61,7 +61,7 @@ def test_a_quarter_turn_keeps_one_of_its_dims() -> None:
 
 
 def test_a_filled_value_passes_no_sum() -> None:
-    """A masked fill passes no pending sum, because each rank would add the value, except for zero."""
+    """A pending sum passes a masked look-up that fills with zero, but not with 3, which each rank would add."""
     args = (_X, _MASK[:, 0], [_INDEX % 4, _INDEX])
     assert (Partial("sum"),) in [(pair[0],) for pair in _admitted(aten._unsafe_masked_index.default, *args, 0)]
     assert (Partial("sum"),) not in [(pair[0],) for pair in _admitted(aten._unsafe_masked_index.default, *args, 3)]

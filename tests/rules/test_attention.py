@@ -1,4 +1,4 @@
-"""Attention: pieces see the masks of the whole."""
+"""Attention has one device's results under every strategy, with masks, dropout and causality of the whole call."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _backward_args(args: tuple[Any, ...]) -> tuple[Any, ...]:
 @pytest.mark.parametrize("mask", [None, "bool", "bias", "heads"])
 @pytest.mark.parametrize(("p", "is_causal"), [(0.0, False), (0.5, True)])
 def test_attention(mask: str | None, p: float, is_causal: bool) -> None:
-    """Batch, heads and queries are split with the causal and the dropout mask of the whole."""
+    """Under every strategy, attention and its gradients equal one device's, with each mask, and causal with dropout."""
     args = _attention_args(4, 2, 4, 4, 4, mask=mask, p=p, is_causal=is_causal)
     check_splits(ops.attention.default, *args)
     check_splits(ops.attention_backward.default, *_backward_args(args))
@@ -76,7 +76,7 @@ def test_attention(mask: str | None, p: float, is_causal: bool) -> None:
     pair=st.sampled_from([(_MESHES[0], mesh) for mesh in _MESHES[1:]]),
 )
 def test_grouped_heads(g: int, group: int, s: int, pair: Sequence[Mesh]) -> None:
-    """Query heads are split with their key heads, or further once each key head is alone."""
+    """Under every strategy, attention with several query heads for each key head equals one device's."""
     args = _attention_args(2, g, g * group, s, 4, p=0.25, is_causal=True)
     check_splits(ops.attention.default, *args, meshes=pair)
     check_splits(ops.attention_backward.default, *_backward_args(args), meshes=pair)
@@ -96,7 +96,7 @@ def test_grouped_heads(g: int, group: int, s: int, pair: Sequence[Mesh]) -> None
 def test_keys_go_round_a_ring(
     lengths: tuple[int, int], is_square: bool, mask: str | None, p: float, is_causal: bool, mesh: Mesh
 ) -> None:
-    """Split queries and keys keep the mask, dropout and causality of the whole call, for any lengths.
+    """With split queries and keys of any lengths, attention and its gradients equal one device's.
 
     If causality is the only mask, and lengths allow the cut, ranks compute on an early and a late block each.
     """
@@ -113,7 +113,7 @@ def test_keys_go_round_a_ring(
 
 
 def test_what_a_ring_splits() -> None:
-    """Queries and keys by one axis, masks by their rows alone; gradients of keys lie as keys do, and await no sum."""
+    """Keys are split only together with queries, and a mask by its rows; gradients are split as their operands."""
     args, one = _attention_args(2, 2, 4, 8, 8, mask="bool"), Mesh({"a": 2})
     sequence, rows, whole = P(None, None, "a"), P("a"), P()
     forward = _specs(ops.attention.default, args, one)
@@ -131,14 +131,14 @@ def _specs(operator: Any, args: tuple[Any, ...], mesh: Mesh) -> list[tuple[Any, 
 
 
 def test_heads_can_be_split() -> None:
-    """The strategy of tensor parallelism is there: all operands and results on their head dim."""
+    """Attention has a strategy that splits all operands and results on their head dim."""
     args = _attention_args(2, 4, 8, 4, 4)
     found = strategies(ops.attention.default, args, {}, 4)
     assert any(all(placement.is_shard(1) for placement in (*inputs, *outputs)) for inputs, outputs in found)
 
 
 def test_attention_of_pytorch_on_a_cpu() -> None:
-    """Batch and heads of ATen's attention are split."""
+    """Under every strategy, ATen's attention for CPUs and its backward equal one device's."""
     q, k, v = (torch.randn(2, 4, 4, 4, requires_grad=True) for _ in range(3))
     tried = check_recorded(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
     assert "aten._scaled_dot_product_flash_attention_for_cpu_backward.default" in tried

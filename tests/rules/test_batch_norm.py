@@ -1,4 +1,4 @@
-"""Batch normalisation has the statistics of the global batch, for any split of rows."""
+"""Batch normalisation uses the statistics of the global batch, for any split of the batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _draw(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(4, 8), (8, 4, 3, 2)])
 @pytest.mark.parametrize("affine", [False, True])
 def test_training(shape: tuple[int, ...], affine: bool) -> None:
-    """Outputs, saved statistics, new running statistics and all gradients, split over batch, channels and space."""
+    """Under every strategy, training batch norms have one device's outputs, statistics and gradients."""
     x, channels = _draw(*shape), shape[1]
     weight, bias = (_draw(channels), _draw(channels)) if affine else (None, None)
     running = (_draw(channels), _draw(channels).abs())
@@ -33,7 +33,7 @@ def test_training(shape: tuple[int, ...], affine: bool) -> None:
 
 @pytest.mark.parametrize("affine", [False, True])
 def test_evaluation(affine: bool) -> None:
-    """In evaluation elements are independent, and gradients of weights are sums over elements."""
+    """Under every strategy, batch norms in evaluation have one device's outputs and gradients."""
     x, running = _draw(4, 8, 2), (_draw(8), _draw(8).abs())
     weight, bias = (_draw(8), _draw(8)) if affine else (None, None)
     check_splits(aten.native_batch_norm.default, x, weight, bias, *running, False, 0.1, 1e-5)
@@ -46,7 +46,7 @@ def test_evaluation(affine: bool) -> None:
 
 @pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16, None])
 def test_half_precision(parameters: torch.dtype | None) -> None:
-    """Statistics and gradients have the dtypes of the whole call: wide where parameters are, else narrow on a CPU."""
+    """Under every strategy, a bfloat16 batch norm has one device's values and dtypes, for each dtype of its weights."""
     x, grad = torch.randn(4, 8).bfloat16(), torch.randn(4, 8).bfloat16()
     weight = None if parameters is None else torch.randn(8).to(parameters)
     running = (torch.randn(8).to(parameters or x.dtype), torch.rand(8).to(parameters or x.dtype))
@@ -59,6 +59,6 @@ def test_half_precision(parameters: torch.dtype | None) -> None:
 
 
 def test_what_changes_its_operands_has_no_rule() -> None:
-    """Programs are functional; the form that writes its running statistics is refused."""
+    """A batch norm that writes its running statistics has the replicated strategy only."""
     args = (_draw(4, 8), None, None, _draw(8), _draw(8).abs(), True, 0.1, 1e-5)
     assert len(strategies(aten.native_batch_norm.default, args, {}, 2)) == 1

@@ -1,4 +1,4 @@
-"""Convolutions: batch, groups, channels and spatial dims are split, forward and backward."""
+"""Convolutions split batch, groups, channels and spatial dims, with one device's results and gradients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_convolution(
     biased: bool,
     pairs: tuple[Sequence[Mesh], Sequence[Mesh]],
 ) -> None:
-    """Convolutions of any number of groups, and of channels in a group, give the call's results."""
+    """Under every strategy, convolutions of drawn groups and channels equal one device's, forward and backward."""
     inner, outer = channels
     x = tensor(4, groups * inner, *[4] * space)
     weight_channels = (groups * inner, outer) if transposed else (groups * outer, inner)
@@ -52,7 +52,7 @@ def test_convolution(
 
 @given(st.data())
 def test_space_is_split(data: st.DataObject) -> None:
-    """Space splits for any windows in one to three dims, by an axis with or without halos."""
+    """Under every strategy, convolutions with drawn windows in one to three dims equal one device's, with gradients."""
     space, groups, transposed = (
         data.draw(st.sampled_from([1, 1, 2, 2, 3])),
         data.draw(st.integers(1, 2)),
@@ -97,7 +97,7 @@ _FOUR_TO_TWO = ([2, 2], [1, 1], [1, 1], True, [0, 0], 1)
     ],
 )
 def test_space_of_common_convolutions_is_split(kernel: int, options: tuple[Any, ...], left_over: int) -> None:
-    """Common convolutions split one dim, the other dim, or both, and need neighbours for overlapping windows alone."""
+    """Two axes may split either spatial dim, or both; only overlapping windows need elements of neighbours."""
     x, weight = tensor(1, 1, 8, 16), tensor(1, 1, kernel, kernel)
     args = (x, weight, None, *options)
     result = aten.convolution.default(*args)
@@ -118,14 +118,14 @@ def test_space_of_common_convolutions_is_split(kernel: int, options: tuple[Any, 
 
 
 def test_space_that_does_not_fit_stays_whole() -> None:
-    """Without padding a result is smaller than its operand, and no rank's piece goes with its windows."""
+    """Without padding, space is not split, because no piece of the operand fits the windows of a result's piece."""
     args = (tensor(1, 1, 8), tensor(1, 1, 3), None, [1], [0], [1], False, [0], 1)
     assert len(strategies(aten.convolution.default, args, {}, 2)) == 3
 
 
 @pytest.mark.parametrize("mask", [[False, True, True], [True, False, True], [False, False, True]])
 def test_only_some_gradients(mask: list[bool]) -> None:
-    """A gradient of the bias alone is whole for split input channels, in any position of the results."""
+    """Under every strategy, the backward has one device's gradients if only some gradients are asked for."""
     options: tuple[Any, ...] = ([1], [0], [1], False, [0], 1)
     check_splits(
         aten.convolution_backward.default, tensor(4, 8, 3), tensor(4, 4, 4), tensor(8, 4, 2), [8], *options, mask
@@ -133,14 +133,14 @@ def test_only_some_gradients(mask: list[bool]) -> None:
 
 
 def test_a_bias_is_added_once() -> None:
-    """The bias must be a pending sum if input channels are split."""
+    """If input channels are split, the bias must be a pending sum, because each rank adds its part."""
     args = (tensor(4, 8, 4), tensor(4, 8, 2), tensor(4), [1], [0], [1], False, [0], 1)
     found = strategies(aten.convolution.default, args, {}, 2)
     assert [str(inputs[2]) for inputs, _ in found if inputs[0].is_shard(1)] == ["P(sum)"]
 
 
 def test_on_the_samples_of_pytorch() -> None:
-    """PyTorch's own samples run under every strategy, forward and backward."""
+    """On PyTorch's samples of convolutions, every strategy has one device's results, forward and backward."""
     tally = check_database(
         [
             "nn.functional.conv1d",

@@ -1,4 +1,4 @@
-"""Tensors from nothing: the local form names the local shape and starts at the global index."""
+"""Operators that create tensors: each rank makes its piece, with the local shape and the global offset."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ aten = torch.ops.aten
     ids=str,
 )
 def test_creation(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
-    """Every strategy creates the call's result."""
+    """Every strategy creates the tensor of one device."""
     check_splits(op, *args)
 
 
 def test_zeros_are_a_pending_sum() -> None:
-    """Zeros may be a pending sum, so that sums with them stay pending at no cost."""
+    """Zeros may be a pending sum, so that values added to them stay pending, and ones may not."""
     assert any(outputs[0].is_partial("sum") for _, outputs in strategies(aten.zeros.default, ([4],), {}, 2))
     assert not any(outputs[0].is_partial() for _, outputs in strategies(aten.ones.default, ([4],), {}, 2))
 

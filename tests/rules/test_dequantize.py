@@ -1,4 +1,4 @@
-"""4-bit weights: rows are split where no block of weights is cut."""
+"""4-bit weights are split by rows if no block of weights is cut."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def call(rows: int, columns: int, *, nested: bool, blocksize: int = 64) -> tuple
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize(("rows", "columns"), [(12, 64), (12, 192), (24, 32)])
 def test_rows_are_split(nested: bool, rows: int, columns: int) -> None:
-    """A row has one block, or several, or half of one."""
+    """Under every strategy, weights equal one device's, with one block, three blocks or half a block in each row."""
     check_splits(dequantize, *call(rows, columns, nested=nested))
 
 
 def split_rows(*args: object, ranks: int) -> bool:
-    """Whether some strategy splits the rows; no strategy splits the columns, or gives a partial sum."""
+    """Whether some strategy splits the rows; check that no strategy splits columns or gives a partial sum."""
     results = [outputs[0] for _, outputs in strategies(dequantize, args, {}, ranks)]
     assert all(result.is_replicate() or result.is_shard(0) for result in results)
     return any(result.is_shard(0) for result in results)
@@ -42,5 +42,5 @@ def split_rows(*args: object, ranks: int) -> bool:
     [(8, 64, 4, True), (6, 64, 4, False), (8, 32, 4, True), (4, 32, 4, False), (8, 96, 4, True), (3, 32, 2, False)],
 )
 def test_no_block_is_cut(rows: int, columns: int, ranks: int, is_split: bool) -> None:
-    """A split that would cut a block is no choice of the search, which then has the weight whole."""
+    """Rows are split only if no rank's rows cut a block; otherwise the weight stays whole."""
     assert split_rows(*call(rows, columns, nested=True), ranks=ranks) is is_split

@@ -10,7 +10,7 @@ from autoshard.rules.notation import bind
 
 
 def test_what_only_moves_elements_passes_a_partial_sum() -> None:
-    """The transpose of a pending sum is the pending sum of transposes."""
+    """A transpose has a strategy with a pending sum as its operand and its result."""
     transpose = bind(moves((("a",), ("b",)), (("b",), ("a",))), [(4, 2)], [(2, 4)])
     pending = P(partial={"x": "sum"})
     assert any(

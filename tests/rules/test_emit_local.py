@@ -1,4 +1,4 @@
-"""The local form of a call: shapes, offsets and reductions as values of one program for all ranks."""
+"""The local form of a call, one program for all ranks, has the right shapes, offsets and reductions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MESH = Mesh({"data": 2, "model": 2})
 
 
 def _program(op: Any, args: tuple[Any, ...], **wanted: PartitionSpec) -> str:
-    """The text of the local program under the strategy whose only result has spec `output`."""
+    """The code of the local program under the first strategy with these specs of its result and first operand."""
     results = results_of(op, args, {})
     rule = bound_rule(op, args, {}, results)
     assert rule is not None
@@ -38,14 +38,14 @@ def _strategy(rule: BoundRule, output: PartitionSpec, operand: PartitionSpec | N
 
 
 def test_an_operator_without_rewrite_is_called_as_it_is() -> None:
-    """A product runs on its local operands."""
+    """A split matrix product calls the operator on its local operands, without the index of the rank."""
     text = _program(aten.mm.default, (tensor(4, 4), tensor(4, 4)), output=P("data", "model"))
     assert "aten.mm.default(operand_1, operand_2)" in text
     assert "axis_index" not in text
 
 
 def test_views_name_the_local_shape() -> None:
-    """A view becomes a reshape, as the strides of a piece may forbid a view."""
+    """A view becomes a reshape to the local shape, because the strides of a piece may forbid a view."""
     text = _program(aten.view.default, (tensor(4, 8), [32]), output=P(("data", "model")))
     assert "aten.reshape.default(operand_1, [8])" in text
     whole = _program(aten.view.default, (tensor(4, 8), [32]), output=P())
@@ -53,7 +53,7 @@ def test_views_name_the_local_shape() -> None:
 
 
 def test_an_offset_counts_all_axes_of_a_dim() -> None:
-    """The index along two axes is the major index times the minor size plus the minor index."""
+    """A range split over two axes reads the index of the rank along each axis once."""
     text = _program(aten.arange.default, (8,), output=P(("data", "model")))
     assert "axis_index('data')" in text
     assert "axis_index('model')" in text
@@ -61,7 +61,7 @@ def test_an_offset_counts_all_axes_of_a_dim() -> None:
 
 
 def test_a_rewrite_reduces_over_the_axes_of_its_factor() -> None:
-    """A norm sums powers over exactly the axes that split the reduced dims."""
+    """A norm over the columns of a matrix sums only over the axis that splits the columns."""
     args = (tensor(4, 8), 2, [1])
     text = _program(aten.linalg_vector_norm.default, args, output=P("data"), operand=P("data", "model"))
     assert text.count("all_reduce.default(") == 1

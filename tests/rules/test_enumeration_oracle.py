@@ -1,4 +1,4 @@
-"""The search of valid placements finds valid placements alone, without passes by chance."""
+"""`find_valid_placements` finds all valid placements of a call, and no placement by chance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROW = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_se
 
 
 def _found(op: Any, *args: Any, **options: Any) -> set[str]:
-    """Placements as text: `S0 R > Pmax`, each result under its first label."""
+    """The found placements as text, such as `S0 R > Pmax`, with one label for each result."""
     return {
         f"{' '.join(map(_short, valid.inputs[0]))} > {' '.join(min(map(_short, labels)) for labels in valid.outputs)}"
         for valid in find_valid_placements(op, args, {}, **options)
@@ -55,7 +55,7 @@ def test_what_is_valid_is_found(op: Any, args: tuple[Any, ...], expected: set[st
 
 
 def test_masks_are_redrawn() -> None:
-    """A mask that is false everywhere in the sample is drawn anew, and hides no operand."""
+    """A mask that is false everywhere in the sample is drawn anew, so that both operands of `where` matter."""
     nowhere = torch.zeros(4, 6, dtype=torch.bool)
     assert "R R Psum > Psum" not in _found(aten.where.self, nowhere, _X, _X)
     assert "R Psum Psum > Psum" in _found(aten.where.self, nowhere, _X, _X)
@@ -66,7 +66,7 @@ def _valid(*labels: Placement) -> ValidPlacement:
 
 
 def test_a_rewritten_average_is_a_sum() -> None:
-    """A rule may divide by the number of pieces in place of a pending average; a copy is no pending sum."""
+    """A pending sum is admitted in place of a pending average, but not if the pieces are copies too."""
     assert _valid(Partial("avg")).is_admitted_by([((Shard(0),), (Partial("sum"),))])
     assert not _valid(Partial("avg"), Replicate()).is_admitted_by([((Shard(0),), (Partial("sum"),))])
 
@@ -87,6 +87,6 @@ def test_a_rewritten_average_is_a_sum() -> None:
     ids=_name,
 )
 def test_what_is_not_judged(op: Any, args: tuple[Any, ...], reason: str) -> None:
-    """Calls without a tensor to place are refused by name."""
+    """A call that the search cannot judge, such as a random or empty call, raises `NotJudgedError` with the reason."""
     with pytest.raises(NotJudgedError, match=reason):
         find_valid_placements(op, args, {})

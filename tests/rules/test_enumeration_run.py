@@ -1,4 +1,4 @@
-"""Random addends reduce to their tensor, and rounding is told apart from faults."""
+"""`addends` reduce to their tensor, and `check_strategy` tells rounding from faults."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_addends_reduce_to_the_tensor(reduction: Reduction, dtype: torch.dtype, 
 
 
 def test_addends_differ_from_the_tensor() -> None:
-    """Addends differ from the tensor, so that a nonlinear operator is found."""
+    """No addend equals the tensor, so that a wrong linear rule of a nonlinear operator is found."""
     x = torch.randn(64)
     for reduction in Reduction:
         for addend in addends(x, reduction, 2):
@@ -54,7 +54,7 @@ def _strategies(op: Any, args: tuple[Any, ...], mesh: Mesh) -> Iterator[tuple[Bo
 
 @pytest.mark.parametrize("seed", [124, 141, 169, 189])
 def test_what_is_gone_in_double_precision_was_rounding(seed: int) -> None:
-    """A norm of one element has a zero gradient, the sum of terms 316 times as large as its input."""
+    """A layer norm's backward passes under every strategy, although its zero gradient is a sum of far larger terms."""
     torch.manual_seed(seed)
     x, gradient = torch.randn(2, 1, 1) * 4
     weight, bias = torch.randn(2, 1) * 4
@@ -67,13 +67,13 @@ def test_what_is_gone_in_double_precision_was_rounding(seed: int) -> None:
 
 @torch.library.custom_op("autoshard_test::nearly_linear", mutates_args=())
 def nearly_linear(x: Tensor, error: float) -> Tensor:
-    """A function with a linear rule, linear up to `error`."""
+    """Return `x` plus `error` times its sine; the operator's rule says that it is linear."""
     return x + error * x.sin()
 
 
 @torch.library.custom_op("autoshard_test::linear_in_double", mutates_args=())
 def linear_in_double(x: Tensor, error: float) -> Tensor:
-    """The same, but linear where rounding is settled."""
+    """Return `x` in float64, and in other types `x` plus `error` times its sine."""
     return x.clone() if x.dtype == torch.float64 else x + error * x.sin()
 
 
@@ -98,11 +98,11 @@ def _finds_fault(op: Any, error: float, seed: int) -> bool:
 
 @given(seed=st.integers(0, 99), error=st.floats(3e-4, 1.0))
 def test_a_wrong_rule_is_refused(seed: int, error: float) -> None:
-    """A wrong rule is refused however small its error is, because float64 does not shrink the error."""
+    """`check_strategy` refuses a wrong linear rule, even with a small error, because the error stays in float64."""
     assert _finds_fault(NEARLY, error, seed)
 
 
 @given(seed=st.integers(0, 99), error=st.floats(0.01, 1.0))
 def test_double_precision_settles_small_differences_only(seed: int, error: float) -> None:
-    """A difference far above rounding is a fault of float32, even if float64 agrees."""
+    """`check_strategy` refuses a difference far above rounding in float32, even if float64 agrees."""
     assert _finds_fault(IN_DOUBLE, error, seed)

@@ -1,4 +1,4 @@
-"""Layers of experts: tokens, experts, intermediate values, and tokens with experts are split."""
+"""Layers of experts split tokens, experts, intermediate values, or tokens together with experts."""
 
 from __future__ import annotations
 
@@ -23,20 +23,23 @@ ops = torch.ops.autoshard
 
 @given(layer=layers(), pair=MESH_PAIRS)
 def test_all_strategies_equal_one_device(layer: Layer, pair: Sequence[Mesh]) -> None:
-    """Forward and backward, with rows that go to other ranks, evenly and not."""
+    """Under every strategy, a drawn layer's results and gradients equal one device's."""
     check_splits(ops.experts.default, *layer.arguments, meshes=pair)
     check_splits(ops.experts_backward.default, torch.randn_like(layer.x), *layer.arguments, meshes=pair)
 
 
 def strategies_of(operator: Any, *arguments: Any, mesh: Mesh) -> list[tuple[Any, Any]]:
-    """Specs of operands and results."""
+    """Return the specs of operands and results of every strategy."""
     rule = bound_rule(operator, arguments, {}, results_of(operator, arguments, {}))
     assert rule is not None
     return [(item.inputs, item.outputs) for item in enumerate_strategies(rule, mesh)]
 
 
 def test_tokens_and_experts_are_split_by_one_axis() -> None:
-    """The result of split tokens and experts is whole, and gradients of experts lie as experts do."""
+    """If one axis splits tokens and experts, the result is split by tokens, and gradients of experts as experts.
+
+    If the axis splits experts alone, the result is a pending sum.
+    """
     layer, one = Layer.drawn(torch.Generator().manual_seed(0)), Mesh({"a": 2})
     tokens, expert = P("a"), P("a")
     operands = (tokens, tokens, tokens, expert, expert)
@@ -48,7 +51,10 @@ def test_tokens_and_experts_are_split_by_one_axis() -> None:
 
 
 def test_experts_are_split_in_one_way_at_a_time() -> None:
-    """An axis may split tokens beside an axis of tokens and experts, and may not split experts alone."""
+    """If two axes split tokens, each axis may split experts too.
+
+    No axis splits experts alone beside an axis of both.
+    """
     layer, mesh = Layer.drawn(torch.Generator().manual_seed(0), tokens=8), Mesh({"a": 2, "b": 2})
     found = strategies_of(ops.experts.default, *layer.arguments, mesh=mesh)
     shared = [inputs for inputs, _ in found if inputs[0] == P(("a", "b"))]
@@ -58,7 +64,7 @@ def test_experts_are_split_in_one_way_at_a_time() -> None:
 
 @pytest.mark.parametrize("to", [0, 3])
 def test_all_tokens_may_go_to_one_rank(to: int) -> None:
-    """A rank may get all rows and the remaining ranks none, without a dropped row."""
+    """If all tokens choose one expert, every strategy has one device's results, without a dropped token."""
     layer = Layer.drawn(torch.Generator().manual_seed(0), chosen=1)
     layer.index.fill_(to)
     assert kernels.experts is ops.experts.default

@@ -13,7 +13,7 @@ from autoshard.rules.registry import bound_rule
 
 
 def _specs(shape: tuple[int, ...], mesh: Mesh) -> set[PartitionSpec]:
-    """Return the specs of a fan-out, each equal at input and output."""
+    """Return the specs of a fan-out; check that each is equal at input and output, and listed once."""
     x = torch.zeros(shape)
     rule = bound_rule(fan_out, (x,), {}, [x])
     assert rule is not None
@@ -30,7 +30,7 @@ def test_over_one_axis() -> None:
 
 @pytest.mark.parametrize("mesh", [Mesh({"a": 2, "b": 2}), Mesh({"a": 2, "b": 3})], ids=str)
 def test_over_two_axes(mesh: Mesh) -> None:
-    """Two axes split separate dims or one dim, or one splits beside a pending sum."""
+    """Two axes split two dims or one dim, one axis splits beside a pending sum, or both axes have a pending sum."""
     found = _specs((12, 12), mesh)
     assert {P("a", "b"), P("b", "a"), P(("a", "b")), P(None, ("a", "b")), P("a"), P("b"), P()} <= found
     assert {P("a", partial={"b": "sum"}), P(partial={"a": "sum", "b": "sum"})} <= found

@@ -20,12 +20,12 @@ from autoshard.runtime.simulator import simulate
 
 MESH = Mesh({"a": 2, "b": 3})
 OVER_ALL = ({"o1": ("a", "b")}, {"o2": ("b",), "o1": ("a",)}, {"o2": ("a", "b")})
-"""Splits that give each rank a different piece."""
+"""Splits over both axes, which give each rank a different piece."""
 
 
 @st.composite
 def windows(draw: st.DrawFn) -> tuple[HaloWindow, ...]:
-    """Windows along two dims, of sizes that pieces fit."""
+    """Draw windows along two dims, with halos no larger than the pieces of six ranks."""
     found = []
     for dim in (-2, -1):
         stride, kernel, padding, dilation = (draw(st.integers(low, 3)) for low in (1, 1, 0, 1))
@@ -37,7 +37,7 @@ def windows(draw: st.DrawFn) -> tuple[HaloWindow, ...]:
 
 
 def _run(windows: tuple[HaloWindow, ...], splits: Any, value: Tensor, *, back: bool = False) -> list[Tensor]:
-    """Each rank's piece of `value`, extended by numbers -1; or each rank's gradient, folded."""
+    """Return each rank's piece of `value`, extended by its halo with -1 as padding; or each rank's folded gradient."""
     sides = ((tuple(w.elements for w in windows),), (tuple(w.windows for w in windows),))
     rule = Rule(sides, sizes=stride_factors(windows), blocked=tuple(stride_factors(windows)))
     shape = tuple(window.size for window in windows)
@@ -55,13 +55,13 @@ def _run(windows: tuple[HaloWindow, ...], splits: Any, value: Tensor, *, back: b
 
 
 def _weights(windows: tuple[HaloWindow, ...], splits: Any, rank: int) -> Tensor:
-    """The gradient that a rank finds: numbers of its own."""
+    """The gradient of a rank's extended piece, with other numbers on each rank."""
     shape = [stop - start for start, stop in _ranges(windows, splits, rank)]
     return torch.arange(1.0, 1 + shape[0] * shape[1]).reshape(shape) * (rank + 1)
 
 
 def _ranges(windows: tuple[HaloWindow, ...], splits: Any, rank: int) -> list[tuple[int, int]]:
-    """Return the indices into the whole that a rank needs along each dim."""
+    """Return the start and the stop along each dim of the elements that a rank's windows read."""
     place, found = MESH.coordinates(rank), []
     for window in windows:
         axes = splits.get(window.factor, ())
@@ -84,7 +84,7 @@ def _padded(value: Tensor) -> Tensor:
 
 @given(windows=windows(), splits=st.sampled_from([*OVER_ALL, {"o1": ("a",)}, {"o2": ("b",)}]))
 def test_pieces_are_extended_by_what_their_windows_read(windows: tuple[HaloWindow, ...], splits: Any) -> None:
-    """Pieces are extended by the windows' reads, in one or two dims, over one or two axes, corners included."""
+    """Each rank's extended piece equals the part of the padded whole that its windows read, corners included."""
     value = torch.arange(float(windows[0].size * windows[1].size)).reshape(windows[0].size, windows[1].size)
     for rank, piece in enumerate(_run(windows, splits, value)):
         (top, bottom), (left, right) = _ranges(windows, splits, rank)
@@ -93,7 +93,7 @@ def test_pieces_are_extended_by_what_their_windows_read(windows: tuple[HaloWindo
 
 @given(windows=windows(), splits=st.sampled_from(OVER_ALL))
 def test_gradients_are_added_where_elements_came_from(windows: tuple[HaloWindow, ...], splits: Any) -> None:
-    """Folding transposes extending: each element gets the sum of its readers' gradients."""
+    """Folding gives each element the sum of the gradients of all ranks that read the element."""
     whole = _padded(torch.zeros(windows[0].size, windows[1].size)) * 0
     for rank in range(MESH.size):
         (top, bottom), (left, right) = _ranges(windows, splits, rank)

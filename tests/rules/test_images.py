@@ -1,4 +1,4 @@
-"""Resampling and windows: planes are independent."""
+"""Resampling, padding and unfolding of images have one device's results under every strategy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _resize(mode: str, dims: int) -> Callable[[torch.Tensor], torch.Tensor]:
 @pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
 @pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
 def test_padding_of_grids(mode: str, padding: str) -> None:
-    """Batch and places that no mesh divides: kernels read outside of a plane where a grid is not a number."""
+    """On four ranks, samples of five images at grids of seven rows equal one device's under every strategy."""
     x, grid = (torch.randn(5, *shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 4, 4), (3, 7, 2)))
     check_recorded(lambda: F.grid_sample(x, grid, mode, padding, align_corners=False), meshes=(Mesh({"a": 4}),))
 
@@ -43,6 +43,6 @@ def test_padding_of_grids(mode: str, padding: str) -> None:
     ],
 )
 def test_planes(function: Callable[[torch.Tensor], torch.Tensor], space: int) -> None:
-    """Batch and channels are split, forward and backward."""
+    """Under every strategy, the results and gradients of an image operator equal one device's."""
     x = torch.randn(2, 8, *[4] * space, dtype=torch.float64, requires_grad=True)
     assert check_recorded(lambda: function(x))

@@ -1,4 +1,4 @@
-"""Look-ups and writes by index: the indexed dim is split where other ranks' indices can be left out."""
+"""Look-ups and writes by index have one device's results under every strategy, also with a split indexed dim."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 def test_embedding(
     rows: int, width: int, shape: list[int], padding: int, by_frequency: bool, pair: Sequence[Mesh]
 ) -> None:
-    """The table is split by rows (pieces add up) and by columns, the indices by any dim; the gradient likewise."""
+    """Under every strategy, look-ups in a table and the table's gradient equal one device's."""
     indices = tensor(*shape, integers=rows)
     check_splits(aten.embedding.default, tensor(rows, width), indices, padding, meshes=pair)
     grad = tensor(*shape, width)
@@ -35,7 +35,7 @@ def test_embedding(
 
 
 def test_a_vocabulary_may_be_split() -> None:
-    """A split of the rows of the table leaves sums pending."""
+    """A look-up in a table with split rows gives a pending sum."""
     found = strategies(aten.embedding.default, (tensor(8, 4), tensor(2, 4, integers=8)), {}, 4)
     assert any(inputs[0].is_shard(0) and outputs[0].is_partial("sum") for inputs, outputs in found)
 
@@ -75,12 +75,12 @@ _INDEX = tensor(4, 2, integers=4)
     ids=str,
 )
 def test_indexing(op: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
-    """Every strategy of an indexing call gives the call's results."""
+    """Every strategy of an indexing call gives one device's results."""
     check_splits(op, *args)
 
 
 def test_bags_of_maxima() -> None:
-    """Backward: each column of a bag has its own row of the table (found by the samples, at 5 columns on 2 ranks)."""
+    """Under every strategy, maxima over bags of embeddings and their gradients equal one device's, for five columns."""
     table = torch.randn(8, 5, requires_grad=True)
     words, bags = tensor(6, integers=8), torch.tensor([0, 2, 4])
     tried = check_recorded(lambda: torch.nn.functional.embedding_bag(words, table, bags, mode="max"))
@@ -88,7 +88,7 @@ def test_bags_of_maxima() -> None:
 
 
 def test_booleans_meet_at_one_place() -> None:
-    """A minimum of booleans passes no accumulation: several elements of the source meet in a disjunction."""
+    """Under every strategy, booleans that are accumulated at equal indices give one device's result."""
     index = torch.tensor([1, 1, 2, 1])
     check_splits(aten.index_put.default, torch.zeros(4, 9, dtype=torch.bool), [index], tensor(4, 9) > 0, True)
 
@@ -112,14 +112,14 @@ _CELLS = torch.tensor([[True, False], [False, True], [True, True], [False, False
     ids=str,
 )
 def test_masks_are_not_split(op: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
-    """Masked dims stay whole, because the number of selected elements depends on data; other dims are free."""
+    """Under every strategy, reads and writes by a mask equal one device's, and no strategy splits the mask."""
     check_splits(op, *args)
     masked = [tuple(inputs[1:-1] if len(inputs) > 2 else inputs[1:]) for inputs, _ in strategies(op, args, {}, 2)]
     assert not any(placement.is_shard() for inputs in masked for placement in inputs)
 
 
 def test_additions_need_a_partial_target() -> None:
-    """Split added values need a pending-sum target, so that the target counts once."""
+    """If the index of `index_add` is split, the target must be a pending sum, so that the target counts once."""
     found = strategies(aten.index_add.default, (tensor(4, 8), 1, tensor(4, integers=8), tensor(4, 4)), {}, 2)
     split = [inputs for inputs, _ in found if inputs[1].is_shard(0)]
     assert split
@@ -128,7 +128,7 @@ def test_additions_need_a_partial_target() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.int32, torch.uint8], ids=str)
 def test_additions_to_integers(dtype: torch.dtype) -> None:
-    """Additions and reductions into integers run under every strategy, and padding stays neutral."""
+    """Under every strategy, additions and reductions at indices equal one device's, for floats and integers."""
     x, source, index = tensor(5, 7).abs().to(dtype), tensor(6, 7).abs().to(dtype), torch.tensor([0, 4, 4, 1, 0, 3])
     check_splits(aten.index_add.default, x, 0, index, source)
     check_splits(aten.index_put.default, x, [index], source, True)
@@ -146,7 +146,7 @@ _SAMPLED = [
 
 
 def test_on_the_samples_of_pytorch() -> None:
-    """PyTorch's own samples run under every strategy, forward and backward."""
+    """On PyTorch's samples of indexing, every strategy has one device's results, forward and backward."""
     tally = check_database(_SAMPLED)
     assert not tally.failures, "\n".join(tally.failures)
     assert tally.strategies > 100

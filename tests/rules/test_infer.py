@@ -1,4 +1,4 @@
-"""Rules found by running operators on shards, and rules that users write."""
+"""Sharding rules that `infer_rule` finds by running operators on pieces, and rules that users write."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ _CASES: list[tuple[Any, tuple[Tensor, ...], str]] = [
 
 @pytest.mark.parametrize(("op", "sample", "text"), _CASES, ids=[case[2] for case in _CASES])
 def test_rules_are_found(op: Any, sample: tuple[Tensor, ...], text: str) -> None:
-    """The inferred rule equals a rule by hand, and its strategies are right in other shapes."""
+    """The inferred rule has the expected text, and every strategy gives one device's results on the sample."""
     assert str(autoshard.infer_rule(op, sample)) == text
     _check_all_strategies(op, sample)
 
@@ -123,7 +123,7 @@ def _check_all_strategies(op: Any, args: Sequence[Tensor]) -> None:
 
 
 def test_a_guess_that_holds_in_one_shape_only_is_dropped() -> None:
-    """Groups of four: rows of eight split in two, rows of twelve do not."""
+    """A softmax over groups of four gets no split of its rows: rows of eight split in two, rows of twelve do not."""
     x = _draw(2, 8)
     halves = torch.cat([_by_fours(half) for half in x.chunk(2, 1)], 1)
     torch.testing.assert_close(halves, _by_fours(x))
@@ -132,7 +132,7 @@ def test_a_guess_that_holds_in_one_shape_only_is_dropped() -> None:
 
 
 def test_positive_samples_do_not_mislead() -> None:
-    """A clipped sum of positive numbers is a sum; other signs are drawn too."""
+    """A clipped sum gets no reduction from positive samples, because other signs are drawn too."""
     rule = autoshard.infer_rule(clipped_total, (torch.ones(4, 6),))
     assert rule.reduce == {}
     assert rule.linear == []
@@ -146,7 +146,7 @@ def test_found_rules_are_listed() -> None:
 
 
 def test_other_calls_of_the_operator_run_whole() -> None:
-    """A rule covers calls with the sample's ranks, and another sample covers further ranks."""
+    """A rule covers calls with the sample's numbers of dims. A second sample adds a rule for other numbers."""
     op = as_overload(product)
     autoshard.infer_rule(product, (_draw(4, 6), _draw(6, 8)))
     batched = (_draw(2, 4, 6), _draw(2, 6, 8))
@@ -158,7 +158,7 @@ def test_other_calls_of_the_operator_run_whole() -> None:
 
 
 def test_other_arguments_run_whole() -> None:
-    """Nothing is known of other arguments than the sample's dim."""
+    """A rule that was inferred with `dim=0` does not cover `dim=1`, which runs whole."""
     op = _custom("softmax", _softmax)
     rule = autoshard.infer_rule(op, {"x": _draw(4, 6), "dim": 0})
     assert rule.notation == "_ a -> _ a"
@@ -172,7 +172,7 @@ def _softmax(x: Tensor, dim: int) -> Tensor:
 
 
 def test_sizes_that_do_not_fit_run_whole() -> None:
-    """A broadcast dim of size one has no part in a factor, so the call runs whole."""
+    """A dim of size one is not split, and the other dims of the call still are."""
     op = as_overload(gate)
     autoshard.infer_rule(gate, (_draw(6, 4), _draw(4)))
     assert len(strategies(op, (_draw(6, 4), _draw(1)), {}, 2)) == 2
@@ -181,7 +181,7 @@ def test_sizes_that_do_not_fit_run_whole() -> None:
 
 
 def test_a_user_writes_a_rule() -> None:
-    """A user writes a rule as notation or as a `Rule`, for a `custom_op` or for an overload."""
+    """A user's rule, as notation or as a `Rule`, for a `custom_op` or for an overload, gives one device's results."""
 
     @autoshard.sharding_rule(gate)
     def gate_rule(x: Tensor, w: Tensor) -> str:
@@ -209,7 +209,7 @@ def test_an_operator_has_one_rule() -> None:
 
 @pytest.mark.parametrize("sample", [[(_draw(6, 4), _draw(4))], (_draw(6, 4), _draw(5)), (_draw(6, 4),)])
 def test_a_sample_that_an_operator_refuses_is_refused(sample: Any) -> None:
-    """A sample that the operator refuses is refused with the expected form."""
+    """A sample that the operator refuses raises an error that asks for the arguments of one call."""
     with pytest.raises(OperatorError, match=r"gate.default refuses sample_inputs: .* Pass one call's arguments"):
         autoshard.infer_rule(gate, sample)
 
@@ -223,7 +223,7 @@ def asserting(x: Tensor) -> Tensor:
 
 
 def test_a_refusal_without_words_is_named_by_its_class() -> None:
-    """An operator may refuse a sample by an error with an empty message."""
+    """If an operator refuses a sample without a message, our error has the class of the operator's error."""
     with pytest.raises(OperatorError, match=r"asserting.default refuses sample_inputs: AssertionError Pass one"):
         autoshard.infer_rule(asserting, (_draw(6, 4),))
 
@@ -262,7 +262,7 @@ def _moody(x: Tensor) -> Tensor:
     ],
 )
 def test_what_has_no_rule_is_refused(name: str, function: Callable[..., Any], message: str) -> None:
-    """An operator without a rule is refused with the reason and the way out."""
+    """An operator that is random, gives no tensors or varies in its results' ranks is refused with the reason."""
     with pytest.raises(RuleInferenceError, match=message):
         autoshard.infer_rule(_custom(name, function), (torch.ones(4, 6),))
 
@@ -273,7 +273,7 @@ def test_an_operator_that_only_takes_the_sample_is_not_split() -> None:
 
 
 def test_random_and_in_place_operators_of_torch_are_refused() -> None:
-    """Random and in-place operators are refused by their schema."""
+    """Operators whose schema is random or in place are refused with the reason."""
     with pytest.raises(RuleInferenceError, match=r"aten.rand_like.default draws random numbers"):
         autoshard.infer_rule(torch.ops.aten.rand_like.default, (_draw(4),))
     with pytest.raises(RuleInferenceError, match=r"aten.xlogy_.Tensor writes to an operand"):
@@ -315,7 +315,7 @@ def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_operands_and_results_of_8_bits_have_rules(dtype: torch.dtype) -> None:
-    """Torch computes nothing in 8 bits, so operands are drawn in float32, and results are compared in float32."""
+    """Operators with 8-bit operands or results get rules; operands are drawn, and results compared, in float32."""
     names = f"{dtype}".rpartition("_")[2]
     read, made = _custom(f"read_{names}", _dequantized), _custom(f"made_{names}", _quantized)
     assert autoshard.infer_rule(read, (_draw(6, 4).to(dtype), _draw(6))).notation == "a b, a -> a b"

@@ -1,4 +1,4 @@
-"""Pending sums pass products only beside numbers that keep addends finite."""
+"""A pending sum passes a product only if the range of the second operand keeps all addends finite."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SAMPLED = (
 
 
 def sums_of(call: Call, *, ranges: list[Range] | None = None) -> Iterator[tuple[Strategy, Carry]]:
-    """Return the strategies that pass a sum, with their pending operands."""
+    """Yield the strategies of a call in which operands are pending sums, each with its choice."""
     rule = bound_rule(call.op, call.args, call.kwargs, results_of(call.op, call.args, call.kwargs), ranges)
     for strategy in [] if rule is None else enumerate_strategies(rule, MESH):
         (choice,) = strategy.choices
@@ -39,7 +39,7 @@ def sums_of(call: Call, *, ranges: list[Range] | None = None) -> Iterator[tuple[
 
 
 def sampled() -> list[Call]:
-    """Calls with a sum that passes beside numbers of floating point."""
+    """Return PyTorch's sampled calls that pass a sum beside another floating-point operand."""
     found = []
     with even_samples():
         for _, call in database_calls(SAMPLED, 2):
@@ -56,7 +56,7 @@ def calls() -> list[Call]:
 
 
 def planted(call: Call, number: float, seed: int) -> Call:
-    """The call with a number at some places of each operand of floating point."""
+    """Return the call with `number` at random places of some floating-point operands."""
     generator = torch.Generator().manual_seed(seed)
 
     def plant(x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def planted(call: Call, number: float, seed: int) -> Call:
 def test_sums_pass_where_the_numbers_beside_them_allow_it(
     calls: list[Call], data: st.DataObject, number: float, seed: int
 ) -> None:
-    """With zeros and infinities among the operands, all strategies compute one device's result or NaN.
+    """With zeros and infinities among the operands, strategies that pass a sum compute one device's result.
 
     The backward of a log-softmax is left out, because the logarithm of a softmax is never infinite.
     """
@@ -88,7 +88,7 @@ def test_sums_pass_where_the_numbers_beside_them_allow_it(
 
 
 def passes(op: object, operands: list[Tensor], *found: Range) -> list[list[int]]:
-    """The operands that sums may be pending in."""
+    """Return the groups of operands that may be pending sums, if `found` are the ranges of the operands."""
     rule = bound_rule(op, operands, {}, results_of(op, operands, {}), found)
     assert rule is not None
     return sorted(sorted(group) for group in rule.linear)
@@ -99,7 +99,7 @@ BOUNDED, POSITIVE = Range(-2.0, 2.0), Range(0.5, math.inf)
 
 
 def test_a_sum_passes_a_product_beside_what_is_finite() -> None:
-    """A sum passes a product, also of matrices, beside a finite operand."""
+    """A pending sum passes a product, also of matrices, only if the second operand is finite."""
     for op in (aten.mul.Tensor, aten.mm.default):
         assert passes(op, [X, X], BOUNDED, BOUNDED) == [[0], [1]]
         assert passes(op, [X, X], ANYTHING, BOUNDED) == [[0]]
@@ -108,7 +108,7 @@ def test_a_sum_passes_a_product_beside_what_is_finite() -> None:
 
 
 def test_a_sum_passes_a_quotient_over_what_is_not_zero() -> None:
-    """A sum passes a quotient by a nonzero divisor, also by an infinite divisor."""
+    """A pending sum passes a quotient only if the divisor is never zero; the divisor may be infinite."""
     assert passes(aten.div.Tensor, [X, X], ANYTHING, POSITIVE) == [[0]]
     assert passes(aten.div.Tensor, [X, X], ANYTHING, BOUNDED) == []
     assert passes(aten.addcdiv.default, [X, X, X], ANYTHING, ANYTHING, POSITIVE) == [[0, 1]]
@@ -116,12 +116,12 @@ def test_a_sum_passes_a_quotient_over_what_is_not_zero() -> None:
 
 @pytest.mark.parametrize("op", [aten.gelu_backward.default, aten.silu_backward.default])
 def test_a_gradient_passes_an_activation_whatever_its_operand_is(op: object) -> None:
-    """Its derivative is bounded."""
+    """A pending gradient passes the backward of GELU and SiLU for any operand, as their derivatives are bounded."""
     assert passes(op, [X, X], ANYTHING, ANYTHING) == [[0]]
 
 
 def test_a_sum_never_passes_a_scale_with_poles() -> None:
-    """The logarithm of zero is infinite, and so is the inverse of a singular matrix."""
+    """No sum passes `xlogy` or a triangular solve, because log(0) and a singular matrix's inverse are infinite."""
     assert passes(aten.xlogy.Tensor, [X, X], BOUNDED, BOUNDED) == []
     rule = bound_rule(aten.linalg_solve_triangular.default, [X.tril(), X], {"upper": False}, [X], [BOUNDED, BOUNDED])
     assert rule is not None
@@ -139,14 +139,14 @@ def test_a_sum_never_passes_a_scale_with_poles() -> None:
     ],
 )
 def test_literal_numbers_decide_for_themselves(op: object, number: float, expected: list[list[int]]) -> None:
-    """Literal numbers decide by their own values, even beside unknown operands."""
+    """A pending sum passes a literal factor or divisor only if the number keeps addends finite."""
     rule = bound_rule(op, [X, number], {}, [X])
     assert rule is not None
     assert [sorted(group) for group in rule.linear] == expected
 
 
 def test_splits_do_not_depend_on_what_is_known() -> None:
-    """A contracted factor is split, unevenly too: padding of both operands is filled."""
+    """Ranges of the operands change neither the splits nor the padding of a matrix product."""
     free, strict = (bound_rule(aten.mm.default, [X, X], {}, [X], known) for known in (None, [ANYTHING, ANYTHING]))
     assert free is not None
     assert strict is not None

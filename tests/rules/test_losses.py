@@ -1,4 +1,4 @@
-"""Losses: rows are independent, classes are split with reductions inside, means are shares of the mean."""
+"""Losses split rows, cross-entropy splits classes too, and means of pieces add up to the mean."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ops = torch.ops.autoshard
     pair=MESH_PAIRS,
 )
 def test_cross_entropy(rows: int, classes: int, smoothing: float, pair: Sequence[Mesh]) -> None:
-    """Rows and classes are split, with ignored targets and smoothing."""
+    """Under every strategy, cross-entropy and its gradient equal one device's, with ignored targets and smoothing."""
     logits = 3 * torch.randn(rows, classes, dtype=torch.float64)
     target = torch.randint(0, classes, (rows,))
     target[0] = -100
@@ -36,7 +36,7 @@ def test_cross_entropy(rows: int, classes: int, smoothing: float, pair: Sequence
 
 
 def test_cross_entropy_of_infinite_logits() -> None:
-    """A rank whose classes are all masked does not disturb the other ranks."""
+    """Under every strategy, cross-entropy equals one device's if half of the classes or a whole row is -inf."""
     logits = torch.randn(4, 8, dtype=torch.float64)
     logits[:, :4] = -torch.inf
     logits[2], logits[3, 5] = -torch.inf, torch.inf  # a row of which nothing is left, and one with the greatest
@@ -45,7 +45,10 @@ def test_cross_entropy_of_infinite_logits() -> None:
 
 @given(batch=st.sampled_from([3, 4, 6]), pair=MESH_PAIRS)
 def test_ctc_loss(batch: int, pair: Sequence[Mesh]) -> None:
-    """Sequences are split, forward and backward, with targets of unlike lengths."""
+    """Under every strategy, CTC losses of unlike lengths and their gradients equal one device's.
+
+    The batch can be split.
+    """
     log_probs = torch.randn(7, batch, 5, dtype=torch.float64).log_softmax(-1)
     targets, lengths = torch.randint(1, 5, (batch, 3)), torch.arange(batch)
     operands = (log_probs, targets, 7 - lengths % 2, lengths % 4)
@@ -58,7 +61,7 @@ def test_ctc_loss(batch: int, pair: Sequence[Mesh]) -> None:
 
 
 def test_the_loss_of_split_classes_is_whole() -> None:
-    """Reductions over classes happen inside, so that the loss of each row arrives complete."""
+    """With split classes a cross-entropy is whole, because reductions over classes are inside the call."""
     args = (torch.randn(4, 8), torch.zeros(4, dtype=torch.int64), -100, 0.0)
     found = strategies(ops.cross_entropy.default, args, {}, 2)
     assert any(i[0].is_shard(1) and all(o.is_replicate() for o in outputs) for i, outputs in found)
@@ -68,7 +71,7 @@ def test_the_loss_of_split_classes_is_whole() -> None:
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("shape", [(4, 8), (4, 6, 2, 4)])
 def test_nll_loss(reduction: str, weighted: bool, shape: tuple[int, ...]) -> None:
-    """A mean counts all rows with a target, on any rank."""
+    """Under every strategy, NLL losses and gradients equal one device's, with weights and ignored rows."""
     logits = torch.randn(*shape, dtype=torch.float64, requires_grad=True)
     target = torch.randint(0, shape[1], (shape[0], *shape[2:]))
     target[0] = 1
@@ -79,7 +82,7 @@ def test_nll_loss(reduction: str, weighted: bool, shape: tuple[int, ...]) -> Non
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss])
 def test_pointwise_losses(loss: object, reduction: str) -> None:
-    """The mean over a piece counts as its share of the mean over the whole, in the backward too."""
+    """Under every strategy, pointwise losses and gradients equal one device's, for each reduction."""
     x, y = (torch.randn(4, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
     assert callable(loss)
     check_recorded(lambda: loss(x, y.detach(), reduction=reduction))
@@ -87,7 +90,7 @@ def test_pointwise_losses(loss: object, reduction: str) -> None:
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_binary_cross_entropy(reduction: str) -> None:
-    """Binary cross-entropy with and without weights gives the call's results."""
+    """Under every strategy, binary cross-entropies and gradients equal one device's, with and without weights."""
     x = torch.rand(4, 8, dtype=torch.float64, requires_grad=True)
     y, weight = torch.rand(4, 8, dtype=torch.float64), torch.rand(8, dtype=torch.float64)
     check_recorded(lambda: F.binary_cross_entropy(x, y, reduction=reduction))
@@ -97,7 +100,7 @@ def test_binary_cross_entropy(reduction: str) -> None:
 
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 def test_losses_of_operands_that_broadcast(reduction: int) -> None:
-    """Padding of one broadcast operand adds no loss of zero."""
+    """Under every strategy, losses of broadcast operands and of empty operands equal one device's."""
     for op in (aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default):
         check_splits(op, torch.randn(5, 6), torch.randn(1, 6), reduction)
         check_splits(op, torch.randn(6), torch.randn(5, 6), reduction)
@@ -105,6 +108,6 @@ def test_losses_of_operands_that_broadcast(reduction: int) -> None:
 
 
 def test_on_the_samples_of_pytorch() -> None:
-    """PyTorch's own samples run under every strategy, forward and backward."""
+    """On PyTorch's samples of losses, every strategy has one device's results, forward and backward."""
     tally = check_database(["nn.functional.cross_entropy", "nn.functional.nll_loss", "nn.functional.mse_loss"])
     assert not tally.failures, "\n".join(tally.failures)

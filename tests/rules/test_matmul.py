@@ -1,4 +1,4 @@
-"""Matrix products: linear in each operand, contracted factors leave sums pending, addends count once."""
+"""Matrix products have one device's results under every strategy; split contracted dims leave sums pending."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SIZES = st.sampled_from([1, 2, 4, 6])
 @settings(max_examples=15)
 @given(b=_SIZES, m=_SIZES, k=_SIZES, n=_SIZES, pairs=st.tuples(*[MESH_PAIRS] * 4))
 def test_products(b: int, m: int, k: int, n: int, pairs: tuple[Sequence[Mesh], ...]) -> None:
-    """Products of all shapes, with and without an addend, give the call's results."""
+    """Under every strategy, products of drawn sizes, with and without an addend, equal one device's."""
     check_splits(aten.mm.default, tensor(m, k), tensor(k, n), meshes=pairs[0])
     check_splits(aten.bmm.default, tensor(b, m, k), tensor(b, k, n), meshes=pairs[1])
     check_splits(aten.addmm.default, tensor(n), tensor(m, k), tensor(k, n), meshes=pairs[2])
@@ -46,12 +46,12 @@ def test_products(b: int, m: int, k: int, n: int, pairs: tuple[Sequence[Mesh], .
     ids=str,
 )
 def test_forms(op: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
-    """Every strategy of a product gives the call's results."""
+    """Under every strategy, each product operator has one device's result."""
     check_splits(op, *args)
 
 
 def test_a_bias_is_added_once() -> None:
-    """The bias must be a pending sum if the contracted factor is split."""
+    """If the contracted dim is split, the bias must be a pending sum, so that it counts once."""
     found = strategies(aten.addmm.default, (tensor(4), tensor(2, 8), tensor(8, 4)), {}, 2)
     contracted = [inputs for inputs, _ in found if inputs[1].is_shard(1)]
     assert [str(inputs[0]) for inputs in contracted] == ["P(sum)"]
@@ -59,7 +59,7 @@ def test_a_bias_is_added_once() -> None:
 
 @pytest.mark.parametrize("rows", [[2, 5, 8], [0, 8, 8], [1, 2, 6]])
 def test_grouped_products(rows: list[int]) -> None:
-    """Split rows keep their experts, also rows behind the last expert's rows."""
+    """Under every strategy, grouped products equal one device's, also with empty experts and rows behind the last."""
     moe = pytest.importorskip("transformers.integrations.moe")
     assert moe is not None
     ops = torch.ops.transformers
@@ -69,7 +69,7 @@ def test_grouped_products(rows: list[int]) -> None:
 
 
 def test_rows_of_grouped_products_stay_aligned() -> None:
-    """The kernel takes rows that begin at multiples of 16 bytes: eight elements of bfloat16."""
+    """Columns of bfloat16 operands are split in units of eight elements, because the kernel needs 16-byte alignment."""
     x, weight = tensor(16, 48).bfloat16(), tensor(3, 48, 16).bfloat16()
     offsets = torch.tensor([4, 9, 16], dtype=torch.int32)
     result = torch.empty(16, 16, dtype=torch.bfloat16)
@@ -80,7 +80,7 @@ def test_rows_of_grouped_products_stay_aligned() -> None:
 
 
 def test_addends_of_integers() -> None:
-    """Products with addends of integers run under every strategy."""
+    """Under every strategy, integer products with addends equal one device's."""
     a, b = tensor(5, 7).long(), tensor(7, 4).long()
     check_splits(aten.addmm.default, tensor(4).long(), a, b)
     check_splits(aten.addbmm.default, tensor(5, 4).long(), a.expand(3, 5, 7), b.expand(3, 7, 4))
@@ -88,7 +88,7 @@ def test_addends_of_integers() -> None:
 
 
 def test_on_the_samples_of_pytorch() -> None:
-    """PyTorch's own samples run under every strategy, forward and backward."""
+    """On PyTorch's samples of products, every strategy has one device's results, forward and backward."""
     names = ["addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "dot", "matmul", "mm", "mv", "nn.functional.linear"]
     tally = check_database([*names, "outer", "linalg.solve_triangular"])
     assert not tally.failures, "\n".join(tally.failures)
@@ -97,7 +97,10 @@ def test_on_the_samples_of_pytorch() -> None:
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_scaled_products(by_row: bool, has_bias: bool) -> None:
-    """Eight-bit operands with one scale or a scale per row leave a wide pending sum."""
+    """Under every strategy, 8-bit products with scales equal one device's.
+
+    A contracted split needs a float32 result.
+    """
     a, b = tensor(48, 32).to(torch.float8_e4m3fn), tensor(16, 32).to(torch.float8_e4m3fn).t()
     scales = (torch.rand(48, 1), torch.rand(1, 16)) if by_row else (torch.tensor(0.5), torch.tensor(3.0))
     bias = tensor(16).float() if has_bias else None
@@ -113,7 +116,7 @@ def _scaled(a: torch.Tensor, b: torch.Tensor, scales: tuple[torch.Tensor, ...], 
 
 
 def test_blocks_of_scales_are_not_split() -> None:
-    """Blocks of columns with one scale each are not split."""
+    """A scaled product with one scale per block of columns has no rule."""
     a, b = torch.zeros(16, 256, dtype=torch.float8_e4m3fn), torch.zeros(256, 16, dtype=torch.float8_e4m3fn)
     scales = (torch.ones(16, 2), torch.ones(2, 16))
     assert scaled_mm(a, b, *scales) is None

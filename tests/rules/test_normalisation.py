@@ -1,4 +1,4 @@
-"""Normalisations: rows, groups and the normalised dims are split, gradients of weights are sums over rows."""
+"""Normalisations split rows, groups and the normalised dims, with one device's results and gradients."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def _leaf(*shape: int) -> torch.Tensor:
 
 @given(rows=st.lists(st.sampled_from([1, 2, 4]), max_size=2), width=st.sampled_from([2, 4]), affine=st.booleans())
 def test_layer_norm(rows: list[int], width: int, affine: bool) -> None:
-    """Layer norms, forward and backward, with and without weights, give the call's results."""
+    """Under every strategy, layer norms and their gradients equal one device's, with and without weights."""
     weight, bias = (_leaf(width), _leaf(width)) if affine else (None, None)
     tried = check_recorded(lambda: F.layer_norm(_leaf(*rows, width), (width,), weight, bias), meshes=MESHES[:3])
     assert {"aten.native_layer_norm.default", "aten.native_layer_norm_backward.default"} <= tried
 
 
 def test_some_gradients_of_a_layer_norm() -> None:
-    """Unrequested gradients of a layer norm leave no result."""
+    """Under every strategy, a layer norm's backward equals one device's if only some gradients are asked for."""
     x, weight, bias = torch.randn(4, 8), torch.randn(8), torch.randn(8)
     _, mean, rstd = aten.native_layer_norm(x, [8], weight, bias, 1e-5)
     for mask in ([True, True, False], [False, True, True], [True, False, False]):
@@ -43,7 +43,7 @@ def test_some_gradients_of_a_layer_norm() -> None:
 
 
 def test_rms_norm() -> None:
-    """The fused RMS norm and its backward give the call's results."""
+    """Under every strategy, the fused RMS norm and its gradients equal one device's."""
     x, weight = torch.randn(4, 2, 8), torch.randn(8)
     check_splits(aten._fused_rms_norm.default, x, [8], weight, 1e-5)
     _, rstd = aten._fused_rms_norm(x, [8], weight, 1e-5)
@@ -60,7 +60,7 @@ def test_rms_norm() -> None:
 def test_normalised_dims_are_split(
     rows: list[int], widths: list[int], mesh: Mesh, has: tuple[bool, bool], centred: bool
 ) -> None:
-    """Normalised dims split, evenly or not, with the moments of whole rows, with and without weights."""
+    """Under every strategy, layer and RMS norms of drawn sizes, and their gradients, equal one device's."""
     x, grad = (torch.randn(*rows, *widths, dtype=torch.float64) for _ in range(2))
     weight, bias = (torch.randn(widths, dtype=torch.float64) if is_there else None for is_there in has)
     if centred:
@@ -76,7 +76,10 @@ def test_normalised_dims_are_split(
 
 
 def _check_splits_only(op: Any, *args: Any) -> None:
-    """Try the strategies without partial values, whose random addends would be rounded away."""
+    """Check that splitting strategies without partial values have one device's results.
+
+    Random addends of partial values would be rounded away.
+    """
     mesh, results = Mesh({"a": 2, "b": 2}), results_of(op, args, {})
     rule = bound_rule(op, args, {}, results)
     assert rule is not None
@@ -91,7 +94,7 @@ def _is_carry(choice: Any) -> bool:
 
 
 def test_normalised_dims_of_narrow_types() -> None:
-    """Moments are kept in float32, results and gradients have the dtypes of one device's."""
+    """In bfloat16, norms and gradients under splitting strategies have one device's values and dtypes."""
     x, narrow, weight = torch.randn(4, 7).bfloat16(), torch.randn(7).bfloat16(), torch.randn(7)
     for affine in (narrow, weight):
         _check_splits_only(aten.native_layer_norm.default, x, [7], affine, affine, 1e-3)
@@ -104,7 +107,7 @@ def test_normalised_dims_of_narrow_types() -> None:
 
 
 def test_ranks_that_split_rows_talk() -> None:
-    """The rule tells the planner that ranks with split rows communicate, and ranks with whole rows do not."""
+    """The rule says that a layer norm communicates if its normalised dim is split, and not if its rows are."""
     x = torch.randn(4, 8)
     rule = bound_rule(aten.native_layer_norm.default, (x, [8], None, None, 1e-3), {}, [x, x[:, :1], x[:, :1]])
     assert rule is not None
@@ -115,7 +118,7 @@ def test_ranks_that_split_rows_talk() -> None:
 @pytest.mark.parametrize("shape", [(2, 8, 6), (2, 4, 4, 2), (1, 2, 2, 4, 2)])
 @pytest.mark.parametrize("affine", [False, True])
 def test_group_norm_of_pieces_of_planes(shape: tuple[int, ...], affine: bool) -> None:
-    """Space is split beside batch and groups."""
+    """Under every strategy, group norms of one to three spatial dims, and their gradients, equal one device's."""
     x, grad = (torch.randn(shape, dtype=torch.float64) for _ in range(2))
     n, c, *space = shape
     weight, bias = (torch.randn(c, dtype=torch.float64) if affine else None for _ in range(2))
@@ -129,7 +132,7 @@ def test_group_norm_of_pieces_of_planes(shape: tuple[int, ...], affine: bool) ->
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
 @pytest.mark.parametrize("affine", [False, True])
 def test_group_norm(groups: int, affine: bool) -> None:
-    """Groups are split, and the channels of a group stay together."""
+    """Under every strategy, group norms of one to eight groups, and their gradients, equal one device's."""
     weight, bias = (_leaf(8), _leaf(8)) if affine else (None, None)
     tried = check_recorded(lambda: F.group_norm(_leaf(4, 8, 3), groups, weight, bias))
     assert "aten.native_group_norm_backward.default" in tried
@@ -140,5 +143,5 @@ def test_group_norm(groups: int, affine: bool) -> None:
     [lambda x: F.instance_norm(x), lambda x: F.local_response_norm(x, 2), lambda x: F.normalize(x, dim=1)],
 )
 def test_others_are_composed(norm: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Other normalisations consist of operators with rules."""
+    """Under every strategy, the calls of other normalisations have one device's results, forward and backward."""
     check_recorded(lambda: norm(_leaf(4, 8, 4)))

@@ -25,7 +25,7 @@ CASES = {
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_pieces_are_updated_apart(case: str, scaled: bool, shape: tuple[int, ...]) -> None:
-    """Every strategy updates pieces separately, on even and uneven shapes, scalars included."""
+    """Under every strategy, updates equal one device's, on even and uneven shapes and on scalars."""
     operator, states, hyper, flags = CASES[case]
     tensors = [torch.rand(shape, dtype=torch.float64) + 0.5 for _ in range(2 + states)]
     scale = torch.tensor(0.5, dtype=torch.float64) if scaled else None
@@ -34,7 +34,7 @@ def test_pieces_are_updated_apart(case: str, scaled: bool, shape: tuple[int, ...
 
 
 def test_gradients_are_whole_or_split_never_pending() -> None:
-    """Gradients are copied or split along one dim with all operands, and never partial."""
+    """Adam's gradient, parameter and state are all whole or split along one dim, and never pending sums."""
     operator, states, hyper, flags = CASES["adam"]
     tensors = [torch.empty(8, 6, device="meta") for _ in range(2 + states)]
     found = strategies(operator, (*tensors, None, hyper, *flags), {}, 2)
@@ -44,13 +44,13 @@ def test_gradients_are_whole_or_split_never_pending() -> None:
 
 @pytest.mark.parametrize("shape", [(8, 6), (5, 3), (4,)], ids=str)
 def test_squares_of_pieces_add_up(shape: tuple[int, ...]) -> None:
-    """The norm of a split gradient awaits a sum."""
+    """Under every strategy, the sum of squares of a gradient equals one device's."""
     check_splits(ops.sum_of_squares.default, torch.randn(shape, dtype=torch.float64), meshes=MESHES)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_muon_is_elementwise_but_for_its_orthogonalisation(scaled: bool) -> None:
-    """Direction and update are split along any dim."""
+    """Under every strategy, Muon's direction and update of a matrix equal one device's."""
     values = [torch.rand(8, 6) + 0.5 for _ in range(4)]
     scale = torch.tensor(0.5) if scaled else None
     hyper = torch.tensor([0.1, 0.05, 0.9], dtype=torch.float64)
@@ -59,7 +59,7 @@ def test_muon_is_elementwise_but_for_its_orthogonalisation(scaled: bool) -> None
 
 
 def test_ranks_share_whole_matrices() -> None:
-    """A batch of matrices is whole or split along the batch; a single matrix is whole."""
+    """Orthogonalisation splits a batch of matrices only along the batch, and a single matrix not at all."""
     options = ([3.4445, -4.7750, 2.0315], 5, 1e-7)
     batch = torch.randn(4, 8, 6, generator=torch.Generator().manual_seed(0)).bfloat16()
     check_splits(ops.orthogonalise.default, batch, *options, meshes=MESHES)

@@ -1,4 +1,4 @@
-"""Results of uneven splits do not depend on padding."""
+"""Results under uneven splits do not depend on padding."""
 
 from __future__ import annotations
 
@@ -104,18 +104,18 @@ def test_uneven_dims_are_split(name: str) -> None:
 
 
 def test_a_rank_without_elements_is_refused() -> None:
-    """Three elements on four ranks are refused, because one rank would be idle."""
+    """Three elements are not split over four ranks, because one rank would have none."""
     assert not _uneven(_rule(aten.neg.default, (tensor(3),)), Mesh({"a": 4}))
 
 
 def test_a_factor_within_a_dim_is_only_split_evenly() -> None:
-    """No spec says where the padding of heads lies within a dim that holds heads and their elements."""
+    """Seven heads within a dim of 14 are not split over four ranks, because no spec says where their padding lies."""
     heads = (tensor(2, 14), [2, 7, 2])
     assert not _uneven(_rule(aten.view.default, heads), Mesh({"a": 4}))
 
 
 def test_padding_is_filled_only_where_it_matters() -> None:
-    """A product fills the contracted dim alone, and a maximum fills padding with its own identity."""
+    """Only padding that results depend on is filled, with 0 in a contracted dim and -inf in the dim of a maximum."""
     product = _rule(aten.mm.default, (tensor(7, 7), tensor(7, 7))).padding
     assert product == {"m": (None, None), "k": (0, 0), "n": (None, None)}
     maximum = _rule(aten.amax.default, (tensor(7, 7), [1])).padding
@@ -125,13 +125,13 @@ def test_padding_is_filled_only_where_it_matters() -> None:
 
 
 def test_sums_of_padding_other_than_zero_are_not_carried() -> None:
-    """Each addend would bring its own number."""
+    """An uneven strategy of a maximum has no operand as a pending sum, because each addend would add its padding."""
     rule = _rule(aten.amax.default, (tensor(7, 7), [1]))
     for strategy in _uneven(rule, Mesh({"a": 2, "b": 2})):
         assert all(reduction != "sum" for spec in strategy.inputs for _, reduction in spec.partial)
 
 
 def test_contracted_factors_give_sums() -> None:
-    """A padded contracted factor has the specs of an even split."""
+    """An uneven split of the contracted dim gives a pending sum, as an even split does."""
     found = {s.inputs: s.outputs for s in _uneven(_rule(aten.mm.default, (tensor(8, 7), tensor(7, 8))), Mesh({"a": 2}))}
     assert found == {(P(None, "a"), P("a")): (P(partial={"a": "sum"}),)}

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 @given(st.data())
 def test_broadcasting(data: st.DataObject) -> None:
-    """Operands of any broadcasting shapes may be split alike."""
+    """Under every strategy, operators on drawn broadcasting shapes have one device's results."""
     result = data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 8]), max_size=3))
     shapes = []
     for _ in range(2):
@@ -74,13 +74,13 @@ def test_linearity(op: torch._ops.OpOverload, args: tuple[object, ...], linear: 
 
 
 def test_rounding_to_integers_carries_nothing() -> None:
-    """The sum of rounded addends is not the rounded sum, and infinity, the least minimum, is no integer."""
+    """A cast to integers passes no pending reduction, because rounded addends do not add up to the rounded sum."""
     found = strategies(aten._to_copy.default, (_X,), {"dtype": torch.int64}, 2)
     assert not [inputs for inputs, _ in found if isinstance(inputs[0], Partial)]
 
 
 def test_a_dim_of_size_one_stays_whole() -> None:
-    """An operand that broadcasts along a dim is repeated where the dim is split."""
+    """If a dim is split, an operand that broadcasts along the dim is whole on each rank."""
     found = strategies(aten.mul.Tensor, (tensor(4, 2), tensor(1, 2)), {}, 4)
     assert [inputs[1] for inputs, _ in found if inputs[0].is_shard(0)] == [Replicate()]
 
@@ -98,7 +98,7 @@ def test_a_dim_of_size_one_stays_whole() -> None:
 )
 @pytest.mark.filterwarnings("ignore:Casting complex")
 def test_sums_with_unusual_numbers(op: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
-    """Partial sums meet the number zero, an infinite divisor, a real part, and wrapping integers."""
+    """Under every strategy, a factor 0, a divisor inf, a real part and wrapping integers give one device's results."""
     check_splits(op, *args, **({"dtype": torch.float64} if op is aten._to_copy.default else {}))
 
 
@@ -116,7 +116,7 @@ _SAMPLED = [
 
 
 def test_on_the_samples_of_pytorch() -> None:
-    """PyTorch's own samples run under every strategy, forward and backward."""
+    """On PyTorch's samples of pointwise operators, every strategy has one device's results, forward and backward."""
     tally = check_database(_SAMPLED)
     assert not tally.failures, "\n".join(tally.failures)
     assert tally.strategies > 1000

@@ -1,4 +1,4 @@
-"""Pooling: planes are independent, and cut into pieces that exchange their edges."""
+"""Pooling splits batch and channels, and splits space into pieces that exchange their edges."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MESHES = (Mesh({"a": 2}), Mesh({"a": 2, "b": 2}))
     ],
 )
 def test_planes(function: Callable[[torch.Tensor], torch.Tensor], space: int) -> None:
-    """Batch, channels and space are split, forward and backward."""
+    """Under every strategy, the results and gradients of a pooling operator equal one device's."""
     x = torch.randn(2, 8, *[4] * space, dtype=torch.float64, requires_grad=True)
     assert check_recorded(lambda: function(x))
 
@@ -59,7 +59,7 @@ def pools(draw: st.DrawFn) -> tuple[list[int], tuple[list[int], ...]]:
 
 @given(pool=pools(), ceil_mode=st.booleans(), lowest=st.booleans())
 def test_maxima(pool: tuple[list[int], tuple[list[int], ...]], ceil_mode: bool, lowest: bool) -> None:
-    """Maxima of any windows have indices of the whole plane, also for windows of minus infinity."""
+    """Under every strategy, maxima, their indices and gradients equal one device's, even for windows of -inf."""
     sizes, options = pool
     x = tensor(3, 1, *sizes)
     if lowest:
@@ -75,7 +75,7 @@ def test_maxima(pool: tuple[list[int], tuple[list[int], ...]], ceil_mode: bool, 
 def test_averages(
     pool: tuple[list[int], tuple[list[int], ...]], ceil_mode: bool, counts: bool, divisor: int | None
 ) -> None:
-    """Averages of any windows are right for any divisor."""
+    """Under every strategy, averages of drawn windows and their gradients equal one device's, for any divisor."""
     sizes, (kernel, stride, padding, _) = pool
     x, options = tensor(2, 1, *sizes), (kernel, stride, padding, ceil_mode, counts, divisor)
     check_call(aten.avg_pool2d.default, x, *options, meshes=MESHES)
@@ -85,7 +85,7 @@ def test_averages(
 
 @given(sizes=st.tuples(*[st.integers(1, 8)] * 2), counts=st.tuples(*[st.integers(1, 4)] * 2))
 def test_adaptive(sizes: tuple[int, int], counts: tuple[int, int]) -> None:
-    """Adaptive windows may be adjacent or overlapping."""
+    """Under every strategy, adaptive pools of drawn sizes and their gradients equal one device's."""
     assume(all(count <= size for count, size in zip(counts, sizes, strict=True)))
     x, grad = tensor(2, 1, *sizes), tensor(2, 1, *counts)
     indices = aten.adaptive_max_pool2d(x, counts)[1]
@@ -107,7 +107,7 @@ def _exchanged(op: Any, *args: Any) -> dict[str, int]:
 
 
 def test_which_planes_are_cut() -> None:
-    """Planes whose windows all divide alike, and whose pieces have whole windows, are cut."""
+    """Space is split only if each piece has whole windows, and all averages have one divisor."""
     x = tensor(1, 1, 4, 8)
     assert _is_split(aten.avg_pool2d.default, x, [3, 3], [1, 1], [1, 1])
     assert not _is_split(aten.avg_pool2d.default, x, [3, 3], [1, 1], [1, 1], False, False)
@@ -118,21 +118,21 @@ def test_which_planes_are_cut() -> None:
 
 
 def test_windows_side_by_side_exchange_nothing() -> None:
-    """Only overlapping windows need neighbours."""
+    """Adjacent windows need no elements of neighbours, and overlapping windows do."""
     x = tensor(1, 1, 8, 8)
     assert _exchanged(aten.max_pool2d_with_indices.default, x, [2, 2]) == {}
     assert _exchanged(aten.max_pool2d_with_indices.default, x, [2, 3], [2, 2], [0, 1]) == {"o1": 1}
 
 
 def test_pieces_are_no_smaller_than_halos() -> None:
-    """A halo of four elements is refused over neighbours with two elements."""
+    """A halo of four elements allows pieces of four elements on two ranks, and forbids pieces of two on four ranks."""
     args = (tensor(1, 1, 4, 8), [1, 9], [1, 1], [0, 4])
     split = [len(strategies(aten.avg_pool2d.default, args, {}, ranks)) for ranks in (2, 4)]
     assert split[0] == split[1] + 1
 
 
 def test_on_the_samples_of_pytorch() -> None:
-    """PyTorch's own samples run under every strategy, forward and backward."""
+    """On PyTorch's samples of pooling, every strategy has one device's results, forward and backward."""
     names = ["max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool2d",
              "adaptive_max_pool2d"]  # fmt: skip
     tally = check_database([f"nn.functional.{name}" for name in names], meshes=(Mesh({"a": 2}), Mesh({"a": 3})))

@@ -1,4 +1,4 @@
-"""A piece draws its part of the whole random tensor, dropout included."""
+"""Ranks draw their pieces of the random tensor that one device draws."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _SHAPES = st.lists(st.sampled_from([1, 2, 4, 5, 8]), min_size=1, max_size=3).fil
 
 @given(_SHAPES, MESH_PAIRS)
 def test_dropout(shape: list[int], pair: Sequence[Mesh]) -> None:
-    """The mask of a piece is a piece of the mask."""
+    """Under every strategy, dropout equals one device's, with pieces of the whole mask."""
     x = torch.randn(*shape, dtype=torch.float64)
     check_splits(ops.dropout.default, x, _SEED, 0.5, 2, [0] * len(shape), shape, meshes=pair)
 
 
 @given(st.sampled_from(sorted(DISTRIBUTIONS)), _SHAPES, MESH_PAIRS)
 def test_random(distribution: str, shape: list[int], pair: Sequence[Mesh]) -> None:
-    """Every dim may be split, evenly or not."""
+    """Under every strategy, each distribution gives one device's numbers, on even and uneven shapes."""
     arguments = (_SEED, distribution, PARAMETERS[distribution], 2, shape, [0] * len(shape), shape)
     check_splits(ops.random.default, *arguments, dtype=torch.float32, meshes=pair)
 
 
 @pytest.mark.parametrize("operator", [ops.poisson, ops.gamma])
 def test_distributions_of_a_tensor(operator: torch._ops.OpOverloadPacket) -> None:
-    """Distributions of a tensor draw the right parts, also with rejection."""
+    """Under every strategy, Poisson and gamma draws equal one device's, although they reject numbers."""
     check_splits(operator.default, torch.rand(4, 5) * 20.0, _SEED, 2, [0, 0], [4, 5])
 
 
 def test_binomial() -> None:
-    """Both parameters lie as the result does."""
+    """Under every strategy, binomial draws equal one device's."""
     count, p = torch.full((4, 5), 30.0), torch.rand(4, 5)
     check_splits(ops.binomial.default, count, p, _SEED, 2, [0, 0], [4, 5])

@@ -1,4 +1,4 @@
-"""Ranges contain the actual values."""
+"""`find_ranges` finds ranges that contain all values of a program."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUMBERS = (0.0, -0.0, math.inf, -math.inf, math.nan, 1e-30, 3.0, -1.0)
 
 
 class _Watch(OneDevice):
-    """Notes values outside of their ranges while a program runs."""
+    """Runs a program on one device, and notes values outside of their ranges."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         super().__init__(graph_module)
@@ -30,7 +30,7 @@ class _Watch(OneDevice):
         self.outside: list[str] = []
 
     def run_node(self, n: fx.Node) -> object:
-        """The node's value."""
+        """Run a node, note its value if the value is outside of the node's range, and return the value."""
         value = super().run_node(n)
         found = self.ranges[n]
         if isinstance(value, Tensor) and not value.is_complex() and value.numel():
@@ -48,7 +48,7 @@ def _rounding(bound: float) -> float:
 
 
 def watch(model: nn.Module, inputs: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> list[str]:
-    """Name the values outside of their range when the traced forward runs on `values`."""
+    """Describe the values outside of their ranges when the traced program runs on `values`."""
     program = trace(model, inputs)
     run = _Watch(program.graph_module)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -80,7 +80,7 @@ class Written(nn.Module):
 @settings(max_examples=15, deadline=None)
 @given(numbers=st.lists(st.sampled_from(NUMBERS) | st.floats(width=32), min_size=8, max_size=8), seed=st.integers(0, 9))
 def test_no_value_lies_outside_of_its_range(numbers: list[float], seed: int) -> None:
-    """No value lies outside of its range, for inputs with infinities and zeros."""
+    """No value lies outside of its range, for inputs with zeros, infinities and NaN."""
     torch.manual_seed(seed)
     x, mask = torch.randn(4, 8), torch.rand(4, 8) < 0.3
     values = x.clone()
@@ -116,13 +116,13 @@ class SquareLessANumber(nn.Module):
 
 @pytest.mark.parametrize(("model", "count"), [(NormedInTurn(), 1), (SquareLessANumber(), 2)])
 def test_no_value_of_programs_that_were_drawn_lies_outside_of_its_range(model: nn.Module, count: int) -> None:
-    """Values of programs that once failed lie in their ranges."""
+    """No value lies outside of its range in two drawn programs that once failed."""
     inputs = tuple(torch.randn(count, 4, 4, 8))
     assert watch(model, inputs, inputs) == []
 
 
 def found(build: Callable[[Tensor, Tensor], Tensor]) -> Range:
-    """Return the range of an expression of floats and integers."""
+    """Return the range of an expression of a float input `x` and an integer input `n`."""
 
     class Built(nn.Module):
         def forward(self, x: Tensor, n: Tensor) -> Tensor:
@@ -158,13 +158,16 @@ def found(build: Callable[[Tensor, Tensor], Tensor]) -> Range:
 def test_what_is_known_follows_from_how_a_value_was_made(
     build: Callable[[Tensor, Tensor], Tensor], finite: bool, not_zero: bool
 ) -> None:
-    """Nothing is known of products that overflow, sums that cancel, and masks."""
+    """The range of an expression is finite, or excludes zero, as far as its operators and their operands allow.
+
+    Products that may overflow and masks with infinities are not finite. Sums that may cancel do not exclude zero.
+    """
     range_ = found(build)
     assert (range_.is_finite, range_.excludes_zero) == (finite, not_zero)
 
 
 def test_numbers_of_a_type() -> None:
-    """Integers are finite."""
+    """The range of a float type is unbounded; integers and booleans have the limits of their type."""
     assert range_of_type(torch.float32) == ANYTHING
     assert range_of_type(torch.int8) == Range(-128, 127)
     assert range_of_type(torch.bool) == Range(0, 1)

@@ -1,4 +1,4 @@
-"""Recurrent layers: rows of the batch are split, forward and backward; weights' gradients are sums."""
+"""Recurrent layers split their batch, with one device's results and gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _draw(*shape: int) -> Tensor:
 
 
 def _call(kind: str, lengths: Tensor | None = None, reverse: bool = False) -> tuple[Any, tuple[Any, ...]]:
-    """An operator and its arguments."""
+    """Return the operator of a kind of layer, and drawn arguments."""
     if kind.startswith("gru"):
         bias = None if "without" in kind else _draw(3 * HIDDEN)
         operands = (_draw(BATCH, STEPS, 3 * HIDDEN), _draw(BATCH, HIDDEN), _draw(3 * HIDDEN, HIDDEN), bias)
@@ -44,7 +44,7 @@ def _call(kind: str, lengths: Tensor | None = None, reverse: bool = False) -> tu
 @pytest.mark.parametrize("lengths", [None, torch.tensor([3, 0, 2, 1, 3, 2])], ids=["whole", "lengths"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_are_split(kind: str, lengths: Tensor | None, reverse: bool) -> None:
-    """Batches split in every strategy, forward and backward, on even and uneven sizes."""
+    """Under every strategy, recurrent layers and their gradients equal one device's, with and without lengths."""
     operator, args = _call(kind, lengths, reverse)
     check_splits(operator, *args, meshes=MESHES)
     done = check_recorded(lambda: operator(*args), meshes=MESHES)
@@ -53,7 +53,7 @@ def test_batches_are_split(kind: str, lengths: Tensor | None, reverse: bool) -> 
 
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2)])
 def test_gradients_of_some_results(used: tuple[int, ...]) -> None:
-    """A result that nothing uses is no operand of the backward."""
+    """Under every strategy, an LSTM's backward equals one device's if only some results are used."""
     operator, args = _call("lstm")
     done = check_recorded(lambda: tuple(operator(*args)[index] for index in used), meshes=MESHES)
     assert "autoshard.lstm_backward.default" in done
@@ -77,6 +77,6 @@ def test_weights_gradients_are_sums_over_the_batch() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_and_hidden_values_are_not_split(kind: str) -> None:
-    """One axis has two strategies: to repeat the layer, and to split the batch."""
+    """On one axis a recurrent layer has two strategies: whole on each rank, or a split batch."""
     operator, args = _call(kind)
     assert len(strategies(operator, args, {}, 2)) == 2

@@ -1,4 +1,4 @@
-"""Reduced dims leave a pending reduction or are reduced inside the call, and some are never split."""
+"""Reductions have one device's results under every strategy, with results pending, or reduced inside the call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REDUCERS = [aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.d
 
 @given(st.data())
 def test_reductions(data: st.DataObject) -> None:
-    """Under every strategy, a reduction over any dims, with `keepdim` or without, has its results of one device."""
+    """Under every strategy, reductions over drawn dims, with `keepdim` or without, equal one device's."""
     shape = data.draw(st.lists(st.sampled_from([1, 2, 4, 6]), min_size=1, max_size=3))
     dims = data.draw(st.lists(st.sampled_from(range(-len(shape), len(shape))), unique_by=lambda d: d % len(shape)))
     if not dims:
@@ -30,7 +30,7 @@ def test_reductions(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("order", [2, 1, 0, 3, math.inf, -math.inf])
 def test_vector_norm(order: float) -> None:
-    """Powers are summed over ranks inside, so that the norm arrives whole."""
+    """Under every strategy, norms equal one device's. A norm of a split tensor is whole, not pending."""
     check_splits(aten.linalg_vector_norm.default, tensor(4, 8), order)
     check_splits(aten.linalg_vector_norm.default, tensor(4, 8), order, [1], True)
     found = strategies(aten.linalg_vector_norm.default, (tensor(4, 8),), {}, 2)
@@ -39,7 +39,7 @@ def test_vector_norm(order: float) -> None:
 
 @pytest.mark.parametrize("order", [1, 3, 2, None, math.inf])
 def test_norms_of_any_order_are_theirs(order: float | None) -> None:
-    """The older operators of a norm, whose order stands elsewhere; beside torch.linalg on the whole tensor."""
+    """`aten.norm` equals `torch.linalg.vector_norm` on one device, and has the same result under every strategy."""
     x = tensor(4, 8)
     expected = torch.linalg.vector_norm(x, 2 if order is None else order, dim=1)
     torch.testing.assert_close(aten.norm.ScalarOpt_dim(x, order, [1]), expected)
@@ -72,13 +72,13 @@ def test_norms_of_any_order_are_theirs(order: float | None) -> None:
     ids=str,
 )
 def test_forms(op: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
-    """Every strategy of a reduction gives the call's results."""
+    """Under every strategy, each reduction, scan or sort has one device's results."""
     check_splits(op, *args, **({"stable": True} if op is aten.sort.stable else {}))
 
 
 @given(st.data())
 def test_statistics_over_split_dims(data: st.DataObject) -> None:
-    """Variances, log-sum-exps and extremes with index arrive whole over split dims, on any mesh."""
+    """Under every strategy on a drawn mesh, variances, log-sum-exps and extremes with indices equal one device's."""
     shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
     mesh = data.draw(meshes(max_axes=2, max_ranks=6))
     dims = data.draw(st.lists(st.sampled_from(range(len(shape))), min_size=1, unique=True))
@@ -95,7 +95,7 @@ def test_statistics_over_split_dims(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_scans_along_split_dims(data: st.DataObject) -> None:
-    """A scan along a split dim adds the totals of earlier ranks."""
+    """Under every strategy on a drawn mesh, cumulative sums and products equal one device's, in each dtype."""
     shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
     mesh, dim = data.draw(meshes(max_axes=2, max_ranks=6)), data.draw(st.integers(-len(shape), len(shape) - 1))
     dtype = data.draw(st.sampled_from([torch.float64, torch.int32, torch.bool]))
@@ -105,7 +105,7 @@ def test_scans_along_split_dims(data: st.DataObject) -> None:
 
 
 def test_the_first_of_equal_extremes_is_found() -> None:
-    """The first of equal extremes is found as on one device, and NaN is the greatest."""
+    """Under every strategy, the index of equal extremes or of NaN is that of one device."""
     ties, x = torch.ones(3, 7), tensor(3, 7)
     x[1, 5], x[2, 1], x[2, 6] = math.nan, math.nan, math.nan
     for values in (ties, x, -ties * math.inf, ties.long()):
@@ -114,7 +114,7 @@ def test_the_first_of_equal_extremes_is_found() -> None:
 
 
 def test_offsets_far_from_zero() -> None:
-    """Variances of pieces are about the mean of the whole, in two passes."""
+    """Under every strategy, variances and log-sum-exps of numbers far from zero equal one device's."""
     check_splits(aten.var.correction, torch.randn(4, 7) + 1e4, [1])
     check_splits(aten.var_mean.correction, (torch.randn(4, 8) + 4).bfloat16(), [1])
     check_splits(aten.logsumexp.default, tensor(4, 7) * 1e3, [1])
@@ -122,7 +122,7 @@ def test_offsets_far_from_zero() -> None:
 
 
 def test_what_is_reduced_inside_arrives_whole() -> None:
-    """No reduction is left pending."""
+    """Variances, log-sum-exps and argmax over a split dim are whole; argmax over all dims is not split."""
     x = tensor(4, 8)
     for op, args in (
         (aten.var.correction, (x, [1])),
@@ -135,13 +135,13 @@ def test_what_is_reduced_inside_arrives_whole() -> None:
 
 
 def test_the_range_of_a_histogram_must_be_given() -> None:
-    """Bins that depend on the data of all ranks cannot be counted apart."""
+    """A histogram without a given range is not split, because its bins depend on the data of all ranks."""
     assert len(strategies(aten.histc.default, (tensor(4, 8), 4), {}, 2)) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.int32, torch.uint8, torch.bool], ids=str)
 def test_results_of_another_type(dtype: torch.dtype) -> None:
-    """A conversion that rounds, or wraps in few bits, passes no sum of converted addends."""
+    """Under every strategy, reductions to another dtype equal one device's, although conversions round or wrap."""
     x, result = (20 * tensor(5, 7)).abs().to(dtype), {torch.float64: torch.int64}.get(dtype, torch.float32)
     for given_type in (None, result):
         check_splits(aten.sum.dim_IntList, x * 0.75 if x.is_floating_point() else x, [0], dtype=given_type)
@@ -152,13 +152,13 @@ def test_results_of_another_type(dtype: torch.dtype) -> None:
 
 
 def test_norms_in_half_precision() -> None:
-    """Norms in half precision are right although squares of half numbers overflow."""
+    """Under every strategy, float16 norms equal one device's, although squares of the elements overflow."""
     for order in (2, 3, 0.5):
         check_splits(aten.linalg_vector_norm.default, 100 * (tensor(5, 7).half() + 5), order, [0])
 
 
 def test_truths_over_no_dims() -> None:
-    """With an empty list of dims, `any` and `all` reduce no dim, unlike other reductions."""
+    """With an empty list of dims, `any` and `all` reduce no dim, and equal one device's under every strategy."""
     for x in (tensor(4, 6), tensor(4, 6) > 0):
         for op in (aten.any.dims, aten.all.dims):
             check_splits(op, x, [])
@@ -179,7 +179,7 @@ _SAMPLED = [
 
 
 def test_on_the_samples_of_pytorch() -> None:
-    """PyTorch's own samples run under every strategy, forward and backward."""
+    """On PyTorch's samples of reductions, every strategy has one device's results, forward and backward."""
     tally = check_database(_SAMPLED)
     assert not tally.failures, "\n".join(tally.failures)
     assert tally.strategies > 300

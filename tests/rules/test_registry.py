@@ -21,7 +21,7 @@ _COMPLEX = torch.complex(tensor(4, 6), tensor(4, 6))
 
 
 def test_a_second_rule_raises() -> None:
-    """An operator has one rule."""
+    """A second rule for an operator raises, and the error names the file of the first rule."""
     with pytest.raises(OperatorError, match=r"aten.mm.default already has a sharding rule: .*matmul.py"):
         sharding_rule(aten.mm.default)(lambda a, b: None)
 
@@ -46,7 +46,7 @@ def _flipped(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_an_operator_without_rule_is_replicated() -> None:
-    """An operator without a rule has the single strategy of full copies."""
+    """An operator without a rule has one strategy, with whole operands and results."""
     assert not has_rule(aten.nonzero.default)
     found = strategies(aten.logdet.default, (tensor(4, 4),), {}, 2)
     assert [str(placement) for side in found[0] for placement in side] == ["R", "R"]
@@ -65,7 +65,7 @@ def test_absent_results_are_left_out() -> None:
 
 
 def test_few_bits_carry_no_sums_into_more() -> None:
-    """Pending sums of few bits do not pass a cast to more bits, because sums wrap in the narrow type."""
+    """Pending sums of int8 do not pass operators with wider results, because sums wrap in int8."""
     x = tensor(4, 6).to(torch.int8)
     for op, args, options in (
         (aten.trace.default, (x,), {}),
@@ -88,7 +88,7 @@ def test_few_bits_carry_no_sums_into_more() -> None:
     ids=lambda value: str(value) if callable(value) else "",
 )
 def test_of_complex_numbers_only_sums_are_pending(op: Any, args: tuple[Any, ...]) -> None:
-    """Complex numbers pass pending sums alone, because they travel as pairs of reals without order or products."""
+    """Complex numbers have no pending reductions but sums, and every strategy has one device's results."""
     kwargs = {"dtype": args[-1]} if op is aten._to_copy.default else {}
     args = args[:1] if kwargs else args
     check_call(op, *args, **kwargs)
@@ -98,7 +98,7 @@ def test_of_complex_numbers_only_sums_are_pending(op: Any, args: tuple[Any, ...]
 
 
 def test_nothing_is_allocated_to_list_strategies() -> None:
-    """Listing strategies needs shapes alone, and allocates nothing on any device."""
+    """Strategies of a tensor of 2 ** 40 elements are listed, because nothing is allocated for them."""
     size = [1 << 20, 1 << 20]
     assert len(strategies(aten.zeros.default, (size,), {"device": torch.device("cpu")}, 2)) == 4
 
@@ -124,7 +124,7 @@ _WHOLE = {
 
 @pytest.mark.parametrize("name", sorted(_WHOLE))
 def test_operators_that_stay_whole(name: str) -> None:
-    """The list of operators without a split is up to date."""
+    """No operator in the list of operators that stay whole has a rule."""
     packet, overload = name.removeprefix("aten.").split(".")
     assert not has_rule(getattr(getattr(aten, packet), overload))
 
@@ -138,13 +138,13 @@ _SIGNATURE_SAMPLES: list[tuple[Any, tuple[Any, ...]]] = [
 
 @pytest.mark.parametrize(("op", "args"), _SIGNATURE_SAMPLES, ids=str)
 def test_rules_see_only_shapes(op: Any, args: tuple[Any, ...]) -> None:
-    """Real and meta tensors have the same strategies."""
+    """A call with meta tensors has the strategies of the same call with real tensors."""
     on_meta = pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), args)
     assert strategies(op, args, {}, 2) == strategies(op, on_meta, {}, 2)
 
 
 _PARTS = 8
-"""Processes that test runners may give the database to."""
+"""Number of parts of PyTorch's database, which tests may check in parallel."""
 
 _UNREACHED = {
     "gives no tensor": ("allclose", "broadcast_shapes", "equal", "item"),
@@ -178,7 +178,7 @@ _UNREACHED = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(_PARTS))
 def test_all_rules_on_all_samples_of_pytorch(part: int) -> None:
-    """Every strategy of every call that PyTorch's samples make, forward and backward, on two ranks and on four."""
+    """On all samples of PyTorch, every strategy on two and four ranks gives one device's results and gradients."""
     tally = check_database(_names(part), limit=None, meshes=[Mesh({"a": 2}), Mesh({"a": 4})])
     _assert_all_pass(tally, part)
     assert tally.left_out == 0
@@ -188,14 +188,14 @@ def test_all_rules_on_all_samples_of_pytorch(part: int) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(_PARTS))
 def test_all_rules_on_fives_and_on_two_axes(part: int) -> None:
-    """Some rules are tried on meshes that divide PyTorch's favourite sizes, and on two axes."""
+    """On six samples per operator, up to 40 strategies on 5 and on 2 x 5 ranks have one device's results."""
     _assert_all_pass(
         check_database(_names(part), limit=6, meshes=[Mesh({"a": 5}), Mesh({"a": 2, "b": 5})], most=40), part
     )
 
 
 def _assert_all_pass(tally: Tally, part: int) -> None:
-    """Check that nothing fails, every known name is met, and there are at least as many calls as samples.
+    """Check that nothing fails, that all names but `_UNREACHED` are reached, and that calls are as many as samples.
 
     Samples of one name differ. On average a sample makes a call that no other sample made.
     """

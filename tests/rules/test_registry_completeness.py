@@ -37,7 +37,7 @@ def listed(call: Call) -> list[Strategy]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_most_valid_placements_are_admitted() -> None:
-    """The rules admit at least 95 % of valid placements on operators with index checks."""
+    """The rules admit at least 95 % of the placements that brute force finds valid on PyTorch's samples."""
     with even_samples():
         calls = [call for _, call in database_calls(_SAMPLED, 1, is_functional)]
     admitted, missed = 0, []

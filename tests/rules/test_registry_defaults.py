@@ -1,4 +1,4 @@
-"""Arguments that a call leaves out are the operator's own defaults, in every table of functions that take its calls."""
+"""Functions that take an operator's arguments have the operator's own defaults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoshard.tracing import semantic
 
 @pytest.mark.parametrize("table", [registry._rules, semantic._REPLACEMENTS], ids=["rules", "replacements"])
 def test_what_is_left_out_is_what_the_operator_takes(table: Mapping[Any, Callable[..., Any]]) -> None:
-    """Traces leave out arguments that equal the operator's default: the function then takes its own."""
+    """Each default of a rule or replacement equals its operator's, because traces leave default arguments out."""
     functions = {operator: function for operator, function in table.items() if isinstance(operator, OpOverload)}
     defaults = [
         (operator, *found) for operator, function in functions.items() for found in _defaults(operator, function)
@@ -25,7 +25,7 @@ def test_what_is_left_out_is_what_the_operator_takes(table: Mapping[Any, Callabl
 
 
 def _defaults(operator: OpOverload, function: Callable[..., Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Arguments with a default of the function's, and of the operator's."""
+    """Yield each argument for which function and operator have a default: the name and both defaults."""
     arguments = operator._schema.arguments
     for place, parameter in enumerate(inspect.signature(function).parameters.values()):
         by_name = [argument for argument in arguments if argument.name == parameter.name]
@@ -37,7 +37,7 @@ def _defaults(operator: OpOverload, function: Callable[..., Any]) -> Iterator[tu
 
 
 def _is_alike(own: Any, taken: Any) -> bool:
-    """Whether two defaults are equal, with a number for a list of equal numbers, and None for no entry."""
+    """Whether two defaults are equal; a number stands for a list of equal numbers, any value for an empty list."""
     if not isinstance(taken, list):
         return own == taken
     return list(own) == taken if isinstance(own, tuple) else [own] * len(taken) == taken

@@ -1,4 +1,4 @@
-"""Rules of every family on drawn shapes, dims and options: all strategies, in float32, on two and on four ranks."""
+"""Rules of every family of operators on drawn shapes, dims and options, in float32 on two or four ranks."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ _FAMILIES = [
 @pytest.mark.parametrize("family", _FAMILIES, ids=lambda family: family.__name__.strip("_"))
 @given(data=st.data(), ranks=st.sampled_from([2, 4]))
 def test_every_strategy_on_drawn_shapes(family: Callable[[Draw], Calls], data: st.DataObject, ranks: int) -> None:
-    """Every strategy of a drawn call gives the call's results."""
+    """Every strategy of a drawn call of each family has one device's results."""
     torch.manual_seed(data.draw(st.integers(0, 99)))
     for op, args in family(data.draw):
         assert check_call(op, *args, meshes=[Mesh({"a": ranks})]) >= 1

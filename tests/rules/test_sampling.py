@@ -1,4 +1,4 @@
-"""The tolerance of equal results allows rounding, and no wrong number."""
+"""`agree` accepts differences by rounding, and no wrong number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoshard.rules.sampling import agree
     [(torch.float64, 5e-8, 3e-7), (torch.float32, 5e-4, 3e-3), (torch.complex128, 5e-8, 3e-7)],
 )
 def test_each_element_may_be_off_by_little(dtype: torch.dtype, passes: float, fails: float) -> None:
-    """An element may differ by more than a reordered sum does, and by less than a missing addend does."""
+    """An element may differ by a small relative error, and not by six times this error."""
     expected = torch.tensor([1.0, -2.0, 3.0], dtype=dtype)
     assert agree(expected * (1 + passes), expected)
     for place in range(3):
@@ -28,7 +28,7 @@ def test_each_element_may_be_off_by_little(dtype: torch.dtype, passes: float, fa
 def test_small_elements_may_be_off_by_what_the_largest_rounds_to(
     dtype: torch.dtype, passes: float, fails: float
 ) -> None:
-    """A sum that cancels may differ by the rounding of its addends, at any scale."""
+    """A small element may differ by the rounding error of the largest element, at any scale."""
     for scale in (1e-6, 1.0, 1e6):
         expected = torch.tensor([scale, 0.0], dtype=dtype)
         assert agree(expected + torch.tensor([0.0, passes * scale], dtype=dtype), expected)

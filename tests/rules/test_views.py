@@ -1,4 +1,4 @@
-"""Every strategy of views, cuts and joins gives the call's results; shapes split into common factors."""
+"""Views, cuts and joins have one device's results under every strategy; `common_factors` factors two shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 @st.composite
 def shape_pairs(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    """Two shapes of one number of elements: prime factors dealt to dims in two ways."""
+    """Draw two shapes with equally many elements, whose dims are products of the same primes."""
     primes = draw(st.lists(st.sampled_from([2, 2, 2, 3, 5]), max_size=5))
     shapes = []
     for order in (primes, draw(st.permutations(primes)) if draw(st.booleans()) else primes):
@@ -28,7 +28,7 @@ def shape_pairs(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 @given(shape_pairs())
 def test_common_factors_multiply_to_the_dims(pair: tuple[list[int], list[int]]) -> None:
-    """Each dim of both shapes is the product of its factors, and shared factors come in one order."""
+    """Each dim of both shapes is the product of its factors, and shared factors have the same order in both."""
     source, result, sizes = common_factors(*pair)
     for dims, shape in zip((source, result), pair, strict=True):
         assert [math.prod(sizes[factor] for factor in dim) for dim in dims] == list(shape)
@@ -38,12 +38,12 @@ def test_common_factors_multiply_to_the_dims(pair: tuple[list[int], list[int]]) 
 
 @given(shape_pairs())
 def test_view(pair: tuple[list[int], list[int]]) -> None:
-    """A view runs under every strategy, also where dims are split and merged at once."""
+    """Under every strategy, a view between two drawn shapes has one device's result."""
     check_call(aten.view.default, tensor(*pair[0]), pair[1])
 
 
 def test_view_of_a_strided_piece() -> None:
-    """A piece whose strides forbid a view is copied."""
+    """Under every strategy, a view equals one device's, although the strides of a piece may forbid a view."""
     check_splits(aten.view.default, tensor(4, 4, 4), [16, 4])
     check_splits(aten.view.default, tensor(4, 8).t().contiguous().t(), [2, 2, 8])
 
@@ -88,12 +88,12 @@ def test_view_of_a_strided_piece() -> None:
     ids=str,
 )
 def test_moves(op: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
-    """Operators that move elements run under every strategy."""
+    """Under every strategy, operators that move elements have one device's results."""
     check_splits(op, *args)
 
 
 def test_complex_numbers() -> None:
-    """Complex values, also joined with real values, run under every strategy."""
+    """Under every strategy, padded complex values, and complex values joined with real ones, equal one device's."""
     x = torch.complex(tensor(4, 6), tensor(4, 6))
     check_splits(aten.constant_pad_nd.default, x, [1, 0], 1.0)
     check_splits(aten.cat.default, [x, tensor(4, 6)], 1)
@@ -109,7 +109,7 @@ _SAMPLED = [
 
 
 def test_on_the_samples_of_pytorch() -> None:
-    """PyTorch's own samples run under every strategy, forward and backward."""
+    """On PyTorch's samples of views, cuts and joins, every strategy has one device's results, forward and backward."""
     tally = check_database(_SAMPLED)
     assert not tally.failures, "\n".join(tally.failures)
     assert tally.strategies > 500

@@ -49,7 +49,7 @@ def cheapest_first(problem: Assignment) -> Iterator[tuple[int, ...]]:
 
 
 def largest_table(problem: Assignment) -> int:
-    """Entries of the largest table that listing the choices of an assignment makes."""
+    """The number of entries of the largest table that `cheapest_first` makes for an assignment."""
     return max(entries for _, _, entries in _order(_without_forbidden(problem)))
 
 
@@ -67,7 +67,7 @@ def _cheapest_first(problem: Assignment) -> Iterator[tuple[int, ...]]:
     heap: list[tuple[float, int, int, tuple[int, ...], Iterator[_Part]]] = []
 
     def extended(options: tuple[int, ...], cost: float) -> Iterator[_Part]:
-        """One variable more, the cheapest first."""
+        """Yield partial choices with one more decided variable, the cheapest first."""
         variable, table = deciding[len(options)]
         line = table.line(variable, dict(zip(order, options, strict=False)))
         for option in np.argsort(line, kind="stable"):
@@ -76,7 +76,7 @@ def _cheapest_first(problem: Assignment) -> Iterator[tuple[int, ...]]:
             yield cost + float(line[option] - line.min()), (*options, int(option))
 
     def offer(parts: Iterator[_Part]) -> None:
-        """Add the next of some partial choices to the queue, if any."""
+        """Add the next item of `parts` to the queue; do nothing at the end of `parts`."""
         for cost, options in parts:
             heapq.heappush(heap, (cost, -len(options), next(ordinal), options, parts))
             return
@@ -107,7 +107,7 @@ def _eliminated(problem: Assignment) -> list[tuple[int, _Table]]:
 
 
 def _order(problem: Assignment) -> Iterator[tuple[int, tuple[int, ...], int]]:
-    """The order in which variables are eliminated, the smallest table first; its variables, and its entries."""
+    """Yield variables in the order of elimination, each with the variables and the entries of its table."""
     tables = [{variable} for variable in range(len(problem.costs))]
     tables += [{edge.tail, edge.head} for edge in problem.edges]
     left = set(range(len(problem.costs)))

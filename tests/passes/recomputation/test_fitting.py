@@ -1,4 +1,4 @@
-"""The exact count decides about fitting: plans, refused plans, and the memory in an error."""
+"""The memory of the lowered program, and not the search's count, decides whether a plan fits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LINE, SQUARE = Mesh({"x": 2}), Mesh({"x": 2, "y": 2})
 def found_within(
     planning: PlanningProblem, limit: float, *, recompute: bool, seconds: float = math.inf
 ) -> JointSolution:
-    """The search without known recipes to start from."""
+    """The joint solution for a limit in bytes, searched without known recipes to start from."""
     search = Search(limit, control=SearchControl.within(seconds))
     return solve_jointly(planning, search, {}, (), peak_of, recompute=recompute)
 
@@ -50,7 +50,7 @@ def every_choice(planning: PlanningProblem) -> list[tuple[float, tuple[int, ...]
 @settings(max_examples=4)
 @given(chains(), st.integers(0, 99))
 def test_the_search_is_near_the_best_of_every_plan(program: Program, seed: int) -> None:
-    """The search is near the best plan that fits as tables count and takes no more; in the memory of any plan."""
+    """In the memory of a drawn plan, the search finds a fitting plan within 1 % of the best plan's cost."""
     planning = problem_of(program, LINE)
     limit = float(planning.usage(drawn_choice(planning, seed)).max())
     found = found_within(planning, limit, recompute=False)
@@ -63,7 +63,7 @@ def test_the_search_is_near_the_best_of_every_plan(program: Program, seed: int) 
 @settings(max_examples=3)
 @given(chains(), st.sampled_from([h100s, two_nodes]), st.integers(0, 99))
 def test_on_two_axes_too(program: Program, cluster: Callable[[Mesh], Cluster], seed: int) -> None:
-    """A plan on two axes fits, on equal or unequal links, with room beside the search's count."""
+    """On two axes with equal or unequal links, a search finds a plan that fits, and a lower bound of its cost."""
     planning = problem_of(program, SQUARE, cluster(SQUARE))
     choice = drawn_choice(planning, seed)
     limit = 1.5 * max(float(planning.usage(choice).max()), peak_of(planning, choice))
@@ -78,7 +78,7 @@ def trained() -> PlanningProblem:
 
 
 def check_the_error(planning: PlanningProblem, *, recompute: bool, seconds: float = 300.0) -> None:
-    """The memory that an error names is enough, and was not there."""
+    """Check that a limit of one byte is refused, and that a search in the memory that the error names succeeds."""
     with pytest.raises(DoesNotFitError, match="are enough") as caught:
         found_within(planning, 1.0, recompute=recompute, seconds=seconds)
     smallest = caught.value.smallest_bytes
@@ -88,12 +88,15 @@ def check_the_error(planning: PlanningProblem, *, recompute: bool, seconds: floa
 @settings(max_examples=3)
 @given(chains())
 def test_the_memory_that_an_error_names_is_enough(program: Program) -> None:
-    """The memory that an error names is enough to the byte."""
+    """For drawn chains, a search in exactly the memory that the error names finds a plan."""
     check_the_error(problem_of(program, LINE), recompute=False)
 
 
 def test_a_byte_too_few_is_refused_where_there_are_billions() -> None:
-    """A plan a byte over a limit of billions is refused, although the solver cannot resolve a byte."""
+    """A limit of billions of bytes is kept to the byte, although the solver cannot resolve a byte.
+
+    A limit of a plan's own peak is enough, and a byte less is refused.
+    """
     with torch.device("meta"):
         program = trace(Chain(2**16, 2**16, 0), (torch.zeros(2**16, 2**16),), {}, grad=False)
     planning = problem_of(program, LINE)
@@ -106,18 +109,18 @@ def test_a_byte_too_few_is_refused_where_there_are_billions() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_an_error_about_training_names_what_is_enough(recompute: bool) -> None:
-    """Whether values may be computed again or not."""
+    """For a training program, the memory that an error names is enough, with and without recomputation."""
     check_the_error(trained(), recompute=recompute)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_without_time_an_error_names_what_is_enough(recompute: bool) -> None:
-    """Without time the error's memory is enough to find the same plan."""
+    """A search without time succeeds in the memory that an error names, with and without recomputation."""
     check_the_error(trained(), recompute=recompute, seconds=0.0)
 
 
 def test_a_stopped_search_finds_a_plan_within_the_memory_that_an_error_names() -> None:
-    """A user who stops the search gets the plan of the smallest memory, even if tables count half of the memory."""
+    """A stopped search fits the memory that an error names, even if tables count half of a plan's memory."""
 
     def twice(planning: PlanningProblem, choice: Sequence[int]) -> float:
         return 2 * peak_of(planning, choice)
@@ -131,7 +134,7 @@ def test_a_stopped_search_finds_a_plan_within_the_memory_that_an_error_names() -
 
 @dataclass
 class Stairs:
-    """A search whose plans take a `share` of its count, and which finds no plan below `least`."""
+    """A search whose plans take `share` times the limit, and which finds no plan for a limit below `least`."""
 
     share: float
     least: int
@@ -144,7 +147,7 @@ class Stairs:
         return self.plan(limit)
 
     def frugal(self) -> list[JointSolution]:
-        """Return a plan within the least count of the search."""
+        """Return one plan, whose counted memory is `least`."""
         return [self.plan(self.least)]
 
     def plan(self, limit: float) -> JointSolution:
@@ -153,7 +156,7 @@ class Stairs:
 
 @dataclass(frozen=True)
 class _Counted:
-    """The result of a search."""
+    """A search's result that takes `bytes`, although the search counted `counted_bytes`."""
 
     solution: Solution
     bytes: float
@@ -165,7 +168,10 @@ class _Counted:
 
 @given(st.floats(0.5, 1.3), st.integers(1_000, 1_000_000), st.floats(0.01, 2.0))
 def test_what_fits_is_found_whatever_the_search_counts(share: float, limit: int, least: float) -> None:
-    """A found plan fits exactly, and the smallest count is tried before an error."""
+    """`fitting` returns a plan within the limit, or the memory of the smallest plan, which is over the limit.
+
+    This holds whether the search counts too much or too little memory.
+    """
     search = Stairs(share, int(least * limit))
     found, smallest = fitting(search, search.frugal, limit, SearchControl(), peak_of)
     if found is not None:
@@ -179,14 +185,14 @@ def test_what_fits_is_found_whatever_the_search_counts(share: float, limit: int,
 
 
 def test_the_first_search_is_the_only_one_where_its_plan_fits() -> None:
-    """A first search at the limit is the only search if its plan fits."""
+    """If the plan of a first search at the limit fits, there is no second search."""
     search = Stairs(0.9, 0)
     assert fitting(search, search.frugal, 1e6, SearchControl(), peak_of)[0] is not None
     assert search.asked == [1e6]
 
 
 def test_the_next_search_has_as_much_less_as_was_counted_too_little() -> None:
-    """The next search gets the limit less the error of the count, however far below the limit the count was."""
+    """If a plan takes 130 bytes more than counted, the next search gets a limit 130 bytes lower."""
     asked = []
 
     def attempt(limit: float) -> JointSolution:
@@ -202,7 +208,7 @@ def test_the_next_search_has_as_much_less_as_was_counted_too_little() -> None:
 
 
 def test_where_nothing_is_allowed_nothing_would_do() -> None:
-    """No limit is named."""
+    """If no search finds a plan and there is no frugal plan, `fitting` names no smallest memory."""
     assert fitting(Stairs(1.0, 10), list, 5, SearchControl(), peak_of) == (None, None)
 
 
@@ -212,5 +218,5 @@ def test_where_nothing_is_allowed_nothing_would_do() -> None:
 def test_the_memory_that_an_error_names_is_enough_for_drawn_programs(
     drawn: DrawnProgram, mesh: Mesh, recompute: bool
 ) -> None:
-    """However the problem is searched."""
+    """For drawn programs on one or two axes, the memory that an error names is enough for a plan."""
     check_the_error(problem_of_drawn(drawn, mesh), recompute=recompute, seconds=40.0)

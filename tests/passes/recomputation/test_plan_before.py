@@ -1,4 +1,4 @@
-"""`plan(previous=)` of specs: a known plan is where the search begins."""
+"""`plan(previous=)`: the search begins at an earlier plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLUSTER, LINE, SQUARE = Cluster("h100_sxm", 1, 4), Mesh({"data": 4}), Mesh({"dat
 
 
 class Model(nn.Module):
-    """Products with recomputable values in between."""
+    """Three linear layers with recomputable activations in between."""
 
     def __init__(self, width: int = 512) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def make_plan(width: int = 512, mesh: Mesh = LINE, **options: Any) -> Plan:
 
 @cache
 def tight() -> Plan:
-    """A plan that recomputes or offloads."""
+    """A plan in 70 % of the memory of the fastest plan, which recomputes or offloads."""
     plan = make_plan(memory_budget=int(0.7 * make_plan().predicted.peak_memory_bytes))
     assert plan.recompute.nodes or plan.offload.nodes
     return plan
@@ -46,7 +46,7 @@ def tight() -> Plan:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("more", [1.0, 1.1, 1.25])
 def test_more_memory_is_never_slower(more: float) -> None:
-    """More memory is never slower, also without time to search."""
+    """With the memory of an earlier plan or more, the new plan is never slower, even without time to search."""
     budget = int(more * (tight().memory_budget or 0))
     found = make_plan(memory_budget=budget, previous=tight(), time_budget_s=0.0)
     assert found.objective <= tight().objective * (1 + 1e-9)
@@ -55,7 +55,7 @@ def test_more_memory_is_never_slower(more: float) -> None:
 
 
 def test_a_plan_of_another_mesh_is_a_choice() -> None:
-    """An earlier plan of another mesh is a baseline, and the new plan is at least as fast."""
+    """An earlier plan of another mesh is a baseline, and the new plan is at least as fast as this baseline."""
     found = make_plan(mesh=SQUARE, previous=make_plan())
     there = found.baselines["the plan before"]
     assert there is not None
@@ -64,7 +64,7 @@ def test_a_plan_of_another_mesh_is_a_choice() -> None:
 
 @pytest.mark.slow
 def test_limits_are_never_slower_than_the_plan() -> None:
-    """Plans with more memory, a faster network or device are never slower than the present plan."""
+    """No variant of `plan.limits()`, with more memory or a faster network or device, is slower than the plan."""
     plan = make_plan(memory_budget=tight().memory_budget, previous=tight(), time_budget_s=0.1)
     found = plan.limits()
     chosen_s = found.chosen.step_time_s
@@ -73,7 +73,7 @@ def test_limits_are_never_slower_than_the_plan() -> None:
 
 
 def test_a_plan_of_another_model_is_refused() -> None:
-    """A plan of another model is refused with the name of a parameter."""
+    """An earlier plan of another model is refused, and the error names a parameter with another shape."""
     message = r"previous= is of another model: its parameter 'layers.0.weight' has shape=\(512, 512\), and"
     with pytest.raises(PlanMismatchError, match=message):
         make_plan(width=256, previous=tight())

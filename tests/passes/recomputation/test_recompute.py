@@ -1,4 +1,4 @@
-"""The recomputation pass writes clones, changes the saved values, and refuses wrong programs."""
+"""`InsertRecompute` clones and offloads values, and proofs refuse wrong clones and copies."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def again(name: str, before: str) -> RecomputedNode:
 
 
 ONE = (again("exp", "mul_2"), again("fan_out_1", "mul_2"))
-"""Recompute from the product, which is saved instead."""
+"""Recompute exp from the product, which the forward saves in place of exp."""
 ALL = tuple(again(name, "pow_2") for name in ("mm", "exp", "fan_out_1", "dropout", "fan_out_2"))
-"""From the inputs."""
+"""Recompute all values from the inputs."""
 
 
 @cache
 def lowered_with(nodes: tuple[RecomputedNode, ...], moved: tuple[OffloadedNode, ...] = ()) -> PhasedProgram:
-    """The phases of a plan with as many splits as there are."""
+    """The phases of a plan with most splits, which recomputes `nodes` and offloads `moved`."""
     program = InsertRecompute(nodes, moved)(prepare(traced()))
     plan = dataclasses.replace(split_plan(program), recompute=Recompute(nodes), offload=Offload(moved))
     return lower_program(traced(), plan)
@@ -89,7 +89,7 @@ def test_clones_stand_before_what_reads_them() -> None:
 
 
 def test_clones_read_clones() -> None:
-    """Clones of connected values form a chain, and only the forward reads the originals."""
+    """A clone reads the clones of its recomputed operands, and only the forward reads the originals."""
     program = InsertRecompute(ALL)(prepare(traced()))
     clones = {original_of(node): node for node in program.graph.nodes if original_of(node)}
     assert list(clones) == [node.name for node in ALL]
@@ -102,14 +102,14 @@ def test_clones_read_clones() -> None:
 
 
 def test_without_nodes_the_program_is_the_same() -> None:
-    """Without nodes to recompute or copy, the program is unchanged."""
+    """Without nodes to recompute or offload, `InsertRecompute` returns the same program."""
     program = prepare(traced())
     assert InsertRecompute(())(program) is program
 
 
 @pytest.mark.parametrize(("nodes", "saved"), [((), {"exp", "dropout"}), (ONE, {"mm", "dropout"}), (ALL, set())])
 def test_the_forward_keeps_what_is_not_recomputed(nodes: tuple[RecomputedNode, ...], saved: set[str]) -> None:
-    """The forward saves values of calls for the backward, beside inputs and their views."""
+    """The forward saves those of the product, exp and dropout that the backward reads and does not recompute."""
     phased = lowered_with(nodes)
     kept = {node.name: node for node in phased.lowered.graph_module.graph.nodes if node.name in phased.saved}
     calls = {node.meta["global"] for node in kept.values() if node.op == "call_function"}
@@ -117,7 +117,7 @@ def test_the_forward_keeps_what_is_not_recomputed(nodes: tuple[RecomputedNode, .
 
 
 def test_clones_run_in_the_backward() -> None:
-    """The forward changes only in its results, and the backward has the clones."""
+    """Recomputation leaves the forward's calls unchanged, and the backward computes exp once more."""
     plain, phased = lowered_with(()), lowered_with(ALL)
 
     def calls(graph_module: fx.GraphModule) -> list[str]:
@@ -131,9 +131,9 @@ def test_clones_run_in_the_backward() -> None:
 # Offload.
 
 MOVED = (OffloadedNode("fan_out_1", "mul_2", ""), OffloadedNode("fan_out_2", "pow_2", ""))
-"""Values of the forward that the backward reads come back from the host."""
+"""The backward reads these values of the forward from the host."""
 PRODUCT = (OffloadedNode("mm", "mul_2", ""),)
-"""The operand of a recomputed value comes back from the host."""
+"""The product, from which exp is recomputed, comes back from the host."""
 
 
 def test_copies_stand_where_values_are_made_and_read() -> None:
@@ -151,7 +151,7 @@ def test_copies_stand_where_values_are_made_and_read() -> None:
 
 
 def test_clones_read_what_comes_back() -> None:
-    """Recomputation from an offloaded value follows its copy back, and the other order is refused."""
+    """A clone reads its operand's copy from the host, and a plan with the clone before this copy is refused."""
     program = InsertRecompute(ONE, PRODUCT)(prepare(traced()))
     nodes = program.nodes_by_name()
     assert nodes["exp_again"].args == (nodes["mm_back"],)
@@ -160,7 +160,7 @@ def test_clones_read_what_comes_back() -> None:
 
 
 def test_the_forward_keeps_what_lies_on_the_host() -> None:
-    """The forward hands over the copies of offloaded values, which take no memory of the device."""
+    """The forward saves host copies in place of the two offloaded values, and the backward copies both back."""
     phased = lowered_with((), MOVED)
     nodes = {node.name: node for node in phased.lowered.graph_module.graph.nodes}
     kept = [nodes[name] for name in phased.saved if nodes[name].op == "call_function"]
@@ -182,7 +182,10 @@ def verify(phased: PhasedProgram) -> None:
     ("nodes", "moved"), [(ONE, ()), (ALL, ()), ((), MOVED), (ONE, (OffloadedNode("mm", "mul_2", ""),))]
 )
 def test_what_is_there_again_is_proven(nodes: tuple[RecomputedNode, ...], moved: tuple[OffloadedNode, ...]) -> None:
-    """The three proofs hold, the second even beside the program without clones and copies."""
+    """Programs that recompute or offload pass `verify_preparation`, `verify_program` and `verify_phases`.
+
+    `verify_program` accepts the lowered program beside the prepared program without clones and with clones.
+    """
     verify(lowered_with(nodes, moved))
     verify_program(lowered_with(nodes, moved).lowered.traced, lowered_with(nodes, moved).lowered)
 
@@ -263,7 +266,7 @@ MUTATIONS = [
 
 @pytest.mark.parametrize("mutate", MUTATIONS)
 def test_a_wrong_clone_is_refused(mutate: object) -> None:
-    """Another operand, mask, rate, operator or spec: the lowered program has no proof."""
+    """A clone with another operand, mask, rate, operator or spec is refused, and so are its phases."""
     lowered = lowered_with(ALL).lowered
     module = copy_of(lowered.graph_module)
     mutate(module.graph)  # type: ignore[operator]
@@ -274,7 +277,7 @@ def test_a_wrong_clone_is_refused(mutate: object) -> None:
 
 
 def not_the_phases_of(changed: LoweredProgram, lowered: LoweredProgram) -> bool:
-    """Whether phases cut from one program are refused as phases of another program."""
+    """Whether `verify_phases` refuses phases cut from `changed` as the phases of `lowered`."""
     cut = SplitPhases()(changed)
     try:
         verify_phases(dataclasses.replace(cut, lowered=lowered))
@@ -284,7 +287,7 @@ def not_the_phases_of(changed: LoweredProgram, lowered: LoweredProgram) -> bool:
 
 
 def test_a_wrong_clone_in_the_prepared_program_is_refused() -> None:
-    """A wrong clone in the prepared program is refused by a comparison with the trace."""
+    """`verify_preparation` refuses a clone with a wrong operand, and names the gradient that is wrong."""
     program = InsertRecompute(ALL)(prepare(traced()))
     nodes = program.nodes_by_name()
     nodes["exp_again"].args = (nodes["fan_out"],)
@@ -308,6 +311,6 @@ def test_a_wrong_clone_in_the_prepared_program_is_refused() -> None:
     ],
 )
 def test_errors(nodes: tuple[RecomputedNode, ...], message: str) -> None:
-    """Each names the nodes."""
+    """A plan is refused if a node is unknown, or its clone would stand too late or too early; the error names nodes."""
     with pytest.raises(PlanMismatchError, match=message):
         InsertRecompute(nodes)(prepare(traced()))

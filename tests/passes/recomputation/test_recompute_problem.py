@@ -1,4 +1,4 @@
-"""The recomputation problem equals the programs that it describes, and is solved to the optimum."""
+"""The recomputation problem counts cost and memory of programs with clones, and searches find its optimum."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LINE = Mesh({"x": 2})
 
 
 class Pointwise(nn.Module):
-    """A weight under a chain of functions, whose derivatives need operands or results."""
+    """A weighted input under a chain of functions, whose derivatives need operands or results."""
 
     def __init__(self, rows: int, functions: Sequence[str]) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Pointwise(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A weight times a constant that is no buffer, under functions whose derivatives need operands or results."""
+    """A weighted input times a constant that is no buffer, under a sine and an exponential."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Scaled(nn.Module):
 
 @st.composite
 def chains(draw: st.DrawFn) -> Program:
-    """Programs with few values to recompute."""
+    """Draw a traced program with few values to recompute."""
     functions = draw(st.sampled_from([("exp", "sin"), ("relu", "exp"), ("exp", "relu")]))
     with torch.device("meta"):
         rows = draw(st.sampled_from([64, 4096]))
@@ -77,7 +77,7 @@ def joint(planning: PlanningProblem) -> RecomputeProblem:
 
 
 def offloading(planning: PlanningProblem) -> RecomputeProblem:
-    """The problem that only offloads."""
+    """The problem in which values may be offloaded, but not recomputed."""
     options = find_options(planning, least_share=0.0, offload=True)
     policies = {
         number: tuple(policy for policy in found if policy is ValuePolicy.AS_READ or policy in OFFLOADED)
@@ -93,7 +93,7 @@ def example(name: str) -> RecomputeProblem:
 
 
 def drawn_choice(problem: RecomputeProblem, seed: int) -> tuple[int, ...]:
-    """Draw a choice of finite cost: the cheapest choice for random costs of options."""
+    """Draw a choice of finite cost: in turn, each variable takes the allowed option with the least random number."""
     generator = np.random.default_rng(seed)
     assignment = problem.assignment
     choice: list[int] = []
@@ -111,7 +111,7 @@ def drawn_choice(problem: RecomputeProblem, seed: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("name", ["blocks", "perceptron"])
 def test_cost_and_memory_are_those_of_the_program_with_clones(name: str) -> None:
-    """Cost and memory of a random choice are at least the program's with clones, and often equal."""
+    """A program with clones and copies has at most the counted cost and memory, and often exactly the counted cost."""
     problem = example(name)
     recomputed, offloaded, same = 0, 0, 0
     for seed in range(24):
@@ -129,7 +129,7 @@ def test_cost_and_memory_are_those_of_the_program_with_clones(name: str) -> None
 
 
 def test_a_value_computed_from_a_constant_may_be_recomputed() -> None:
-    """A constant of the program is there at any time, and needs no policy."""
+    """A value computed from a constant may be recomputed, and the program takes at most the counted memory."""
     problem = joint(problem_of(trace(Scaled(), (torch.zeros(64, 64),)), LINE))
     recomputed: set[str] = set()
     for choice in (drawn_choice(problem, seed) for seed in range(24)):
@@ -142,7 +142,7 @@ def test_a_value_computed_from_a_constant_may_be_recomputed() -> None:
 
 
 def test_the_optimum_is_what_its_program_costs_and_takes() -> None:
-    """The optimum is its program's cost and memory to the last digit, at a limit with much recomputation."""
+    """At 75 % of the fastest plan's memory, the optimum's program has the counted cost and memory."""
     problem = example("blocks")
     free = Search()(problem.planning)
     found = Search(0.75 * float(problem.planning.usage(free.choice).max()))(problem)
@@ -154,7 +154,7 @@ def test_the_optimum_is_what_its_program_costs_and_takes() -> None:
 
 
 def test_nothing_recomputed_costs_what_it_did() -> None:
-    """Keeping every value costs the plain program's price, and takes at least its memory."""
+    """A choice that keeps every value has the plain program's cost, and counts at least its memory."""
     problem = example("blocks")
     planning = problem.planning
     for seed in range(20):
@@ -167,7 +167,7 @@ def test_nothing_recomputed_costs_what_it_did() -> None:
 
 
 def test_memory_rows_are_the_usage() -> None:
-    """Memory rows are the usage at every point, for any choice."""
+    """For any choice, the memory row of each point has the bytes that `usage` counts at the point."""
     problem = example("perceptron")
     for seed in range(5):
         choice = drawn_choice(problem, seed)
@@ -177,7 +177,7 @@ def test_memory_rows_are_the_usage() -> None:
 
 
 def with_every_recomputation(problem: RecomputeProblem) -> Iterator[PlanningProblem]:
-    """Return the program with each possible set of recomputed and offloaded values, at each place."""
+    """Yield the planning problem with each possible set of recomputed and offloaded values, at each place."""
     numbers = sorted(problem.options.policies)
     sizes = [len(cost) for cost in problem.planning.assignment.costs]
     seen = set()
@@ -207,7 +207,10 @@ def _all_again(problem: RecomputeProblem, choice: Sequence[int]) -> Iterator[Rec
 
 
 def assert_optimal(problem: RecomputeProblem, limit: float) -> Restored | None:
-    """Check the search against trying all choices, each program with its own exact search and memory."""
+    """Check that the search finds the least cost over all sets of recomputed and offloaded values.
+
+    Each set has its own exact search and memory. The result is the optimum's restored values, or None if nothing fits.
+    """
     search = Search(limit)
     alone = Search(limit, says_smallest=False)  # what a program that does not fit would take is not asked
     costs = []
@@ -229,7 +232,7 @@ def assert_optimal(problem: RecomputeProblem, limit: float) -> Restored | None:
 @settings(max_examples=2)
 @given(chains(), st.sampled_from([0.6, 0.7, 0.8]))
 def test_the_search_equals_trying_every_recomputation(program: Program, share: float) -> None:
-    """The least cost over all sets of recomputed values, and so does the search that planning calls."""
+    """The exact search, and the planner's search, find the least cost over all sets of recomputed values."""
     planning = problem_of(program, LINE)
     problem = build_recompute_problem(planning, find_options(planning, least_share=0.0))
     limit = share * float(planning.usage(Search()(planning).choice).max())
@@ -264,7 +267,7 @@ def sines(count: int) -> Program:
     ("count", "ranks", "share", "offloaded"), [(4, 1, 0.7, 2), (4, 1, 0.9, 1), (3, 1, 0.7, 0), (3, 2, 0.5, 1)]
 )
 def test_the_search_equals_trying_every_offload(count: int, ranks: int, share: float, offloaded: int) -> None:
-    """The search equals the least cost over all sets of offloaded values, and marks sets of none or all."""
+    """The search finds the least cost over all sets of offloaded values, and offloads the expected number of values."""
     planning = problem_of(sines(count), Mesh({"x": ranks}))
     limit = share * float(planning.usage(Search()(planning).choice).max())
     restored = assert_optimal(offloading(planning), limit)
@@ -272,7 +275,7 @@ def test_the_search_equals_trying_every_offload(count: int, ranks: int, share: f
 
 
 def slow_cluster(link: HostLink | None) -> Cluster:
-    """Two devices whose kernels take long; copies over `link` do not."""
+    """Two devices with slow kernels; `link` is their link to host memory, or None."""
     node = h100s(LINE).node
     slow = {"memory_bandwidth_bytes_per_s": 1e10, "launch_latency_s": 0.0}
     return Cluster(node.with_device(dataclasses.replace(node.device, host_link=link, **slow)), 1, LINE.size)
@@ -283,14 +286,14 @@ NEAR = HostLink(1e12, 1e12)
 
 @pytest.mark.slow
 def test_the_search_equals_trying_recomputation_and_offload() -> None:
-    """The search equals the least cost over all sets of recomputed and offloaded values."""
+    """The search finds the least cost over all sets of recomputed and offloaded values."""
     planning = planning_problem(sines(2), LINE, slow_cluster(NEAR), PlanOptions())
     assert_optimal(joint(planning), float(planning.usage(Search()(planning).choice).max()) - 1)
 
 
 @pytest.mark.parametrize("link", [NEAR, None])
 def test_only_a_device_with_a_host_link_offloads(link: HostLink | None) -> None:
-    """A device with a host link offloads if offloading is cheapest; a device without a link recomputes."""
+    """In too little memory, devices with a fast host link offload, and devices without a host link recompute."""
     planning = planning_problem(sines(4), Mesh({"x": 1}), slow_cluster(link), PlanOptions())
     limit = 0.9 * float(planning.usage(Search()(planning).choice).max())
     restored = solve_jointly(planning, Search(limit), {}, (), peak_of).restored
@@ -300,7 +303,7 @@ def test_only_a_device_with_a_host_link_offloads(link: HostLink | None) -> None:
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_the_host_holds_no_more_than_it_has(share: float) -> None:
-    """Offloaded values fit the host, also in a plan at the limit that an error names."""
+    """Offloaded values fit the host's memory, also in a plan at the device memory that an error names."""
     one, cluster = Mesh({"x": 1}), slow_cluster(NEAR)
     planning = planning_problem(sines(4), one, cluster, PlanOptions())
     limit = 0.9 * float(planning.usage(Search()(planning).choice).max())
@@ -318,7 +321,7 @@ def test_the_host_holds_no_more_than_it_has(share: float) -> None:
 
 
 def test_stages_of_a_sweep_of_limits() -> None:
-    """Sweeping the limit on two H100s brings offload, recomputation and splits in, and time never rises with memory."""
+    """Plans offload and recompute in little memory, only recompute in more, then do neither; costs never rise."""
     planning = planning_problem(sines(4), LINE, h100s(LINE), PlanOptions())
     largest = float(planning.usage(Search()(planning).choice).max())
     with pytest.raises(DoesNotFitError):
@@ -345,7 +348,7 @@ def test_policies() -> None:
 
 
 class HandsOut(nn.Module):
-    """A model that also returns a value of its backward."""
+    """A model that also returns a value that its backward reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -357,7 +360,7 @@ class HandsOut(nn.Module):
 
 
 def test_what_leaves_the_program_is_not_recomputed() -> None:
-    """An output is kept, and a value computed from the output may be recomputed."""
+    """A result of the program is not recomputed, but a value computed from the result may be."""
     with torch.device("meta"):
         program = trace(HandsOut(), (torch.zeros(64, 64),), {})
     problem = joint(problem_of(program, LINE))
@@ -368,7 +371,7 @@ def test_what_leaves_the_program_is_not_recomputed() -> None:
 
 
 def test_small_values_are_left_alone() -> None:
-    """With a least share, only values of that size start a recomputation."""
+    """With `least_share`, fewer values are recomputed, and none with a share of the whole memory."""
     planning = example("blocks").planning
     assert not find_options(planning, least_share=1.0).policies
     few = find_options(planning, least_share=0.2).policies
@@ -377,7 +380,7 @@ def test_small_values_are_left_alone() -> None:
 
 
 class TwoSizes(nn.Module):
-    """A model with an exponential of a few rows and one of many rows in its backward."""
+    """A model whose backward reads an exponential of 64 numbers and an exponential of many rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -389,7 +392,10 @@ class TwoSizes(nn.Module):
 
 @pytest.mark.parametrize(("rows", "is_small"), [(128, False), (4096, True)])
 def test_unless_asked_values_below_a_thousandth_are_left_alone(rows: int, is_small: bool) -> None:
-    """By default values below a thousandth of the memory are kept, here 64 numbers beside 128 or 4,096 rows."""
+    """By default, values below a thousandth of the memory are kept.
+
+    Here these are 64 numbers beside 4,096 rows, but not beside 128 rows.
+    """
     with torch.device("meta"):
         planning = problem_of(trace(TwoSizes(), (torch.zeros(rows, 64),), {}), LINE)
     found = find_options(planning).anchors

@@ -47,7 +47,10 @@ def _choice_of_whole(whole: RecomputeProblem, short: RecomputeProblem, choice: S
 def test_the_short_program_recomputes_and_offloads_what_the_whole_one_does(
     make: Callable[[int], nn.Module], depth: int, mesh: Mesh, micro_batches: int | None
 ) -> None:
-    """Any choice has equal copies, times, costs, and counted and exact memory in the short and the whole program."""
+    """A choice has equal costs, restored values and memory in the short and the whole program.
+
+    The short program's plan expands to the whole program's plan.
+    """
     model = make(depth)
     update = None if micro_batches is None else adamw(model)
     programs = step(model, update), short_step(model, update, margin=2)

@@ -1,4 +1,4 @@
-"""The search recomputes in little memory, and uses more memory well."""
+"""Plans recompute in little memory, and are faster in more memory."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def problem() -> PlanningProblem:
 
 @cache
 def plan_within(budget: float | None, *, recompute: bool = True, seconds: float = math.inf) -> Plan:
-    """A plan."""
+    """The plan of `program()` on two H100s within a memory budget in bytes, or without a limit."""
     options = PlanOptions(memory_budget=budget, recompute=recompute, with_baselines=False)
     options = dataclasses.replace(options, control=SearchControl.within(seconds))
     return plan_program(program(), LINE, h100s(LINE), options)
@@ -74,7 +74,7 @@ def largest() -> float:
 
 
 def test_what_fits_recomputes_nothing() -> None:
-    """A limit with room gives the plan without a limit."""
+    """In the memory of the fastest plan, the plan recomputes nothing and has the same cost."""
     plan = plan_within(largest())
     assert plan.recompute == NO_RECOMPUTE
     assert plan.objective == plan_within(None).objective
@@ -82,7 +82,7 @@ def test_what_fits_recomputes_nothing() -> None:
 
 
 def test_step_time_never_rises_with_memory() -> None:
-    """Each plan fits its limit, a step is never slower with more memory, and the least memory recomputes most."""
+    """In rising memory each plan fits, costs never rise, and the least memory recomputes most."""
     shares = (0.6, 0.7, 0.8, 0.9, 1.0)
     plans = [plan_within(share * largest()) for share in shares]
     for share, plan in zip(shares, plans, strict=True):
@@ -97,7 +97,10 @@ def test_step_time_never_rises_with_memory() -> None:
 
 @pytest.mark.parametrize("looks", [1, 12])
 def test_a_search_that_is_stopped_gives_a_plan_that_fits(looks: int) -> None:
-    """A stopped search returns a fitting plan, with or without a limit, and its bound covers the whole problem."""
+    """A search stopped at its first or twelfth report finds a plan that fits.
+
+    Its bound is at most the full search's cost.
+    """
     control, shown = SearchControl(), []
 
     def show(progress: SearchProgress) -> None:
@@ -118,7 +121,7 @@ def test_a_search_that_is_stopped_gives_a_plan_that_fits(looks: int) -> None:
 
 
 def test_a_search_that_is_stopped_while_it_builds_gives_what_fits_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The problem with recomputation is not built to its end."""
+    """If a search is stopped while it builds the recomputation problem, its plan fits without recomputation."""
     control = SearchControl()
     monkeypatch.setattr(recompute_search, "build_recompute_problem", lambda *_, **__: control.stop())
     budget = 0.9 * largest()
@@ -131,7 +134,10 @@ def test_a_search_that_is_stopped_while_it_builds_gives_what_fits_as_it_is(monke
 
 @pytest.mark.slow
 def test_time_that_is_up_while_it_builds_gives_what_fits_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without time to build the problem the best fitting recipe wins; without a fitting recipe building continues."""
+    """If time ends while the problem is built, the best fitting baseline wins.
+
+    Without a fitting baseline, building continues.
+    """
 
     def late(
         planning: PlanningProblem, options: RecomputeOptions, *, control: SearchControl | None
@@ -151,7 +157,7 @@ def test_time_that_is_up_while_it_builds_gives_what_fits_as_it_is(monkeypatch: p
 @pytest.mark.parametrize("with_baselines", [False, True])
 @pytest.mark.parametrize("share", [0.6, 0.9, 2.0])
 def test_a_search_without_time_gives_a_plan_that_fits(share: float, with_baselines: bool) -> None:
-    """After one look; no known recipe is looked at."""
+    """A search without time finds a plan that fits, has a lower bound, and prices no baseline."""
     budget = share * largest()
     options = PlanOptions(memory_budget=budget, control=SearchControl.within(0.0), with_baselines=with_baselines)
     found = plan_program(program(), LINE, h100s(LINE), options)
@@ -163,7 +169,7 @@ def test_a_search_without_time_gives_a_plan_that_fits(share: float, with_baselin
 
 
 def test_recomputation_is_never_worse() -> None:
-    """The search is within 1 % of a search without recomputation, or finds a plan where the latter does not."""
+    """A plan that may recompute costs at most 1 % more than a plan that may not."""
     budget = 0.8 * largest()
     try:
         without = plan_within(budget, recompute=False).objective
@@ -173,7 +179,7 @@ def test_recomputation_is_never_worse() -> None:
 
 
 def test_nothing_is_worse_than_what_it_starts_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result is no worse than the starting plan, also if no attempt of the search fits."""
+    """If the search may not make any attempt, the result costs at most as much as the given start."""
     monkeypatch.setattr(fitting, "_ATTEMPTS", 0)
     budget = 0.9 * largest()
     start = Search(budget)(problem())
@@ -184,7 +190,7 @@ def test_nothing_is_worse_than_what_it_starts_from(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("recompute", "seconds"), [(False, math.inf), (True, 0.0)])
 def test_a_start_that_fits_better_than_the_tables_say_is_kept(recompute: bool, seconds: float) -> None:
-    """The lowered program decides whether a start fits, without recomputation and without time."""
+    """A start that fits by exact count, but not by the tables, is kept without recomputation or without time."""
     planning = problem_of(perceptron_program(64), LINE)
 
     def half_the_table(planning: PlanningProblem, choice: Sequence[int]) -> float:
@@ -199,7 +205,7 @@ def test_a_start_that_fits_better_than_the_tables_say_is_kept(recompute: bool, s
 
 @pytest.mark.parametrize("share", [0.6, 0.8, 1.0])
 def test_a_plan_before_costs_what_it_did(share: float) -> None:
-    """An earlier plan keeps its cost, recomputation and memory."""
+    """An earlier plan has the same cost, peak and restored values as a solution of the problem."""
     before = plan_within(share * largest())
     known = solution_of(before, problem(), {})
     assert known is not None
@@ -211,7 +217,7 @@ def test_a_plan_before_costs_what_it_did(share: float) -> None:
 @pytest.mark.parametrize("seconds", [0.0, 0.3])
 @pytest.mark.parametrize("shares", list(pairwise((0.6, 0.7, 0.8, 0.9, 1.0))))
 def test_with_a_plan_before_more_memory_is_never_slower(shares: tuple[float, float], seconds: float) -> None:
-    """An earlier plan of a tighter limit fits a wider limit, so more memory is never slower in any time."""
+    """With an earlier plan of a tighter limit, a plan in more memory is never slower, in any search time."""
     less, more = (share * largest() for share in shares)
     before = plan_within(less)
     control = SearchControl.within(seconds)
@@ -234,7 +240,7 @@ def test_a_plan_before_that_does_not_fit_or_is_not_of_the_program_is_left() -> N
 
 @pytest.mark.slow
 def test_what_cannot_fit_is_said() -> None:
-    """An error gives the smallest limit under full recomputation."""
+    """The error about too little memory names a smallest memory, and a plan fits this memory."""
     with pytest.raises(DoesNotFitError) as caught:
         plan_within(0.05 * largest(), seconds=30.0)
     smallest = caught.value.smallest_bytes
@@ -264,24 +270,24 @@ PLACES = {
 """Meshes and their clusters."""
 
 MOST_CHOICES = 5_000
-"""Largest number of choices below the cost of a found plan in an example."""
+"""An example is skipped if more choices are cheaper than its found plan."""
 
 MOST_ENTRIES = 30_000_000
-"""Entries of the largest table that the oracle makes."""
+"""An example is skipped if the oracle would make a larger table."""
 
 NEAR = 0.01
 """Largest excess of a found plan's cost over the cheapest fitting plan."""
 
 
 def searched(planning: PlanningProblem) -> RecomputeProblem:
-    """The problem of the search."""
+    """The problem with recomputation and offload, as the planner searches it."""
     return build_recompute_problem(planning, find_options(planning, offload=True))
 
 
 def check_near_the_best(
     planning: PlanningProblem, limit: float, allowed: Mapping[int, np.ndarray] | None = None
 ) -> None:
-    """Check that a found plan fits exactly, and that no counted choice is cheaper by over `NEAR`.
+    """Check that a found plan fits exactly, and costs at most `NEAR` more than each choice that fits as tables count.
 
     The bound is at most the cost of every choice that fits by the count, so the gap is true.
     """
@@ -311,7 +317,7 @@ def check_near_the_best(
 @settings(max_examples=2)
 @given(program=chains(), share=st.sampled_from([0.3, 0.8, 0.99]))
 def test_the_search_is_near_the_best_of_every_plan(place: str, program: Program, share: float) -> None:
-    """The search is near the best of every plan with a memory limit, recomputation and offload."""
+    """With recomputation and offload, the plan costs at most 1 % more than the cheapest choice that fits."""
     planning = problem_of(program, *PLACES[place])
     check_near_the_best(planning, float(int(share * peak_of(planning, Search()(planning).choice))))
 
@@ -320,7 +326,7 @@ def test_the_search_is_near_the_best_of_every_plan(place: str, program: Program,
 @settings(max_examples=40)
 @given(st.data(), programs(max_blocks=1, whole_steps=None), st.sampled_from([*PLACES, "three"]))
 def test_the_search_is_near_the_best_of_drawn_programs(data: st.DataObject, drawn: DrawnProgram, place: str) -> None:
-    """The search is near the optimum of drawn programs, in any plan's memory and a byte below."""
+    """On drawn programs and constraints, the plan costs at most 1 % more than the cheapest choice that fits."""
     planning = problem_of_drawn(drawn, *PLACES.get(place, (THREE, h100s(THREE))))
     constraints = drawn_constraints(data, planning) if data.draw(st.booleans()) else {}
     problem = searched(planning)
@@ -340,7 +346,7 @@ def drawn_constraints(data: st.DataObject, planning: PlanningProblem) -> dict[st
 
 @pytest.mark.parametrize("seed", range(3))
 def test_tables_count_no_less_than_what_runs(seed: int) -> None:
-    """Tables count at least the running program's memory, so a plan that fits by the tables fits."""
+    """For drawn choices, tables count at least the peak of the lowered program."""
     problem = joint(problem_of(perceptron_program(64), LINE))
     choice = drawn_choice(problem, seed)
     running = with_restored(problem.planning, problem.restored(choice))
@@ -350,7 +356,7 @@ def test_tables_count_no_less_than_what_runs(seed: int) -> None:
 @settings(max_examples=50)
 @given(assignments(with_memory=False))
 def test_the_oracle_lists_all_choices_the_cheapest_first(problem: Assignment) -> None:
-    """The oracle lists each choice of finite cost once."""
+    """`cheapest_first` lists each choice of finite cost once, in ascending cost."""
     found = list(cheapest_first(problem))
     every = product(*(range(len(cost)) for cost in problem.costs))
     assert sorted(found) == [choice for choice in every if np.isfinite(problem.cost_of(choice))]

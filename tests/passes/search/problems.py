@@ -32,7 +32,7 @@ RUNTIMES = st.builds(
     cuda_graph=st.booleans(),
     bucket_bytes=st.sampled_from([10_000, 200_000_000]),
 )
-"""Runtimes that differ in all that a search bounds."""
+"""Drawn runtimes, with all fields on which bounds of the search depend."""
 
 
 def recipe_problem(
@@ -45,6 +45,6 @@ def recipe_problem(
     loss_fn: Callable[..., torch.Tensor] | None = None,
     pinned: Only | None = None,
 ) -> RecipeProblem:
-    """The search for a model's recipe: its `best(only={"pipeline": (8,)})` is the fastest with a field fixed."""
+    """The problem of a model's fastest recipe; `best(only={"pipeline": (8,)})` searches with a fixed field."""
     counted = priced_model(model, example_inputs, loss_fn, base.precision).counted
     return RecipeProblem(counted, cluster, base, memory_limit, pinned=pinned or {})

@@ -1,4 +1,4 @@
-"""No recipe is priced as a longer step where a part of the machine is faster, whether device or host is the slower."""
+"""Faster kernels or links never lengthen a recipe's predicted step, whether device or host is slower."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NODE = node_type("a100_sxm_80gb")
 
 @st.composite
 def phases(draw: st.DrawFn, *, is_backward: bool) -> PhasePrice:
-    """Draw kernels, some of attention, a tail, products of weight gradients, and collectives over every axis."""
+    """Draw the price of a phase: its kernels, some of attention or weight gradients, and its collectives."""
     parts = draw(st.tuples(SECONDS, SECONDS, SECONDS, SECONDS, COUNTS, COUNTS))
     core = Busy(attention_s=parts[1], kernels=1)
     tail = Busy(memory_s=parts[2], kernels=parts[4])
@@ -46,7 +46,7 @@ def phases(draw: st.DrawFn, *, is_backward: bool) -> PhasePrice:
 
 @st.composite
 def layers(draw: st.DrawFn) -> LayerPrice:
-    """A layer class with parameters of either kind."""
+    """Draw the price of a layer class, with or without parameters and expert parameters."""
     sizes = dict.fromkeys(("core_bytes", "entering_bytes", "workspace_bytes"), draw(st.sampled_from([0, 10**6])))
     return LayerPrice(
         **sizes, saved_bytes=draw(st.sampled_from([0, 10**7])), matrices=2,
@@ -86,7 +86,7 @@ def recipes(draw: st.DrawFn) -> Execution:
 
 
 def _seconds(prices: Mapping[str, LayerPrice], recipe: Execution, fabric: float = 1.0, network: float = 1.0) -> float:
-    """Seconds of a step where links take so many times as long."""
+    """Predicted seconds of a step whose links take `fabric` and `network` times as long."""
     nodes = max(1, recipe.devices // 4)
     node = dataclasses.replace(NODE, intra=NODE.intra.slowed(fabric))
     cluster = Cluster(node, nodes, recipe.devices // nodes, InStep(network=network))
@@ -110,7 +110,7 @@ def _with_kernels(price: LayerPrice, names: Sequence[str], factor: float) -> Lay
 
 
 def _small() -> LayerPrice:
-    """The host issues slower than the device computes; the backward has a collective over `tensor`."""
+    """A layer class whose kernels are slower to issue than to run, with a backward collective over `tensor`."""
     sizes = dict.fromkeys(("saved_bytes", "core_bytes", "entering_bytes", "workspace_bytes", "expert_parameters"), 0)
     late = Busy(matmul_s=1e-5, kernels=1, weight_gradient_s=1e-5, weight_gradient_kernels=1)
     busy, traffic = Busy(matmul_s=1e-5, kernels=40), AxisTraffic("tensor", MoveKind.REDUCE, 10**7)
@@ -132,7 +132,7 @@ SMALL = dict.fromkeys((BEFORE, "layers:0", AFTER), _small())
 def test_no_step_is_longer_where_a_part_is_faster(
     prices: Mapping[str, LayerPrice], recipe: Execution, factor: float
 ) -> None:
-    """No step is slower with faster products, attention, kernels or links, but for rounding."""
+    """With faster products, attention, other kernels or links, no predicted step is longer, but for rounding."""
     as_it_is = _seconds(prices, recipe) * (1 + 1e-12)
     for names in KERNELS:
         faster = {name: _with_kernels(price, names, factor) for name, price in prices.items()}

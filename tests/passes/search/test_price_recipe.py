@@ -40,13 +40,13 @@ def _seconds(recipe: Execution, cluster: PricedCluster | None = None) -> float:
 
 
 def test_a_micro_batch_more_takes_its_own_time() -> None:
-    """Without a pipeline, time is linear in micro-batches but for the ends of the step."""
+    """Without a pipeline, each further micro-batch adds the same time to a step."""
     one, two, three = (_seconds(Execution(micro_batch=2, global_batch=2 * count)) for count in (2, 3, 4))
     assert two - one == pytest.approx(three - two)
 
 
 def test_slower_kernels_make_slower_steps() -> None:
-    """Slower kernels slow the step, and so does a slower network in use."""
+    """A step of 16 ranks is longer if kernels, or messages between nodes, take three times as long."""
     recipe = Execution(data=16, micro_batch=8192)
     node = node_type("h100_sxm")
     plain, kernels, network = (
@@ -57,12 +57,12 @@ def test_slower_kernels_make_slower_steps() -> None:
 
 
 def test_the_host_bounds_small_kernels_unless_a_graph_is_captured() -> None:
-    """A tiny model takes the time to issue its kernels, unless a graph is captured."""
+    """A tiny model's step takes less than 60 % of its time in a CUDA graph, which spares the host's launches."""
     assert _seconds(under(Execution(), cuda_graph=True)) < 0.6 * _seconds(Execution())
 
 
 def test_a_part_that_is_handed_on_is_gathered_unless_the_next_stage_reads_parts() -> None:
-    """Tensor ranks send a part of a block's input each, which the next stage gathers without sequence parallelism."""
+    """Without sequence parallelism, a send between stages also takes the all-gather of the tensor ranks' parts."""
     whole = Execution(tensor=4, pipeline=2, micro_batch=64)
     split = dataclasses.replace(whole, sequence_parallel=True)
     cluster = _cluster(whole)
@@ -73,7 +73,7 @@ def test_a_part_that_is_handed_on_is_gathered_unless_the_next_stage_reads_parts(
 
 
 def test_early_stop_saves_the_last_product() -> None:
-    """Early stop of recomputation saves the last product, between no and full recomputation."""
+    """Full recomputation with early stop is slower than no recomputation, and faster than without early stop."""
     recipes = [
         Execution(micro_batch=64, recompute="none"),
         under(Execution(micro_batch=64, recompute="full"), early_stop=True),
@@ -85,7 +85,7 @@ def test_early_stop_saves_the_last_product() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_copies_to_the_host_run_beside_a_blocks_own_work(recompute: str) -> None:
-    """Copies to the host run beside the block's work, and lengthen the step by slowdowns and waits."""
+    """A block's copies to the host run beside its forward, and copies back beside its recomputation and backward."""
     recipe = under(Execution(micro_batch=64, recompute=recompute), cuda_graph=True)
     away = dataclasses.replace(recipe, offload="activations")
     cluster = _cluster(recipe)
@@ -102,7 +102,7 @@ def test_copies_to_the_host_run_beside_a_blocks_own_work(recompute: str) -> None
 
 
 def test_overlap_hides_communication() -> None:
-    """Overlap hides gradients and tensor collectives."""
+    """A step with overlapped gradients and collectives is shorter than the same step without overlap."""
     base = Execution(data=8, tensor=8, micro_batch=16)
     apart = under(base, overlap_gradients=False, overlap_tensor=False, overlap_parameters=False)
     hidden, shown = map(_seconds, (base, apart))
@@ -110,14 +110,14 @@ def test_overlap_hides_communication() -> None:
 
 
 def test_gradients_are_summed_only_over_several_micro_batches() -> None:
-    """A single micro-batch's gradients need no sum."""
+    """A sum of gradients moves no bytes for one micro-batch, and ten bytes per parameter for two."""
     price = priced_dense(8).counted.layer_prices(Execution(), _cluster(Execution()))["layers:0"]
     assert accumulation_bytes(price, Execution()) == 0
     assert accumulation_bytes(price, Execution(global_batch=2)) == 10 * price.parameters
 
 
 def test_selective_recomputation_repeats_attentions_core_only() -> None:
-    """Selective recomputation repeats attention's core, and does nothing for fused attention without kept scores."""
+    """With fused attention, which keeps no scores, selective recomputation recomputes nothing."""
     recipe = Execution(recompute="selective")
     cluster = _cluster(recipe)
     prices = priced_dense(8).counted.layer_prices(recipe, cluster)
@@ -125,14 +125,14 @@ def test_selective_recomputation_repeats_attentions_core_only() -> None:
 
 
 def test_blocking_launches_add_the_host_to_the_device() -> None:
-    """The host's time of every kernel is on the way, whether kernels are long or short."""
+    """Blocking launches lengthen a step, whether its kernels are short or long."""
     for micro_batch in (1, 8192):
         free, blocking = (under(Execution(micro_batch=micro_batch), blocking_launches=flag) for flag in (False, True))
         assert _seconds(blocking) > _seconds(free)
 
 
 def test_listing_costs_host_time_for_every_rank_and_matrix() -> None:
-    """Gathering by lists takes longer, the more so the more ranks are listed."""
+    """Listed collectives lengthen ZeRO-3's gathers, on 64 ranks by more than on 8."""
 
     def extra(data: int) -> float:
         times = []
@@ -147,7 +147,7 @@ def test_listing_costs_host_time_for_every_rank_and_matrix() -> None:
 
 
 def test_ranks_that_keep_shards_of_gradients_reduce_those_of_each_micro_batch() -> None:
-    """ZeRO-2 reduces gradients for each micro-batch, and a single micro-batch as ZeRO-1."""
+    """ZeRO-2 is slower than ZeRO-1 only with several micro-batches, because ZeRO-2 reduces gradients in each."""
     for batch in (8, 64):
         one, two = (under(Execution(data=8, zero=zero, global_batch=batch), overlap_gradients=False) for zero in (1, 2))
         cluster = _cluster(one)
@@ -158,7 +158,7 @@ def test_ranks_that_keep_shards_of_gradients_reduce_those_of_each_micro_batch() 
 
 
 def test_a_step_waits_for_gradients_once_or_for_each_micro_batch() -> None:
-    """A step waits for gradients at the end or for each micro-batch, and never for both."""
+    """Only ZeRO-1 reduces gradients at the end of a step; ZeRO-2 and ZeRO-3 reduce them in each micro-batch."""
     for zero, is_reduced in ((1, True), (2, False), (3, False)):
         recipe = Execution(data=8, zero=zero, global_batch=64)
         cluster = _cluster(recipe)

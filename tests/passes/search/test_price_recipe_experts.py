@@ -1,4 +1,4 @@
-"""Experts cost their products and the dispatch of their tokens."""
+"""The predicted time and memory of experts, and of the dispatch of tokens to experts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CLUSTER = Cluster("h100_sxm", 1, 4)
 
 
 class Beside(nn.Module):
-    """A module beside a residual."""
+    """A module with a residual connection around it."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -51,12 +51,15 @@ def _exchanges(recipe: Execution) -> list[AxisTraffic]:
 
 
 def test_tokens_count_once_for_each_of_their_experts() -> None:
-    """With two experts per token, a message holds each token twice."""
+    """With two experts per token, exchanges over the expert axis hold each token twice."""
     assert {item.copies for item in _exchanges(RECIPE)} == {2.0}
 
 
 def test_experts_that_are_sharded_are_gathered() -> None:
-    """ZeRO-3 shards experts over ranks with the same experts, and gathers two blocks at a time."""
+    """ZeRO-3 gathers and reduces experts over the ranks that have the same experts, two blocks at a time.
+
+    If each expert is on one rank only, there is nothing to gather.
+    """
     recipe = Execution(data=4, expert=2, zero=3)
     groups = recipe_groups(recipe, CLUSTER)
     prices = priced_sparse().counted.layer_prices(recipe, CLUSTER)
@@ -75,7 +78,7 @@ def test_experts_that_are_sharded_are_gathered() -> None:
 
 
 def test_a_merged_dispatch_sends_less_and_sorts_nothing() -> None:
-    """Merged dispatch on four ranks sends less, because 1 in 4 pairs of experts shares a rank; starts stay."""
+    """Merged dispatch on four ranks takes 5 to 12.5 % less time per exchange, sorts nothing, and shortens the step."""
     merged, groups = under(RECIPE, merged_dispatch=True), recipe_groups(RECIPE, CLUSTER)
     for item in _exchanges(RECIPE):
         apart, together = (traffic_time(item, recipe, groups) for recipe in (RECIPE, merged))
@@ -85,13 +88,13 @@ def test_a_merged_dispatch_sends_less_and_sorts_nothing() -> None:
 
 
 def test_other_traffic_is_not_sorted() -> None:
-    """Only dispatched tokens are sorted."""
+    """Traffic over the tensor axis takes no time to sort tokens."""
     item = AxisTraffic("tensor", MoveKind.REDUCE, 2**20)
     assert sorting_time(item, RECIPE, CLUSTER) == 0.0
 
 
 def test_separate_experts_launch_a_kernel_each() -> None:
-    """Two separate experts on each of two ranks launch two kernels per product, in at least the grouped time."""
+    """Two separate experts on each of two ranks launch one kernel more per product, in at least the grouped time."""
     one = Execution(data=2, expert=2, micro_batch=4096)
     each = under(one, separate_experts=True)
     cluster = Cluster("h100_sxm", 1, 2)
@@ -105,7 +108,7 @@ def test_separate_experts_launch_a_kernel_each() -> None:
 
 
 def test_one_micro_batch_has_no_other_to_hide_its_exchanges() -> None:
-    """A single micro-batch hides no exchanges, because only another micro-batch computes beside them."""
+    """Overlap of experts changes nothing with one micro-batch, and shortens a step of several."""
     hidden = under(RECIPE, overlap_expert=True)
     assert _seconds(hidden) == _seconds(RECIPE)
     several = {"micro_batch": 8192, "global_batch": 4 * 8 * 4096}
@@ -113,7 +116,10 @@ def test_one_micro_batch_has_no_other_to_hide_its_exchanges() -> None:
 
 
 def test_biases_of_experts_lie_with_them() -> None:
-    """A rank has the biases of its experts; their tokens, and how much each counts, come and go once each way."""
+    """Biases count as expert parameters, and forward and backward have three exchanges each.
+
+    The exchanges are of tokens, of the weights of tokens, and of results.
+    """
     hidden, count = 64, 4
     with torch.device("meta"):
         layers = [MixtureOfExperts(hidden, Experts(count, 2, hidden, 0, 0, biased=True), None) for _ in range(2)]
@@ -124,7 +130,7 @@ def test_biases_of_experts_lie_with_them() -> None:
 
 
 def test_steps_in_eight_bits_have_an_interval_of_their_own() -> None:
-    """Wider than that in 16 bits: no such run was fitted to."""
+    """The interval of a step in 8 bits is wider than in 16 bits, because no run in 8 bits was fitted."""
     one, eight = (
         predict_recipe(priced_sparse().counted, dataclasses.replace(RECIPE, precision=precision), CLUSTER)
         for precision in ("bf16", "f8")

@@ -1,4 +1,4 @@
-"""More bandwidth never makes a plan slower: whole steps, over drawn recipes and clusters."""
+"""Faster links never make a recipe's predicted step slower."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.passes.executions import under
 
 @st.composite
 def _recipes(draw: Any) -> Execution:
-    """Up to 32 devices, with and without overlap, ZeRO, pipelines and recomputation."""
+    """Draw a recipe for up to 32 devices, with or without overlap, ZeRO, a pipeline and recomputation."""
     data, tensor, pipeline = (
         draw(st.sampled_from([1, 2, 4])),
         draw(st.sampled_from([1, 2, 4])),
@@ -49,7 +49,7 @@ def _seconds(recipe: Execution, kind: Any) -> float:
     _recipes(), st.sampled_from(["h100_sxm", "a100_sxm_40gb"]), st.sampled_from(["intra", "inter"]), st.floats(1, 100)
 )
 def test_a_faster_link_never_slows_a_recipe(recipe: Execution, node: str, level: str, factor: float) -> None:
-    """A faster link, in the node or between nodes, slows no recipe."""
+    """A link up to 100 times faster, in the node or between nodes, slows no predicted step."""
     kind = node_type(node)
     faster = dataclasses.replace(kind, **{level: getattr(kind, level).scaled(factor)})
     assert _seconds(recipe, faster) <= _seconds(recipe, kind) * (1 + 1e-9)

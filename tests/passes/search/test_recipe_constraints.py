@@ -1,4 +1,4 @@
-"""A search with constraints on recipes finds the best recipe within the constraints."""
+"""With constraints on recipes, the search finds the best recipe within the constraints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CONSTRAINTS = st.fixed_dictionaries(
 
 @cache
 def every_recipe() -> list[tuple[float, int, Execution]]:
-    """Return time and memory of all recipes of a search without constraints."""
+    """Return time, memory and recipe of all recipes of a search without constraints."""
     found = []
     problem = RecipeProblem(priced_dense(4).counted, CLUSTER, BASE, 80e9)
     for recipe in (recipe for name in RECOMPUTE for recipe in problem.space({"recompute": (name,)}).recipes()):
@@ -59,7 +59,7 @@ def keeps(recipe: Execution, constraints: dict[str, object]) -> bool:
 @settings(max_examples=12)
 @given(CONSTRAINTS)
 def test_the_best_that_keeps_constraints_is_found(constraints: dict[str, object]) -> None:
-    """The result is the best of all priced recipes within the constraints, at least as slow as without constraints."""
+    """The search finds the fastest recipe within drawn constraints, or none if no recipe keeps the constraints."""
     found = RecipeProblem(priced_dense(4).counted, CLUSTER, BASE, 80e9, pinned=pinned(constraints)).best()
     known = [(time, memory) for time, memory, recipe in every_recipe() if keeps(recipe, constraints)]
     assert (found.recipe is None) == (not known)
@@ -74,7 +74,7 @@ def test_the_best_that_keeps_constraints_is_found(constraints: dict[str, object]
 @settings(max_examples=8)
 @given(st.data())
 def test_a_recipe_that_is_pinned_whole_is_the_plan(data: st.DataObject) -> None:
-    """A recipe that constraints fix whole is the plan, at the recipe's price."""
+    """If constraints fix every field of a recipe, the plan is the recipe, with its time and memory."""
     even = [each for each in every_recipe() if each[2].stage_layers is None]
     time, memory, recipe = data.draw(st.sampled_from(even))
     names = ("data", "tensor", "sequence_parallel", "context", "pipeline", "schedule", "virtual_stages",
@@ -88,7 +88,7 @@ def test_a_recipe_that_is_pinned_whole_is_the_plan(data: st.DataObject) -> None:
 
 
 def test_what_a_runtime_does_is_kept_by_questions() -> None:
-    """Nothing is fused in alternatives, as in the plan."""
+    """`why_not` prices variants under the plan's runtime, here without fusion; no variant is faster than the plan."""
     arguments = {"example_inputs": tokens(), "optimizer": "adamw", "global_batch": 4}
     eager = replace(PRICED, fused=False)
     plan = autoshard.plan(MODEL, CLUSTER, constraints={"tensor": (1, 2)}, runtime=eager, **arguments)
@@ -99,7 +99,7 @@ def test_what_a_runtime_does_is_kept_by_questions() -> None:
 
 
 def test_tensor_ranks_may_span_nodes_where_they_are_pinned() -> None:
-    """Tensor ranks span nodes only under a constraint."""
+    """Under a constraint of four tensor ranks, these ranks span two nodes of two devices."""
     cluster = Cluster("h100_sxm", 2, 2)
     plan = autoshard.plan(
         MODEL,
@@ -128,13 +128,13 @@ def test_tensor_ranks_may_span_nodes_where_they_are_pinned() -> None:
     ],
 )
 def test_mistakes_are_named(constraints: dict[str, object], sentence: str) -> None:
-    """A mistaken constraint is refused with the way out."""
+    """A wrong constraint is refused, and the error names the mistake or another way."""
     with pytest.raises(RecipeError, match=sentence):
         pinned(constraints)
 
 
 def test_specs_are_refused() -> None:
-    """Constraints of single specs are refused, because recipes do not choose specs one by one."""
+    """A constraint that gives parameters a spec is refused, because recipes do not choose specs one by one."""
     with pytest.raises(NotAvailableError, match="gives a value its spec, but with global_batch="):
         pinned({"layers.*": P("data")})
 
@@ -148,7 +148,7 @@ def test_specs_are_refused() -> None:
     ],
 )
 def test_constraints_that_no_recipe_keeps_are_named(constraints: dict[str, object], sentence: str) -> None:
-    """Constraints that exclude every recipe are named, with the constraints to drop."""
+    """If no recipe keeps all constraints, the error names the constraints whose removal alone helps, if any."""
     with pytest.raises(DoesNotFitError, match=sentence):
         autoshard.plan(
             MODEL,
@@ -162,7 +162,7 @@ def test_constraints_that_no_recipe_keeps_are_named(constraints: dict[str, objec
 
 
 def test_constraints_that_do_not_fit_are_named() -> None:
-    """All state whole on each rank takes more than the least of all recipes."""
+    """If no recipe within the constraints fits, the error names the constraints and their least memory."""
     arguments = {"example_inputs": tokens(), "optimizer": "adamw", "runtime": PRICED, "global_batch": 4}
     least = min(memory for _, memory, _ in every_recipe())
     sentence = r"with constraints=.*'zero': \(0,\).* Without constraints .* would do"

@@ -13,7 +13,7 @@ def _cluster(recipe: Execution) -> Cluster:
 
 
 def test_groups_follow_megatrons_order_of_ranks() -> None:
-    """Tensor ranks are neighbours, then context and data; pipeline ranks are farthest."""
+    """Tensor ranks share a node, four data ranks are in two nodes, and neighbouring stages are in different nodes."""
     recipe = Execution(data=4, tensor=4, pipeline=2)
     groups = recipe_groups(recipe, _cluster(recipe))
     assert (groups.tensor.size, groups.tensor.inter) == (4, None)
@@ -22,7 +22,7 @@ def test_groups_follow_megatrons_order_of_ranks() -> None:
 
 
 def test_gradients_are_reduced_over_data_and_context() -> None:
-    """Gradients are reduced over data and context ranks, as over equally many ranks of data alone."""
+    """Gradients are reduced over one group of data and context ranks, as over equally many data ranks."""
     both, alone = Execution(data=4, context=4, tensor=2), Execution(data=16, tensor=2)
     found, expected = (recipe_groups(recipe, _cluster(recipe)) for recipe in (both, alone))
     assert found.replicas == expected.replicas
@@ -32,7 +32,7 @@ def test_gradients_are_reduced_over_data_and_context() -> None:
 
 
 def test_our_expert_groups_lie_across_tensor_and_context_ranks() -> None:
-    """Eight expert ranks are one node with Megatron's folding, and two nodes beside two context ranks of ours."""
+    """Eight expert ranks are in one node with Megatron's folding, and in two under `OURS` with two context ranks."""
     folded = Execution(data=16, context=2, expert=8)
     ours = Execution(data=16, context=2, expert=8, runtime=OURS)
     theirs, own = (recipe_groups(recipe, _cluster(recipe)) for recipe in (folded, ours))

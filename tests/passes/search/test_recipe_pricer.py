@@ -1,4 +1,4 @@
-"""Lower bounds of recipes are at most the prices."""
+"""Lower bounds of a recipe's time and memory are at most its price."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODELS = {"dense": priced_dense, "sparse": priced_sparse}
 
 @st.composite
 def pipelines(draw: st.DrawFn) -> tuple[Pipe, list[str], int]:
-    """A pipeline, blocks of two kinds, micro-batches."""
+    """Draw a pipeline, blocks of two kinds, and a number of micro-batches."""
     ranks, micro_batches = draw(st.integers(2, 4)), draw(st.integers(1, 24))
     blocks = draw(st.lists(st.sampled_from(["a", "b"]), min_size=ranks, max_size=9))
     known = known_pipes(ranks, micro_batches, len(blocks), every=True)
@@ -42,7 +42,7 @@ def pipelines(draw: st.DrawFn) -> tuple[Pipe, list[str], int]:
 def test_no_pipeline_is_shorter_than_the_path_of_a_rank(
     drawn: tuple[Pipe, list[str], int], seconds: list[float]
 ) -> None:
-    """Any schedule takes at least its bound, with any times of layer classes and hand-overs."""
+    """With drawn times of layers and sends, any schedule takes at least the bound by one rank's path."""
     pipe, blocks, micro_batches = drawn
     forward, backward, send_s = np.array(seconds[:4]), np.array(seconds[4:8]), seconds[8]
     times = LayerTimes(forward, backward, *[np.zeros(4)] * 5, communication=())
@@ -82,7 +82,10 @@ RECIPES = st.builds(
 @settings(max_examples=40)
 @given(RECIPES, st.sampled_from([1, 2, 4]), st.data())
 def test_no_step_is_shorter_than_its_floors(name: str, drawn: Execution, ranks: int, data: st.DataObject) -> None:
-    """The mean of ranks without any sharding, with the recipe's, and the path and ends of a rank."""
+    """A step takes at least the mean over its ranks, and at least one rank's path.
+
+    The mean without sharding is at most the mean with sharding.
+    """
     pricer = RecipePricer(MODELS[name]().counted, Cluster("h100_sxm", 2, 4))
     group = drawn.zero_group if ranks == 1 else None
     recipe = replace(drawn, data=8 // ranks, zero_group=group, pipeline=ranks, schedule="1F1B" if ranks > 1 else None)
@@ -97,7 +100,7 @@ def test_no_step_is_shorter_than_its_floors(name: str, drawn: Execution, ranks: 
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_no_recipe_takes_less_memory_than_the_floors_of_its_layout_and_pipeline(name: str) -> None:
-    """A layout's floor of memory bounds every schedule and sharding, and a complete bound equals the price."""
+    """A layout's memory floor is at most each recipe's own floor, which is the price or up to ten bytes less."""
     counted = MODELS[name]().counted
     pricer = RecipePricer(counted, Cluster("h100_sxm", 2, 2))
     base = under(Execution(global_batch=8), master_weights=True, gradient_dtype="bf16")

@@ -1,4 +1,4 @@
-"""Searches of one problem: known kinds, fixed fields."""
+"""Best recipes of a problem: of each known kind, with fixed fields, and after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _problem() -> RecipeProblem:
 
 
 def test_no_known_kind_beats_the_best_recipe() -> None:
-    """Each known kind has its own best recipe, at least as slow as the best of all recipes."""
+    """Each known kind, such as FSDP, has its own best recipe, which is no faster than the best of all recipes."""
     best, baselines = _problem().best(), _problem().baselines()
     assert baselines.keys() == known_kinds(CLUSTER, has_experts=True).keys()
     assert min(found.objective for found in baselines.values()) >= best.objective
@@ -36,13 +36,13 @@ def test_no_known_kind_beats_the_best_recipe() -> None:
 
 
 def test_a_kind_that_does_not_fit_has_no_recipe() -> None:
-    """All state on every rank takes more than the least."""
+    """In the least memory of any recipe, the kind "data parallel" has no recipe."""
     least = _problem().smallest().objective
     assert dataclasses.replace(_problem(), memory_limit=least).baselines()["data parallel"].recipe is None
 
 
 def test_a_kind_that_no_recipe_is_is_left_out() -> None:
-    """Kinds without a recipe, by few sequences or by constraints, are left out, and the best recipe is found."""
+    """Kinds that few sequences or constraints exclude are left out, and the search still finds the best recipe."""
     few = dataclasses.replace(_problem(), base=Execution(global_batch=2))
     assert "Megatron TP+SP" in few.baselines()
     assert few.baselines().keys().isdisjoint({"data parallel", "ZeRO-1", "FSDP", "HSDP"})
@@ -55,7 +55,7 @@ def test_a_kind_that_no_recipe_is_is_left_out() -> None:
 @pytest.mark.parametrize("expert", [1, 2, 4])
 @pytest.mark.parametrize("runs", [False, True])
 def test_experts_can_be_fixed(expert: int, runs: bool) -> None:
-    """A constraint fixes the expert degree, also for layouts that `compile` does not run."""
+    """A constraint fixes the expert degree, whether or not the search is limited to recipes that `compile` runs."""
     cluster = Cluster("h100_sxm", 1, 4)
     problem = RecipeProblem(priced_sparse().counted, cluster, Execution(global_batch=4), math.inf, 8, runs=runs)
     found, _ = dataclasses.replace(problem, pinned={"expert": (expert,)}).best_of_all()
@@ -64,7 +64,7 @@ def test_experts_can_be_fixed(expert: int, runs: bool) -> None:
 
 
 def test_fields_can_be_fixed() -> None:
-    """The best recipe with a fixed field is at least as slow, and has the price of that recipe."""
+    """The best recipe with fixed fields is no faster than the best of all; a field that is not searched is refused."""
     best = _problem().best()
     fixed = _problem().best(only={"pipeline": (2,), "zero": (1,)})
     assert fixed.recipe is not None
@@ -77,7 +77,7 @@ def test_fields_can_be_fixed() -> None:
 
 
 def test_ctrl_c_ends_all_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C at the third kind keeps the best of two kinds, with a bound of zero."""
+    """Ctrl-C in the third search ends all searches. The result is the best kind so far, with a bound of zero."""
     searches = []
 
     def best(self: RecipeProblem, **arguments: object) -> FoundRecipe:

@@ -22,12 +22,12 @@ OPTIONS = {"optimizer": "adamw", "runtime": PRICED, "global_batch": 8, "constrai
 
 @cache
 def plan() -> Plan:
-    """Return a plan of an independent search."""
+    """Return the plan of a search without an earlier plan."""
     return autoshard.plan(MODEL, FOUR, example_inputs=tokens(), **OPTIONS)
 
 
 def problem(cluster: Cluster, *, batch: int = 8, limit: float = 80e9, pinned: Only | None = None) -> RecipeProblem:
-    """The search of `plan`, on any cluster."""
+    """The recipe problem that `plan` searches, with another cluster, batch, limit or constraint."""
     return problem_of(
         priced_dense(4).counted,
         cluster,
@@ -38,14 +38,14 @@ def problem(cluster: Cluster, *, batch: int = 8, limit: float = 80e9, pinned: On
 
 
 def test_the_same_recipe_is_found() -> None:
-    """A search on the plan's own cluster finds the same recipe, with a proof."""
+    """From the plan's own recipe, a search finds the same recipe and baselines, with a gap of zero."""
     again = autoshard.plan(MODEL, FOUR, example_inputs=tokens(), previous=plan(), **OPTIONS)
     assert (again.recipe, again.objective, again.gap) == (plan().recipe, plan().objective, 0.0)
     assert again.baselines == plan().baselines
 
 
 def test_a_recipe_that_will_do_is_the_first() -> None:
-    """A usable recipe is the first recipe, and another batch still finds its own fastest recipe."""
+    """An earlier recipe is adapted to a larger batch, and a search from it equals a search without it."""
     before = plan().recipe
     assert before is not None
     other = problem(FOUR, batch=16)
@@ -57,7 +57,7 @@ def test_a_recipe_that_will_do_is_the_first() -> None:
 
 
 def test_a_faster_recipe_from_elsewhere_is_kept() -> None:
-    """A faster known recipe outside of the search is kept, and no bound exceeds its time."""
+    """A known recipe that is faster than all recipes within the constraints is the result, and its time the bound."""
     whole = problem_of(priced_dense(4).counted, FOUR, Execution(global_batch=8), int(80e9), {}).best()
     slow = {"recompute": ("full",)}
     found, _ = problem(FOUR, pinned=slow).best_of_all(known=whole.recipe)
@@ -66,7 +66,7 @@ def test_a_faster_recipe_from_elsewhere_is_kept() -> None:
 
 
 def test_known_recipes_that_time_ran_out_for_are_no_baselines() -> None:
-    """Kinds that the time left out are not listed as misfits, and the earlier plan is the result."""
+    """Without search time the result is the earlier recipe, and kinds that were not searched are no baselines."""
     before = plan()
     again = autoshard.plan(MODEL, FOUR, example_inputs=tokens(), previous=before, time_budget_s=0.0, **OPTIONS)
     assert again.recipe == before.recipe
@@ -75,7 +75,7 @@ def test_known_recipes_that_time_ran_out_for_are_no_baselines() -> None:
 
 
 def test_constraints_are_kept() -> None:
-    """A recipe without a pipeline is not used under a constraint for a pipeline, nor a recipe that does not fit."""
+    """A known recipe is dropped if it breaks a constraint, does not fit, or has another number of devices."""
     recipe = Execution(data=4, zero=1)
     assert known_recipe(problem(FOUR), recipe) is not None
     assert known_recipe(problem(FOUR, pinned={"pipeline": (2,)}), recipe) is None
@@ -84,7 +84,7 @@ def test_constraints_are_kept() -> None:
 
 
 def test_what_a_search_cannot_begin_with_is_refused() -> None:
-    """An unusable earlier plan is refused by name, with the accepted plans."""
+    """`previous=` is refused if it has no recipe, if `global_batch=` is missing, or if `recipe=` is given."""
     specs = autoshard.plan(MODEL, FOUR.mesh({"data": 4}), example_inputs=tokens(4))
     for wrong, message in ((specs, "has no recipe; with global_batch=, pass"), (3, "is a int; pass a plan")):
         with pytest.raises(NotAvailableError, match=message):

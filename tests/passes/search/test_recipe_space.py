@@ -31,7 +31,7 @@ def _sparse() -> CountedModel:
 
 
 def _all_recipes(blocks: int) -> set[Execution]:
-    """Return all recipes that `Recipe` and `price` accept, by brute force, each under one name."""
+    """Return all recipes that `Execution` and pricing accept, by brute force, each under one of its names."""
     found = set()
     sizes = (1, 2, 4)
     ends = [(None, 1)]
@@ -62,7 +62,7 @@ def _all_recipes(blocks: int) -> set[Execution]:
 
 
 def test_it_has_all_recipes_that_can_be_priced_and_no_other() -> None:
-    """On four heads and four devices, every degree divides its dim, as in a full enumeration."""
+    """The space of a dense model on four devices equals a full enumeration, and has each recipe once."""
     only = {"recompute": ("none",), "zero_group": (None, 2)}
     found = list(RecipeSpace(_dense(), 4, BASE, only=only).recipes())
     assert len(found) == len(set(found))
@@ -71,7 +71,10 @@ def test_it_has_all_recipes_that_can_be_priced_and_no_other() -> None:
 
 @pytest.mark.parametrize(("blocks", "ranks"), [(1, 2), (4, 2), (4, 4), (13, 2)])
 def test_pipelines_are_listed_once(blocks: int, ranks: int) -> None:
-    """Pipelines have a power of two of stages, or a stage per block, and schedules admit the micro-batches."""
+    """Each pipeline is listed once; by default, a rank has 1, 2, 4 or the most possible stages.
+
+    Schedules that cannot run the number of micro-batches are left out.
+    """
     found, every = known_pipes(ranks, 2 * ranks, blocks), known_pipes(ranks, 2 * ranks, blocks, every=True)
     assert len(set(every)) == len(every)
     assert set(found) <= set(every)
@@ -91,7 +94,7 @@ def test_pipelines_are_listed_once(blocks: int, ranks: int) -> None:
 
 
 def test_every_recipe_of_a_model_with_experts_has_a_price() -> None:
-    """Experts are shared out, or split as other weights are."""
+    """The space has recipes that share experts out, that split experts, and that do both; each has a price."""
     space = RecipeSpace(_sparse(), 4, BASE, only={"recompute": ("none",), "pipeline": (1,), "micro_batch": (1,)})
     found = list(space.recipes())
     assert {(recipe.expert, recipe.expert_tensor) for recipe in found} >= {(1, 1), (4, 1), (2, 2), (1, 4)}
@@ -99,7 +102,7 @@ def test_every_recipe_of_a_model_with_experts_has_a_price() -> None:
 
 
 def test_axes_divide_what_they_split() -> None:
-    """Four heads are not split over eight ranks, nor 32 tokens over 64; the vocabulary of 96 may be padded."""
+    """On 64 devices, tensor ranks divide four heads, context ranks are at most 32 tokens, and no layout has experts."""
     layouts = [
         layout for family in RecipeSpace(_dense(), 64, Execution(global_batch=64)).layouts() for layout in family
     ]
@@ -109,14 +112,14 @@ def test_axes_divide_what_they_split() -> None:
 
 
 def test_tensor_and_context_ranks_are_limited() -> None:
-    """A layout has at most two tensor ranks, and at least 16 of 32 tokens on each context rank."""
+    """`most_tensor=2` and `least_tokens=16` limit a layout of 32 tokens to two tensor ranks and two context ranks."""
     space = RecipeSpace(_dense(), 64, Execution(global_batch=64), most_tensor=2, least_tokens=16)
     layouts = [layout for family in space.layouts() for layout in family]
     assert (max(layout.tensor for layout in layouts), max(layout.context for layout in layouts)) == (2, 2)
 
 
 def test_fields_are_restricted() -> None:
-    """A group of all replicas counts as no group, and a constraint may name its size."""
+    """`only` and `zero_groups` restrict the ZeRO group; a group of all replicas is listed as None."""
     only = {"zero": (3,), "zero_group": (2,), "tensor": (1,), "context": (1,), "schedule": (None, "1F1B")}
     found = list(RecipeSpace(_dense(), 4, BASE, only=only).recipes())
     assert {(recipe.data, recipe.zero_group) for recipe in found} == {(4, 2)}
@@ -126,7 +129,7 @@ def test_fields_are_restricted() -> None:
 
 
 def test_selective_recomputation_of_nothing_is_none() -> None:
-    """Selective recomputation with fused attention counts as no recomputation, because both have one price."""
+    """With fused attention, selective recomputation costs as much as none, and is listed only if asked for."""
     names = {recipe.recompute for recipe in RecipeSpace(_dense(), 4, BASE).recipes()}
     assert names == {"none", "full"}
     asked = RecipeSpace(_dense(), 4, BASE, only={"recompute": ("selective", "full")})
@@ -137,7 +140,7 @@ def test_selective_recomputation_of_nothing_is_none() -> None:
 
 
 def test_what_is_not_searched_is_refused() -> None:
-    """A constraint outside of the search is refused with the searched values."""
+    """A fixed field that is not searched is refused, and so is a base recipe without a global batch."""
     with pytest.raises(RecipeError, match="'precision' is not searched; the searched fields are data, tensor"):
         RecipeSpace(_dense(), 4, BASE, only={"precision": ("f8",)})
     with pytest.raises(RecipeError, match="needs their global_batch"):
@@ -146,7 +149,7 @@ def test_what_is_not_searched_is_refused() -> None:
 
 @pytest.mark.parametrize("number", [1, 2, 12, 49, 97, 360, 1_000_000_007 * 6])
 def test_divisors_of_large_numbers_take_no_longer_than_their_root(number: int) -> None:
-    """Rising, each once; a batch of tokens in place of sequences is no reason to wait."""
+    """`divisors` lists each divisor once, in ascending order, also of a number of ten digits."""
     found = divisors(number)
     assert list(found) == sorted(set(found))
     assert all(number % size == 0 for size in found)
@@ -156,7 +159,7 @@ def test_divisors_of_large_numbers_take_no_longer_than_their_root(number: int) -
 
 
 def test_a_profile_restricts_the_space() -> None:
-    """Megatron-Core has two schedules, and shards no more than the optimizer's state with a pipeline."""
+    """With `runtime="megatron"`, a pipeline has two schedules, ZeRO 0 or 1, and no offload of activations."""
     runtime = RUNTIMES["megatron"]
     found = list(RecipeSpace(_dense(), 8, Execution(global_batch=16, runtime=runtime), offloads=True).recipes())
     staged = [each for each in found if each.pipeline > 1]
@@ -167,7 +170,7 @@ def test_a_profile_restricts_the_space() -> None:
 
 
 def test_our_experts_are_shared_out_among_data_ranks() -> None:
-    """Tensor ranks share out experts with Megatron's folding alone, and both spaces have experts."""
+    """Under `OURS` the expert degree divides the data degree; with Megatron's folding it may be larger."""
     folded, ours = (
         {
             (layout.tensor, layout.expert, space.devices // layout.ranks // ranks)

@@ -21,19 +21,19 @@ from tests.passes.search.problems import RUNTIMES
 
 
 def counted(name: str) -> CountedModel:
-    """A small model, traced once."""
+    """The counted model of a small dense or sparse decoder, traced once."""
     return (priced_dense(4) if name == "dense" else priced_sparse()).counted
 
 
 def problem(name: str, devices: int, base: Execution, limit: float = math.inf) -> RecipeProblem:
-    """The search for a small model's recipe."""
+    """The recipe problem of a small decoder on H100s, in nodes of up to four."""
     return RecipeProblem(
         counted(name), Cluster("h100_sxm", max(1, devices // 4), min(devices, 4)), base, limit, least_tokens=8
     )
 
 
 def priced(found: RecipeProblem) -> list[tuple[float, int, Execution]]:
-    """Every recipe of a problem: time, memory."""
+    """Return time, memory and recipe of every recipe of a problem."""
     space = RecipeSpace(found.counted, found.cluster.size, found.base, least_tokens=8, offloads=True)
     predictions = ((predict_recipe(found.counted, recipe, found.cluster), recipe) for recipe in space.recipes())
     return [(each.step_time_s, each.peak_memory_bytes, recipe) for each, recipe in predictions]
@@ -45,7 +45,10 @@ BASES = st.builds(Execution, global_batch=st.sampled_from([2, 4, 6]), runtime=RU
 @settings(max_examples=4)
 @given(st.sampled_from(["dense", "sparse"]), st.sampled_from([1, 2, 4]), BASES, st.floats(0, 1))
 def test_it_finds_what_pricing_every_recipe_finds(name: str, devices: int, base: Execution, share: float) -> None:
-    """Time and memory equal a full enumeration to the last digit at a drawn limit, and so does feasibility."""
+    """At a drawn memory limit, the search finds the time and memory of the best recipe of a full enumeration.
+
+    A byte below the least memory, the search finds no recipe.
+    """
     whole = priced(problem(name, devices, base))
     sizes = sorted({memory for _, memory, _ in whole})
     limit = sizes[round(share * (len(sizes) - 1))]
@@ -64,7 +67,7 @@ BASE = Execution(global_batch=16)
 
 
 def test_a_search_that_ends_early_has_a_bound() -> None:
-    """A search that ends early has a true bound, with or without a known recipe."""
+    """A search without time returns the known recipe, if any, and a bound of at most the best time."""
     whole = problem("dense", 4, BASE).best()
     nothing = problem("dense", 4, BASE).best(ceiling=Ceiling.within(0.0))
     assert (nothing.recipe, nothing.is_complete, nothing.was_cut) == (None, False, True)
@@ -76,7 +79,7 @@ def test_a_search_that_ends_early_has_a_bound() -> None:
 
 
 def test_ctrl_c_keeps_the_best_recipe() -> None:
-    """Ctrl-C keeps the best recipe, and before any recipe ends the search."""
+    """Ctrl-C returns the best recipe so far with a true bound; before any recipe, Ctrl-C is raised again."""
 
     def stop_with(recipe: bool) -> FoundRecipe:
         def watch(found: FoundRecipe) -> None:

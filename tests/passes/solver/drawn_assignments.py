@@ -10,7 +10,7 @@ from passes.solver.assignment import Assignment, Edge, MemoryRow
 
 @st.composite
 def assignments(draw: st.DrawFn, *, with_memory: bool = True) -> Assignment:
-    """Draw up to six variables of up to four options, some options and pairs forbidden, up to three memory rows."""
+    """Draw up to six variables of up to four options, with forbidden options and pairs, and up to three memory rows."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))
     numbers = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     density = draw(st.sampled_from([0.3, 0.6, 1.0]))

@@ -10,7 +10,7 @@ from passes.solver.assignment import Assignment, Solution
 
 
 def solve_exhaustive(problem: Assignment) -> Solution | None:
-    """Return the cheapest fitting choice, the first among equals, or None."""
+    """Return the cheapest fitting choice, the first among equals; None if no choice of finite cost fits."""
     best: Solution | None = None
     for choice in product(*(range(len(cost)) for cost in problem.costs)):
         cost = problem.cost_of(choice)

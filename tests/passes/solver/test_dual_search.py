@@ -1,4 +1,4 @@
-"""Dual search on drawn problems has a true bound and a fitting result."""
+"""The lower bound of a dual search is at most the optimum, and its result fits."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def usage_of(problem: Assignment):
 
 @given(assignments())
 def test_the_bound_holds_and_what_is_found_fits(problem: Assignment) -> None:
-    """bound <= optimum <= cost found; nothing is found where nothing fits."""
+    """On drawn problems, the bound is at most the optimum, and a found choice fits and costs at least the optimum."""
     check_search(problem, usage_of(problem), problem.rows)
 
 
 def check_search(problem: Assignment, usage: Usage, rows: Sequence[MemoryRow]) -> None:
-    """Check that a search brackets the optimum with a fitting choice."""
+    """Check a search against all choices: its bound is at most the optimum, and its choice fits."""
     best = solve_exhaustive(problem)
     found = DualSearch(max_rounds=12)(problem, usage, rows.__getitem__)
     if best is None:
@@ -44,7 +44,7 @@ def check_search(problem: Assignment, usage: Usage, rows: Sequence[MemoryRow]) -
 
 @given(assignments())
 def test_a_stopped_search_has_a_bound_and_shows_what_holds(problem: Assignment) -> None:
-    """A search stopped after one round has a true bound, and all shown values bracket the optimum."""
+    """A search stopped after one round has a true bound, and each report's bound and best enclose the optimum."""
     best = solve_exhaustive(problem)
     shown: list[SearchProgress] = []
     for control in (SearchControl(shown.append, is_stopped=True), SearchControl(shown.append)):
@@ -61,7 +61,7 @@ def test_a_stopped_search_has_a_bound_and_shows_what_holds(problem: Assignment) 
 
 @given(assignments(with_memory=False))
 def test_messages_never_bound_from_above(problem: Assignment) -> None:
-    """Every message-passing round ends in a bound of at most the optimum."""
+    """Every message-passing round returns a bound of at most the optimum, and no improved choice beats the optimum."""
     best = solve_exhaustive(problem)
     messages = Messages(problem)
     for _ in range(5):
@@ -73,7 +73,7 @@ def test_messages_never_bound_from_above(problem: Assignment) -> None:
 
 @given(assignments())
 def test_the_frugal_choice_is_allowed_and_no_better_than_the_best(problem: Assignment) -> None:
-    """The frugal choice has a finite cost, and a peak of at least the smallest peak."""
+    """The choice of the smallest peak has a finite cost, if it is found."""
     choice = choice_of_smallest_peak(problem, usage_of(problem), lambda point: _row(problem, point))
     if choice:
         assert np.isfinite(problem.cost_of(choice))
@@ -81,7 +81,7 @@ def test_the_frugal_choice_is_allowed_and_no_better_than_the_best(problem: Assig
 
 @given(assignments(), st.floats(0.0, 2.0))
 def test_what_is_called_hopeless_does_not_fit(problem: Assignment, share: float) -> None:
-    """No choice is within the limit if the search for a small peak gives up early."""
+    """If the search for a small peak gives up on a limit, no choice fits the limit."""
     limit = share * problem.limit if np.isfinite(problem.limit) else share
     without, early = (
         choice_of_smallest_peak(problem, usage_of(problem), lambda point: _row(problem, point), 0.0, hopeless)
@@ -97,7 +97,7 @@ def _row(problem: Assignment, point: int):
 
 
 def test_a_choice_that_nearly_fits_is_repaired() -> None:
-    """The cheapest changes per byte repair a nearly fitting choice, before any choice fits."""
+    """After one round, the options that cost least per saved byte make a choice fit."""
     costs = tuple(np.array([0.0, price]) for price in (1.0, 2.0, 5.0))
     row = MemoryRow(0.0, {variable: np.array([10.0, 1.0]) for variable in range(3)}, {})
     problem = Assignment(costs, (Edge(0, 1, np.zeros((2, 2))),), (row,), limit=15.0)
@@ -107,7 +107,7 @@ def test_a_choice_that_nearly_fits_is_repaired() -> None:
 
 
 def test_a_repair_never_takes_a_forbidden_option() -> None:
-    """The first variable's only other option is forbidden, though it would save the most bytes for its cost."""
+    """A repair never takes a forbidden option, although it would save most bytes, and fails if no other helps."""
     costs = (np.array([0.0, np.inf]), np.array([0.0, 3.0]), np.array([0.0, 9.0]))
     row = MemoryRow(0.0, {0: np.array([10.0, 0.0]), **dict.fromkeys((1, 2), np.array([10.0, 9.0]))}, {})
     edges = (Edge(0, 1, np.zeros((2, 2))), Edge(1, 2, np.zeros((2, 2))))
@@ -118,7 +118,7 @@ def test_a_repair_never_takes_a_forbidden_option() -> None:
 
 
 def test_a_repair_ends_where_each_change_only_moves_the_peak() -> None:
-    """Either option of the first variable exceeds the limit by as many bytes, at one point or at the other point."""
+    """If each option of a variable exceeds the limit at one of two points, a repair ends early without a result."""
     sizes = np.array([100.0, 90.0])
     rows = [MemoryRow(0.0, {0: each}, {}) for each in (sizes, sizes[::-1])]
     problem = Assignment((np.zeros(2), np.zeros(2)), (Edge(0, 1, np.zeros((2, 2))),), tuple(rows), limit=95.0)

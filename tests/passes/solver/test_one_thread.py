@@ -13,7 +13,7 @@ def threads() -> set[int]:
 
 
 def test_there_is_one_thread_while_it_is_open() -> None:
-    """A decorated function has one thread too; the earlier number holds again, also behind an error."""
+    """Within `one_blas_thread` there is one thread, and afterwards there are two again, also after an error."""
     with threadpool_limits(2, "blas"):
         with one_blas_thread():
             assert threads() == {1}

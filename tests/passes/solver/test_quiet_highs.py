@@ -1,4 +1,4 @@
-"""tests passes/solver/quiet_highs.py."""
+"""`QuietHighs` prints nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from passes.solver.quiet_highs import QuietHighs
 def test_output_is_off_before_the_first_message(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """HiGHS prints nothing, because output is off before callbacks, at which HiGHS 1.16 prints its banner."""
+    """Output is off before callbacks are enabled, when HiGHS 1.16 prints its banner, and nothing is printed."""
     was_on: list[bool] = []
     enable = highspy.Highs.enableCallbacks
 

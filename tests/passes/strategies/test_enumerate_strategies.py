@@ -15,7 +15,7 @@ from passes.strategies.enumerate_strategies import EnumerateStrategies
 
 
 class Widths(nn.Module):
-    """One call on many widths, with and without divisibility by the mesh's axes."""
+    """Softmax, products and convolutions of inputs of many widths, some of which the mesh's axes divide."""
 
     def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
         total = torch.zeros(())
@@ -26,13 +26,13 @@ class Widths(nn.Module):
 
 
 def widths_program() -> Program:
-    """`Widths` with 1 to 40 columns."""
+    """`Widths` traced with 13 inputs of 1 to 40 columns."""
     return trace(Widths(), ([torch.zeros(6, width) for width in (1, 2, 3, 4, 5, 6, 8, 9, 12, 24, 30, 36, 40)],), {})
 
 
 @pytest.mark.parametrize("mesh", [Mesh({"a": 2, "b": 2}), Mesh({"a": 2, "b": 3}), Mesh({"a": 4})], ids=str)
 def test_rules_that_share_strategies_have_the_same(mesh: Mesh) -> None:
-    """Calls of other sizes share the strategies that each rule would enumerate alone, in order."""
+    """Calls of different sizes share strategies, which equal, in order, the strategies of each call's own rule."""
     program = prepare(widths_program())
     space = EnumerateStrategies(mesh)(program)
     calls = [site for site in space.sites.values() if site.rule is not None]

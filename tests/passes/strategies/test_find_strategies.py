@@ -1,4 +1,4 @@
-"""A plan with axes of one rank lowers to the proven program without these axes."""
+"""Plans on a mesh with an axis of one rank lower to programs that the verifier accepts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Sums(nn.Module):
 @pytest.mark.parametrize("axes", [{"data": 3, "model": 1}, {"data": 1, "model": 3}])
 @given(data=st.data())
 def test_uneven_dims_beside_an_axis_of_one(axes: dict[str, int], data: st.DataObject) -> None:
-    """The axes that split fill the padding of uneven dims, and the verifier accepts the program."""
+    """Drawn plans that split uneven dims over three ranks, beside an axis of one rank, lower to verified programs."""
     program = trace(Sums(), (torch.zeros(4, 8),), {})
     mesh = Mesh(axes)
     phased = lower_program(program, data.draw(plans(program, mesh)))

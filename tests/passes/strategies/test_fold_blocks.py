@@ -13,7 +13,7 @@ from tests.passes.blocks import blocks_program, problem_of
 
 
 def test_depth_adds_no_variables() -> None:
-    """Four and eight layers give problems of equal size, and costs differ by four layers."""
+    """Problems of 4, 8 and 12 layers have equally many variables, and each four layers add the same cost."""
     mesh = Mesh({"x": 2})
     four, eight, twelve = (problem_of(blocks_program(count=count), mesh) for count in (4, 8, 12))
     assert len(four.assignment.costs) == len(eight.assignment.costs) == len(twelve.assignment.costs)
@@ -34,7 +34,7 @@ def test_folding_does_not_change_what_a_plan_costs() -> None:
 
 
 def test_layers_of_a_single_product_are_not_folded() -> None:
-    """A stack of linear layers may alternate between columns and rows."""
+    """Four bare linear layers are not folded, so that a plan may alternate between columns and rows."""
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
     planning = problem_of(trace(model, (torch.randn(4, 8),), {}, grad=False), Mesh({"x": 2}))
     parameters = [group for group in planning.members if group[0].startswith("p_")]

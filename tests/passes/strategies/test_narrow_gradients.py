@@ -1,4 +1,4 @@
-"""Gradients in 16 bits are reduced behind their conversion to float32."""
+"""Gradients in 16 bits are converted to float32 before they are reduced."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REDUCTIONS = ("reduce_scatter_tensor", "all_reduce")
 
 
 class Tied(nn.Module):
-    """A weight used twice, with a gradient of two addends, and a bias, with a gradient of row sums."""
+    """A tied weight, whose gradient has two addends, and a bias, whose gradient is a sum of rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,14 +54,14 @@ def planned(constraints: dict[str, P], dtype: torch.dtype | None = torch.bfloat1
 
 @pytest.mark.parametrize("constraints", [{"*weight": P(), "*bias": P()}, {"*weight": P("data"), "*bias": P("data")}])
 def test_gradients_are_reduced_in_float32(constraints: dict[str, P]) -> None:
-    """Gradients of tied weights, biases and norms are reduced in float32, copied and split."""
+    """Gradients of weights, biases and norms are reduced in float32, whether parameters are copied or split."""
     _, found = planned(constraints)
     assert len(found) >= 4
     assert set(found) == {torch.float32}
 
 
 def test_weights_are_gathered_in_16_bits() -> None:
-    """The search casts a split weight to 16 bits in front of its gather, for half the bytes."""
+    """The plan casts split weights to 16 bits before they are gathered, for half the bytes."""
     plan, _ = planned({"*weight": P("data"), "*bias": P("data")})
     assert plan.parameters["product.weight"].layout == "ZeRO-3 over data"
     casts = [node for name, node in plan.nodes.items() if name.startswith("_to_copy") and node.inputs == (P("data"),)]
@@ -69,7 +69,7 @@ def test_weights_are_gathered_in_16_bits() -> None:
 
 
 def test_sums_are_forbidden_and_nothing_else() -> None:
-    """Maxima may be taken, and a whole value may become an addend."""
+    """`without_sums` forbids exactly the reshards that reduce a partial sum, and allows those that reduce a maximum."""
     specs = (P(), P("data"), P(partial={"data": "sum"}), P(partial={"data": "max"}))
     table = without_sums(np.zeros((4, 4)), specs, specs)
     assert np.isinf(table).tolist() == [[False] * 4, [False] * 4, [True, True, False, True], [False] * 4]

@@ -1,4 +1,4 @@
-"""Strategies that differ by equal axes are emitted once, at equal prices."""
+"""Strategies that differ only by a swap of equal axes are emitted once, and share the price."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def priced(mesh: Mesh, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> tup
 
 
 def test_equal_axes_are_emitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three equal axes of a node emit less than half of the calls, at the same prices."""
+    """With three equal axes, less than half of the calls are emitted, and all strategies keep their prices."""
     few, times = priced(CUBE, h100s(CUBE), monkeypatch)
     monkeypatch.setattr(price, "_FEW_AXES", 3)
     many, expected = priced(CUBE, h100s(CUBE), monkeypatch)
@@ -48,7 +48,7 @@ def test_equal_axes_are_emitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("mesh", [Mesh({"a": 2, "b": 2}), CUBE], ids=["two axes", "two nodes"])
 def test_axes_that_are_not_equal_are_priced_one_by_one(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Axes between nodes have other links; two axes have few strategies."""
+    """With two axes, or with axes on unequal links, as many calls are emitted as without sharing."""
     cluster = h100s(mesh) if mesh is not CUBE else two_nodes(mesh)
     found = priced(mesh, cluster, monkeypatch)[0]
     monkeypatch.setattr(price, "_FEW_AXES", 3)

@@ -1,4 +1,4 @@
-"""Collectives inside local rewrites have their price."""
+"""The price of a call includes the collectives inside its local rewrite."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rewrite_collectives(site: Site, strategy: Strategy, mesh: Mesh, cluster: Clu
 
 
 def test_cross_entropy_over_split_classes_pays_for_its_reductions() -> None:
-    """A loss split over classes sends the maximum and the sum of each row; a loss split over rows sends nothing."""
+    """A cross-entropy with split classes pays for its reductions, and with split rows it sends nothing."""
 
     class Classifier(nn.Module):
         def forward(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,10 @@ def test_cross_entropy_over_split_classes_pays_for_its_reductions() -> None:
 
 
 def test_halos_and_softmax_over_split_dims_have_a_price() -> None:
-    """Ranks with split image widths send edges, and ranks with a split softmax send maxima and sums."""
+    """A convolution with split width pays for its halos, and a softmax over a split dim for its reductions.
+
+    Splits of other dims send nothing.
+    """
 
     class Edges(nn.Module):
         def forward(self, image: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:

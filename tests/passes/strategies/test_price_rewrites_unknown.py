@@ -15,7 +15,7 @@ from passes.strategies import price_rewrites
 
 
 def test_an_unknown_collective_inside_a_rewrite_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unknown collective inside a rewrite is refused with the place for its formula."""
+    """A collective without a formula inside a rewrite is refused by name, and the error says to add a formula."""
     graph = fx.Graph()
     value = graph.placeholder("value")
     value.meta["val"] = torch.zeros(4, device="meta")

@@ -43,7 +43,7 @@ def _choice_of_whole(whole: PlanningProblem, short: PlanningProblem, choice: Seq
 def test_the_short_program_costs_what_the_whole_one_does(
     make: Callable[[int], nn.Module], depth: int, margin: int, mesh: Mesh, *, trains: bool, limit: float | None
 ) -> None:
-    """Any choice has equal objective, peak and parts, step time, and utilisation in the short and the whole program."""
+    """Drawn choices have equal costs, peaks and utilisation in the short and the whole program."""
     model = make(depth)
     update = adamw(model, limit) if trains else None
     programs = step(model, update), short_step(model, update, margin)
@@ -62,7 +62,7 @@ def test_the_short_program_costs_what_the_whole_one_does(
 
 
 def test_depth_adds_nothing_to_the_problem() -> None:
-    """The short programs of 8 and 40 layers have the same sites, links and points."""
+    """The short programs of 8 and 40 layers have equally many sites and links, and their counts differ by 32."""
     eight, forty = (problem_of(short_step(alike(depth)), ONE) for depth in (8, 40))
     assert len(eight.space.sites) == len(forty.space.sites)
     assert len(eight.space.links) == len(forty.space.links)
@@ -70,6 +70,6 @@ def test_depth_adds_nothing_to_the_problem() -> None:
 
 
 def test_blocks_that_all_end_in_the_loss_are_refused() -> None:
-    """A sum over all blocks has as many operands as there are blocks: the short program does not tell its cost."""
+    """A model whose loss sums over all blocks has no short program, because the sum's cost depends on depth."""
     with pytest.raises(NotAlikeError, match=r"outside of the blocks|alike values"):
         problem_of(short_step(summed(10), margin=2), ONE)

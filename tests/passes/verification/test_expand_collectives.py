@@ -1,4 +1,4 @@
-"""A phase with a wrong bucket, or a read in flight, is refused."""
+"""`verify_phases` refuses a phase with a wrong bucket or an early read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SOURCES = {
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 @pytest.mark.parametrize("mutation", BUCKET_MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_every_mutant_is_refused(mutation: Mutation, source: Callable[[], PhasedProgram]) -> None:
-    """Mutants of buckets of several members, all-reduced, scattered and gathered, are refused."""
+    """Every mutation of buckets that are all-reduced, scattered or gathered is refused."""
     phased = LARGE(WaitLate()(source()))
     verify_phases(phased)
     for seed in range(SEEDS):

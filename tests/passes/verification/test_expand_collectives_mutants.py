@@ -25,7 +25,7 @@ FEW = (
     ("recommender", "ZeRO-1 on one axis"), ("lstm", "ZeRO-3"), ("recommender", "tensor"), ("lstm", "data"),
     ("recommender", "two axes"),
 )  # fmt: skip
-"""Programs that are quick to make."""
+"""Families and plans whose programs are quick to make."""
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -33,7 +33,7 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "plan"), FEW)
 def test_mutants_that_change_numbers_are_refused(family: str, plan: str) -> None:
-    """Ten mutants of each quick program are refused if they change numbers, and few harmless mutants are refused."""
+    """No accepted mutant of a quick program changes numbers, and at least half of the refused mutants that run do."""
     part = attack(family, plan, 10, seed=1, sampled=3, campaign=OF_OVERLAP)
     assert part.holes == []
     assert sum(part.changing.values()) >= sum(part.run.values()) / 2 > 0
@@ -43,7 +43,7 @@ def test_mutants_that_change_numbers_are_refused(family: str, plan: str) -> None
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("family", OF_OVERLAP.families)
 def test_mutants_of_every_program_are_refused(family: str, plan: str) -> None:
-    """Forty mutants of each program are refused if they change numbers."""
+    """No accepted mutant changes numbers, among forty mutants of each family and plan."""
     assert attack(family, plan, 40, seed=2, campaign=OF_OVERLAP).holes == []
 
 
@@ -64,7 +64,7 @@ def test_every_kind_of_mutation_can_be_made() -> None:
 
 @pytest.mark.parametrize(("family", "plan"), [FEW[0], FEW[1]])
 def test_a_right_program_computes_what_it_does_without_overlap(family: str, plan: str) -> None:
-    """A right program with guarded messages equals the program without overlap, and so does its in-place update."""
+    """With late messages, a program with overlap, also with its update in place, has the numbers of no overlap."""
     phased, traced, run = prove_in_buckets(family, plan)
     without = run.numbers(Place.PHASES, plain(family, plan), traced)
     for place, made in ((Place.PHASES, phased), (Place.IN_PLACE, in_place(phased))):
@@ -74,7 +74,7 @@ def test_a_right_program_computes_what_it_does_without_overlap(family: str, plan
 
 
 def _gathered(*, is_waited: bool, is_written: bool) -> fx.Graph:
-    """Return a gather with a possible early write of its input and a possible early read of its result."""
+    """Return a graph with an all-gather, whose input may be written early and whose result may be read early."""
     graph: Any = fx.Graph()
     sent = graph.placeholder("sent")
     started = graph.call_function(c10d.all_gather_into_tensor.default, (sent, 2, "x"))
@@ -87,7 +87,7 @@ def _gathered(*, is_waited: bool, is_written: bool) -> fx.Graph:
 
 @pytest.mark.parametrize(("is_waited", "is_written"), [(True, False), (False, False), (True, True)])
 def test_what_is_in_flight_is_guarded(is_waited: bool, is_written: bool) -> None:
-    """A value read before its wait, or written before its arrival, is NaN."""
+    """Under `InFlight`, a read before a gather's wait is NaN, and so is the wait if the gather's input was written."""
     given = [torch.ones(2), torch.zeros(2)]
     graph = _gathered(is_waited=is_waited, is_written=is_written)
     read, waited = simulate(graph, Mesh({"x": 2}), [given], on_values=InFlight())

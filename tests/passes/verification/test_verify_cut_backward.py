@@ -42,12 +42,12 @@ def halves_of(phased: PhasedProgram) -> BackwardHalves:
 
 
 def with_halves(inputs: fx.GraphModule, weights: fx.GraphModule) -> PhasedProgram:
-    """The stage with a backward cut so."""
+    """The stage with the given halves of its backward."""
     return replace(stage(), halves=BackwardHalves(inputs, weights))
 
 
 def test_the_first_half_is_what_the_stage_before_waits_for() -> None:
-    """Gradients of inputs are the first half of a backward, and gradients of weights the second half."""
+    """A right cut is accepted, and each half of the backward has two of the four matrix products."""
     cut = CutBackward()(stage())
     verify_cut_backward(cut)
     halves = halves_of(cut)
@@ -58,7 +58,7 @@ def test_the_first_half_is_what_the_stage_before_waits_for() -> None:
 
 
 def test_another_second_half_is_refused() -> None:
-    """A second half with a foreign call, a missing value or exchanged results is refused."""
+    """A second half with another operator, a missing value or exchanged results is refused."""
     halves = halves_of(CutBackward()(stage()))
     other = copy.deepcopy(halves.weights)
     next(iter(other.graph.find_nodes(op="call_function", target=MM))).target = torch.ops.aten.matmul.default

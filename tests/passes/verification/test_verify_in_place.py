@@ -25,14 +25,14 @@ WRITTEN = {0: 0, 1: 2}
 
 
 def in_place(kind: str) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """A functional graph, and the graph that writes."""
+    """A functional graph of a kind, and the graph that writes two of its results over inputs."""
     functional = _graph("p g m hyper", BUILDERS[kind])
     return functional, write_in_place(functional, WRITTEN)
 
 
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_graphs_that_write_in_place_are_proven(kind: str) -> None:
-    """In-place graphs are proven, also with only one of two results in place."""
+    """Right graphs are accepted, with both results written in place and with only one written in place."""
     functional, writing = in_place(kind)
     verify_in_place(functional, writing, WRITTEN)
     verify_in_place(functional, write_in_place(functional, {1: 2}), {1: 2})
@@ -41,7 +41,7 @@ def test_graphs_that_write_in_place_are_proven(kind: str) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "layout"), [("lstm", "ZeRO-1"), ("recommender", "ZeRO-3"), ("graph", "two axes")])
 def test_updates_of_lowered_programs_are_proven(family: str, layout: str) -> None:
-    """Updates are proven in the form that torch.distributed runs."""
+    """Updates of lowered programs, rewritten to write in place, are accepted."""
     phased = phased_of(family, layout)
     assert phased.update is not None
     written = written_of(phased)
@@ -52,7 +52,7 @@ def test_updates_of_lowered_programs_are_proven(family: str, layout: str) -> Non
 
 
 def without_copies(graph: fx.Graph) -> list[Callable[[], None]]:
-    """Remove a copy of a value that is read later, or a copy into an overwritten input."""
+    """Changes that each remove a copy of a value that is read later, or a copy into an overwritten input."""
 
     def drop(node: Any) -> None:
         node.replace_all_uses_with(node.args[0])
@@ -63,7 +63,7 @@ def without_copies(graph: fx.Graph) -> list[Callable[[], None]]:
 
 
 def moved_up(graph: fx.Graph) -> list[Callable[[], None]]:
-    """Something that writes, one place earlier."""
+    """Changes that each move a writing call one place earlier."""
 
     def writes(node: fx.Node) -> bool:
         return node.op == "call_function" and str(node.target).partition(".default")[0].endswith("_")
@@ -75,7 +75,7 @@ def moved_up(graph: fx.Graph) -> list[Callable[[], None]]:
 
 
 def with_other_operands(graph: fx.Graph) -> list[Callable[[], None]]:
-    """Make a call read or write another input or value of the same shape."""
+    """Changes that each replace an operand of a call by another earlier value or input."""
     found: list[Callable[[], None]] = []
     nodes = [node for node in graph.nodes if node.op in ("placeholder", "call_function")]
     for index, node in enumerate(nodes):
@@ -86,7 +86,7 @@ def with_other_operands(graph: fx.Graph) -> list[Callable[[], None]]:
 
 
 def with_other_results(graph: fx.Graph) -> list[Callable[[], None]]:
-    """Another value returned."""
+    """Changes that each return an input in place of a result."""
     output = graph.output_node()
     nodes = [node for node in graph.nodes if node.op == "placeholder" and node.name != "hyper"]
     return [
@@ -99,7 +99,7 @@ def with_other_results(graph: fx.Graph) -> list[Callable[[], None]]:
 @pytest.mark.parametrize("change", [without_copies, moved_up, with_other_operands, with_other_results])
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_a_wrong_graph_that_writes_is_refused(kind: str, change: Callable[..., list[Callable[[], None]]]) -> None:
-    """Every change that returns other numbers, or leaves other numbers in the inputs, is refused."""
+    """Every change after which the results or the inputs hold other numbers is refused."""
     functional, writing = in_place(kind)
     expected = observe(writing, kind)
     for number in range(len(change(copy_of(writing).graph))):
@@ -113,7 +113,7 @@ def test_a_wrong_graph_that_writes_is_refused(kind: str, change: Callable[..., l
 
 
 def test_a_value_read_after_it_was_written_over_is_named() -> None:
-    """A read of an overwritten value is refused with the name of the reader."""
+    """A graph that reads a value after its memory was written over is refused."""
     functional, writing = in_place("read later")
     wrong = copy_of(writing)
     without_copies(wrong.graph)[0]()
@@ -122,7 +122,7 @@ def test_a_value_read_after_it_was_written_over_is_named() -> None:
 
 
 def observe(graph_module: fx.GraphModule, kind: str) -> list[list[float]] | str:
-    """Return the bits of a graph's results and inputs afterwards, or the error of a failing graph."""
+    """Return a graph's results and its inputs after the run as numbers, or the error of a failing graph."""
     torch.manual_seed(0)
     values: list[Tensor] = [torch.randn(4, 3) for _ in range(3)]
     if kind == "slice":
@@ -145,7 +145,7 @@ _SENDING = {
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("sending", _SENDING)
 def test_what_is_sent_is_not_written_over_before_it_arrived(sending: str, is_late: bool) -> None:
-    """A parameter is sent with its old value, so its update must follow the wait.
+    """A parameter that a collective sends may be written over only after the collective's wait.
 
     An all-reduce waits too, although torch sends a copy, because three Gloo ranks or more use an all-to-all of views.
     """
@@ -173,7 +173,7 @@ def test_what_is_sent_is_not_written_over_before_it_arrived(sending: str, is_lat
 
 
 def test_a_value_read_before_it_is_computed_is_named() -> None:
-    """Before buckets of updates are written out, which copies the graph in its order."""
+    """A graph that reads a value before it is computed is refused."""
     functional, writing = in_place("read later")
     wrong = copy_of(writing)
     call = next(node for node in wrong.graph.nodes if node.op == "call_function" and node.users)

@@ -1,4 +1,4 @@
-"""Values on the host are only fetched from there, in the joint program and in its phases."""
+"""Programs that offload are accepted, and refused if a call reads a value on the wrong side or too early."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OFFLOADED = ("recommender", "offloaded")
 
 
 def without(graph_module: fx.GraphModule, target: Callable[..., object]) -> fx.GraphModule:
-    """The program whose first copy of one direction is left out."""
+    """The program without its first copy in one direction, `to_host` or `from_host`."""
     module = copy_of(graph_module)
     node = next(node for node in module.graph.nodes if node.target is target)
     node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
@@ -33,7 +33,7 @@ def without(graph_module: fx.GraphModule, target: Callable[..., object]) -> fx.G
 
 
 def test_an_offloaded_program_is_accepted() -> None:
-    """Values go to the host in the forward and come back in the backward."""
+    """A program that copies values to the host in the forward, and back in the backward, is accepted."""
     phased = phased_of(*OFFLOADED)
     assert any(node.target is to_host for node in phased.forward.graph.nodes)
     assert any(node.target is from_host for node in phased.backward.graph.nodes)
@@ -49,14 +49,14 @@ def test_a_backward_that_reads_the_host_is_refused() -> None:
 
 
 def test_a_forward_that_keeps_on_the_device_what_is_fetched_is_refused() -> None:
-    """A fetched value that the forward keeps on the device is refused, because the host has no copy."""
+    """A program whose backward fetches a value that its forward did not copy to the host is refused."""
     phased = phased_of(*OFFLOADED)
     with pytest.raises(VerificationError, match="which does not lie on the host"):
         verify_phases(replace(phased, forward=without(phased.forward, to_host)))
 
 
 def test_a_program_that_reads_what_is_not_computed_yet_is_refused() -> None:
-    """A read of an uncomputed value is refused with the value and its reader."""
+    """A joint program that copies a value before it is computed is refused, and the error names the value."""
     phased = phased_of(*OFFLOADED)
     module = copy_of(phased.lowered.graph_module)
     assert read_before_made(module.graph, Random(0), phased.lowered.mesh)
@@ -66,7 +66,7 @@ def test_a_program_that_reads_what_is_not_computed_yet_is_refused() -> None:
 
 @pytest.mark.parametrize("mutation", [fetch_other_copy, copy_other_value, skip_transfer, read_before_made])
 def test_mistakes_of_offload_are_refused(mutation: Callable[..., object]) -> None:
-    """Mistakes of offloading are refused in preparation, in the joint program and in its phases."""
+    """Offload mistakes that change numbers are refused in the prepared program, the joint program and its phases."""
     phased, traced, run = prove(*OFFLOADED)
     places = [place for place in Place if (place, mutation.__name__) in KINDS]
     assert len(places) == 3

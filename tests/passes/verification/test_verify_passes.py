@@ -1,4 +1,4 @@
-"""AUTOSHARD_VERIFY=each-pass blames a fault on the pass that made the fault."""
+"""`AUTOSHARD_VERIFY=each-pass` names the pass that changed the results of its program."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ layers = partial(Perceptron, activation=torch.relu)
 
 
 def compile_layers() -> Any:
-    """A compiled model, whose plan has collectives."""
+    """Compile a model with split weights and inputs, whose plan has collectives."""
     constraints = {"*weight": autoshard.P("x"), "input:0": autoshard.P("x")}
     return autoshard.compile(layers(), MESH, example_inputs=(torch.ones(4, 8),), constraints=constraints)
 
 
 def scaled(program: Any) -> Any:
-    """One value is scaled."""
+    """The program with one scaled value."""
     module = copy_of(program.graph_module)
     assert scale_value(module.graph, Random(3), MESH)
     return replace(program, graph_module=module)
 
 
 def without_collective(lowered: Any) -> Any:
-    """A collective is lost."""
+    """The lowered program without one of its collectives."""
     module = copy_of(lowered.graph_module)
     assert drop_collective(module.graph, Random(0), MESH)
     return replace(lowered, graph_module=module)
 
 
 def with_kept_exchanged(phased: Any) -> Any:
-    """Exchange two saved values."""
+    """The phased program with two exchanged values between its phases."""
     return next(
         found.phased for seed in range(9) if (found := mutate(phased, Place.PHASES, "exchange_kept", Random(seed)))
     )
 
 
 def with_result_scaled(fused: Any) -> Any:
-    """The first result is scaled, after kernels were put in."""
+    """The program with kernels, with its first result doubled."""
     module = copy_of(fused.graph_module)
     output = module.graph.output_node()
     with module.graph.inserting_before(output):
@@ -80,7 +80,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_pass_that_goes_wrong_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The faulty pass is named, and no earlier pass."""
+    """The error about a pass that returns a wrong program names this pass."""
     kind, spoil = FAULTS[name]
     right = kind.__call__
     monkeypatch.setattr(kind, "__call__", lambda self, program: spoil(right(self, program)))
@@ -90,7 +90,7 @@ def test_the_pass_that_goes_wrong_is_named(name: str, monkeypatch: pytest.Monkey
 
 
 def test_kernels_that_go_wrong_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Faulty kernels are named, and right Triton kernels are accepted."""
+    """A kernel pass that doubles a result is named, and right Triton kernels are accepted."""
     program = trace(layers(), (torch.ones(4, 8),), {})
     plan = plan_program(program, MESH, local_cluster(MESH), PlanOptions())
     lower_program(program, plan, options=LoweringOptions(with_kernels=True, on_pass=verify_pass))
@@ -101,7 +101,7 @@ def test_kernels_that_go_wrong_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_passes_that_are_right_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every pass of lowering is checked, in its order."""
+    """Lowering checks each of its passes in order, and accepts right passes."""
     seen: list[str] = []
 
     def watched(rewrite: Any, before: Any, after: Any) -> None:
@@ -135,7 +135,7 @@ def test_passes_that_are_right_are_accepted(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_unknown_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unknown value of the variable is refused with the known values."""
+    """An unknown value of `AUTOSHARD_VERIFY` is refused, and the error names the known value."""
     monkeypatch.setenv("AUTOSHARD_VERIFY", "always")
     with pytest.raises(NotAvailableError, match="AUTOSHARD_VERIFY='always' is unknown; set it to 'each-pass'"):
         compile_layers()

@@ -43,12 +43,12 @@ def with_results(graph_module: fx.GraphModule, order: list[int]) -> fx.GraphModu
 
 
 def test_phases_of_a_lowered_program_are_accepted() -> None:
-    """The phases that splitting makes are the joint program."""
+    """The phases that lowering makes are accepted as the phases of the joint program."""
     verify_phases(phased())
 
 
 def test_saved_values_in_another_order_are_refused() -> None:
-    """Two saved values exchanged on one side are refused."""
+    """A forward that returns two saved values in each other's place is refused."""
     count = len(phased().forward_outputs)
     total = count + len(phased().saved)
     assert total - count >= 2
@@ -60,21 +60,21 @@ def test_saved_values_in_another_order_are_refused() -> None:
 
 
 def test_a_missing_saved_value_is_refused() -> None:
-    """The backward takes more than the forward gives."""
+    """A forward that does not return the last saved value is refused."""
     total = len(phased().forward_outputs) + len(phased().saved)
     with pytest.raises(VerificationError, match="in order"):
         verify_phases(dataclasses.replace(phased(), forward=with_results(phased().forward, list(range(total - 1)))))
 
 
 def test_results_in_another_order_are_refused() -> None:
-    """Gradients that come back for each other's parameters."""
+    """A backward that returns gradients in the opposite order is refused."""
     order = list(range(len(phased().backward_outputs)))[::-1]
     with pytest.raises(VerificationError, match="is returned where the joint program returns another value"):
         verify_phases(dataclasses.replace(phased(), backward=with_results(phased().backward, order)))
 
 
 def test_inputs_of_the_wrong_phase_are_refused() -> None:
-    """The indices of inputs belong to the phases by their kind."""
+    """Forward inputs that are listed in the opposite order are refused."""
     inputs = phased().forward_inputs
     with pytest.raises(VerificationError, match="forward_inputs"):
         verify_phases(dataclasses.replace(phased(), forward_inputs=inputs[::-1]))
@@ -82,7 +82,7 @@ def test_inputs_of_the_wrong_phase_are_refused() -> None:
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_call_that_the_joint_program_does_not_make_is_refused(phase: str) -> None:
-    """Every node with an operand, changed to another operator, is found."""
+    """A phase is refused if any one of its calls is changed to another operator."""
     module: fx.GraphModule = getattr(phased(), phase)
     calls = [node.name for node in module.graph.nodes if node.op == "call_function" and node.all_input_nodes]
     for name in calls:

@@ -1,4 +1,4 @@
-"""Preparing a program is proven to keep its values."""
+"""`verify_preparation` accepts prepared programs, and refuses prepared programs with other values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def traced() -> Program:
 
 
 def test_canonical_programs_with_hubs_keep_their_values() -> None:
-    """Products without bias, repeated views and fan-outs keep their expressions."""
+    """A program that preparation changed, with repeated views and fan-outs, is accepted."""
     prepared = prepare(traced())
     assert traced().text() != prepared.text()
     verify_preparation(traced(), prepared)
@@ -55,7 +55,7 @@ def _swap(node: fx.Node) -> None:
 
 @pytest.mark.parametrize(("target", "change"), [(aten.pow.Tensor_Scalar, _scale), (aten.mm.default, _swap)])
 def test_a_changed_expression_is_refused(target: object, change: Callable[[fx.Node], None]) -> None:
-    """Another literal, operands exchanged: the result that differs is named."""
+    """A prepared program with another exponent, or with exchanged operands of a product, is refused."""
     prepared = copy_program(prepare(traced()))
     change(next(node for node in prepared.graph.nodes if node.target is target))
     with pytest.raises(VerificationError, match="once the program is prepared"):
@@ -63,7 +63,7 @@ def test_a_changed_expression_is_refused(target: object, change: Callable[[fx.No
 
 
 def test_results_that_the_slots_do_not_name_are_refused() -> None:
-    """Results that contradict the slots are refused: two exchanged gradients, or a missing node."""
+    """Results in the opposite order of the slots are refused, and so is a slot with the name of no node."""
     prepared = copy_program(prepare(traced()))
     output = prepared.graph.output_node()
     output.args = (tuple(reversed(output.args[0])),)  # type: ignore[arg-type]

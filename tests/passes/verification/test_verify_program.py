@@ -52,7 +52,7 @@ from tests.passes.mutations import (
 
 MESH = Mesh({"data": 2, "model": 2})
 SEEDS = 60 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 3
-"""Mutations of each kind and layout."""
+"""Number of mutations of each kind on each layout."""
 VOCABULARY, WIDTH, BATCH, LENGTH = 16, 8, 4, 4
 
 
@@ -119,7 +119,7 @@ def prepared() -> Program:
 
 @cache
 def phased(layout: str) -> PhasedProgram:
-    """The small GPT under a layout."""
+    """The phases of the small GPT under a layout."""
     wanted = LAYOUTS[layout]
     if isinstance(wanted, int):
         plan = drawn_plan(Random(wanted))
@@ -131,7 +131,7 @@ def phased(layout: str) -> PhasedProgram:
 
 @cache
 def unfolded_problem() -> PlanningProblem:
-    """The planning problem with a variable for every site, alike or not."""
+    """The planning problem with a variable of its own for every site."""
     space = EnumerateStrategies(MESH)(prepared())
     alone = {name: name for name in space.sites}
     return build_problem(space, Prices(h100s(MESH), MESH), find_lifetimes(space, 0.0), alone)
@@ -159,7 +159,7 @@ def drawn_plan(random: Random) -> Plan:
 
 
 def inputs_of(program: LoweredProgram) -> list[Sequence[torch.Tensor]]:
-    """Drawn values for all placeholders, by rank."""
+    """Random values for all placeholders, each as a list of pieces by rank."""
     numbers = torch.Generator().manual_seed(5)
 
     def draw(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -186,7 +186,7 @@ def is_refused(program: Program, mutated: LoweredProgram) -> bool:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_lowered_programs_are_proven(layout: str) -> None:
-    """Every node of a lowered program is proven, with no assumption, and so are its phases."""
+    """Every node of a lowered program is proven without assumptions, and its phases are accepted."""
     lowered = phased(layout).lowered
     report = verify_program(prepared(), lowered)
     verify_phases(phased(layout))
@@ -197,7 +197,7 @@ def test_lowered_programs_are_proven(layout: str) -> None:
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_mutations_that_change_numbers_are_refused(mutation: Mutation) -> None:
-    """Every kind of mutation that changes a number is refused, on every layout."""
+    """On every layout, a mutation of any kind is refused if it changes a number."""
     seen: Counter[str] = Counter()
     for layout in LAYOUTS:
         lowered = phased(layout).lowered
@@ -221,7 +221,7 @@ def test_mutations_that_change_numbers_are_refused(mutation: Mutation) -> None:
 @settings(max_examples=6, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(data=st.data())
 def test_any_plan_of_any_program_is_proven_and_its_mutations_are_not(data: st.DataObject) -> None:
-    """Drawn programs under drawn plans are accepted, and refused after a harmful mutation."""
+    """Drawn programs under drawn plans are accepted, and mutations that change their numbers are refused."""
     drawn = data.draw(programs(max_blocks=2))
     mesh = data.draw(st.sampled_from([MESH, Mesh({"data": 2}), Mesh({"data": 1, "model": 2})]))
     program = trace(drawn.model, drawn.inputs)
@@ -251,7 +251,7 @@ def mutated(layout: str, mutation: Mutation, seed: int = 0) -> LoweredProgram:
 
 
 def test_a_message_names_the_node_what_it_reads_and_the_users_line() -> None:
-    """A collective over a wrong axis is refused with the node, its operand's value and spec, and the model's line."""
+    """A collective over a wrong axis is refused, and the error has an operand's spec and the line in the model."""
     with pytest.raises(VerificationError) as caught:
         verify_program(prepared(), mutated("drawn 3", move_collective_to_other_axis, seed=3))
     message = str(caught.value)
@@ -261,13 +261,13 @@ def test_a_message_names_the_node_what_it_reads_and_the_users_line() -> None:
 
 
 def test_a_wrong_result_is_named_with_what_is_promised_and_derived() -> None:
-    """Two exchanged gradients are refused with the slot, the promised value and spec, and the derived value."""
+    """Two exchanged gradients are refused, and the error has the promised value and spec and the derived value."""
     with pytest.raises(VerificationError, match=r"is promised as .* under P.*was derived to hold"):
         verify_program(prepared(), mutated("fully sharded", swap_results))
 
 
 def test_a_gradient_must_lie_like_its_parameter() -> None:
-    """A gradient's slot that promises another spec than its parameter's is refused."""
+    """A gradient's slot with another spec than its parameter's is refused."""
     lowered = phased("fully sharded").lowered
     first = next(slot for slot in lowered.outputs if slot.slot.kind == OutputKind.GRADIENT and len(slot.shape) == 2)
     changed = dataclasses.replace(first, spec=P(None, "data"))
@@ -277,14 +277,14 @@ def test_a_gradient_must_lie_like_its_parameter() -> None:
 
 
 def test_slots_are_those_of_the_traced_program() -> None:
-    """Inputs in another order are refused."""
+    """Inputs in another order than the trace's slots are refused."""
     lowered = phased("mixed").lowered
     with pytest.raises(VerificationError, match="inputs for the slots"):
         verify_program(prepared(), dataclasses.replace(lowered, inputs=lowered.inputs[::-1]))
 
 
 def test_another_constant_is_refused() -> None:
-    """A constant of the trace with another value in the lowered program."""
+    """A lowered program in which a constant of the trace has another value is refused."""
     program = trace(AddsConstant(), (torch.ones(4, 4),), {})
     lowered = lower_program(program, plan_program(program, MESH, h100s(MESH), PlanOptions())).lowered
     verify_program(prepare(program), lowered)
@@ -351,7 +351,7 @@ def test_users_operators_and_rules_are_named_as_assumptions(monkeypatch: pytest.
 
 
 def test_a_report_says_what_was_proven_and_what_it_rests_on() -> None:
-    """Results by kind, collectives by axis, rules by operator, and that nothing else is assumed."""
+    """A report lists results by kind, collectives by axis and rules by operator, and says that no more is assumed."""
     text = str(verify_program(prepared(), phased("mixed").lowered))
     assert "Mesh(data=2, model=2) hold" in text
     assert "proven: 1 output, 16 gradient, as they are promised" in text
@@ -361,7 +361,7 @@ def test_a_report_says_what_was_proven_and_what_it_rests_on() -> None:
 
 
 def test_operators_without_a_rule_are_named_as_assumptions() -> None:
-    """An operator that runs whole on every rank for lack of a rule is in the report."""
+    """A report lists an operator without a rule, which runs whole on every rank, as an assumption."""
     program = trace(Unruled(), (torch.rand(4, 4),), {})
     lowered = lower_program(program, plan_program(program, MESH, h100s(MESH), PlanOptions())).lowered
     report = verify_program(prepare(program), lowered)

@@ -1,4 +1,4 @@
-"""Micro-batches add up the gradients that the update reads: whole, or addends of a sum."""
+"""Values carried into the update are sums over micro-batches, and are refused if they do not add up."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def clipped() -> PhasedProgram:
 
 
 def test_a_call_of_the_update_for_each_part_is_refused() -> None:
-    """A call of the update for each micro-batch is refused, because norms of two gradients do not add up."""
+    """A call of the update that runs once per micro-batch is refused, because norms of two gradients do not add up."""
     phased, run = clipped(), run_of(clipped(), (X.double(),))
     verify_program(phased.lowered.traced, phased.lowered, phased.carried)
     drawn = [mutate(phased, Place.MICRO_BATCHES, "update_too_early", Random(seed)) for seed in range(12)]
@@ -63,7 +63,7 @@ def test_a_call_of_the_update_for_each_part_is_refused() -> None:
 
 
 def test_what_the_update_does_not_read_is_refused() -> None:
-    """A sum of a value that the update does not read, or of a missing value, is refused."""
+    """A carried value that the update does not read, or that is no node, is refused."""
     phased = clipped()
     prepared = phased.lowered.traced
     with pytest.raises(VerificationError, match=f"node '{phased.saved[0]}' .* is carried into the update"):
@@ -73,7 +73,7 @@ def test_what_the_update_does_not_read_is_refused() -> None:
 
 
 def test_a_gradient_that_awaits_a_product_is_refused_by_name() -> None:
-    """A gradient that is multiplied after the sum is refused by name, once per program and before its first step."""
+    """A carried gradient whose pending reduction is a product is refused, because only sums add up."""
     model = Mean()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = torch.cat([X, X])

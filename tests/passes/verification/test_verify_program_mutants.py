@@ -21,13 +21,13 @@ FEW = (
     ("gpt", "tensor"), ("recommender", "ZeRO-3"), ("lstm", "ZeRO-1"), ("graph", "two axes"), ("lstm", "recomputed"),
     ("llama", "kernels"),
 )  # fmt: skip
-"""Programs that are quick to make."""
+"""Families and layouts whose programs are quick to make."""
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "layout"), FEW)
 def test_mutants_that_change_numbers_are_refused(family: str, layout: str) -> None:
-    """Twenty mutants of each program are refused if they change numbers, and some of them do."""
+    """No accepted mutant among twenty of a program changes numbers, and some refused mutants do."""
     part = attack(family, layout, 20, seed=1, sampled=4)
     assert part.holes == []
     assert sum(part.drawn.values()) == 20
@@ -38,7 +38,7 @@ def test_mutants_that_change_numbers_are_refused(family: str, layout: str) -> No
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", [item.__name__ for item in REWRITE_MUTATIONS if item not in OFFLOAD_MUTATIONS])
 def test_mistakes_in_what_rewrites_put_in_are_refused(kind: str) -> None:
-    """Mistakes in inserted code are refused in a bfloat16 program with recomputation and kernels."""
+    """Mistakes in clones, casts and kernels that change numbers are refused in a bfloat16 program."""
     phased, traced, run = prove("llama", "all together")
     drawn = [
         mutant
@@ -54,12 +54,12 @@ def test_mistakes_in_what_rewrites_put_in_are_refused(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "layout"), list(product(FAMILIES, LAYOUTS)))
 def test_mutants_of_every_program_are_refused(family: str, layout: str) -> None:
-    """Sixty of each family under each kind of plan."""
+    """No accepted mutant changes numbers, among sixty mutants of each family and layout."""
     assert attack(family, layout, 60, seed=2).holes == []
 
 
 def test_a_right_program_has_numbers_to_be_held_beside() -> None:
-    """A right program has finite results, equal copies on ranks, and ignores NaN in padding."""
+    """At every place of a mutant, the right program has finite numbers for all results, although padding is NaN."""
     phased, _, run = prove("lstm", "ZeRO-1")
     for place in set(Place) - {Place.ONE_RANK}:
         numbers = run.numbers(place, phased, phased.lowered.traced)

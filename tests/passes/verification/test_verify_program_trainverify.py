@@ -43,7 +43,7 @@ Bug = Callable[[fx.Graph], None]
 
 
 class Layer(nn.Module):
-    """One layer of a decoder, written out."""
+    """A language model of one decoder layer with an explicit norm, rotary positions and scaled scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Layer(nn.Module):
 
 @cache
 def base(layout: str) -> tuple[Program, PhasedProgram, Run]:
-    """The right program under a layout, its trace, and its results."""
+    """The trace, the right phases under a layout, and their run."""
     torch.manual_seed(0)
     inputs = (tokens(1), tokens(2))
     program = traced_of(Layer().double(), inputs, updates=LAYOUTS[layout].updates)
@@ -82,17 +82,17 @@ def base(layout: str) -> tuple[Program, PhasedProgram, Run]:
 
 
 def first(graph: fx.Graph, wanted: Callable[[Any], bool]) -> Any:
-    """The first call of a kind."""
+    """The first call for which `wanted` is true."""
     return next(node for node in graph.nodes if node.op == "call_function" and wanted(node))
 
 
 def calls(target: Any, phase: str | None = None) -> Callable[[Any], bool]:
-    """Whether a node calls `target` (in a phase)."""
+    """Return a function that tells whether a node calls `target`, in `phase` if given."""
     return lambda node: node.target is target and (phase is None or node.meta.get("phase") == phase)
 
 
 def sums(node: Any, axis: str | None = None) -> bool:
-    """Whether a node waits for an all-reduce (over an axis) that adds floating values, of more than one element."""
+    """Whether a node waits for an all-reduce that adds floating values of several elements, over `axis` if given."""
     if node.target is not c10d.wait_tensor.default or node.args[0].target is not c10d.all_reduce.default:
         return False
     if axis is not None and node.args[0].args[2] != axis:
@@ -108,14 +108,14 @@ def on_rank_zero(graph: fx.Graph, before: fx.Node, value: float) -> fx.Node:
 
 
 def bug_1_missing_allreduce(graph: fx.Graph) -> None:
-    """Ranks go on with their addends; the flow of data stays."""
+    """Remove an all-reduce, so that ranks compute with their addends."""
     wait = first(graph, sums)
     wait.replace_all_uses_with(wait.args[0].args[0])
     graph.erase_node(wait)
 
 
 def bug_2_missing_allreduce_and_dataflow(graph: fx.Graph) -> None:
-    """Remove a reduced value: its readers read memory that nobody wrote."""
+    """Replace a reduced value by zeros, because its readers would read memory that nobody wrote."""
     wait = first(graph, sums)
     with graph.inserting_before(wait):
         nothing = graph.call_function(aten.zeros_like.default, (wait.args[0].args[0],))
@@ -136,27 +136,27 @@ def bug_4_allgather_replaced_by_allreduce(graph: fx.Graph) -> None:
 
 
 def bug_5_missing_reduction_in_backward(graph: fx.Graph) -> None:
-    """Remove the all-reduce in the backward of tensor parallelism's identity."""
+    """Remove an all-reduce over the tensor-parallel axis from the backward."""
     wait = first(graph, lambda node: sums(node, "model") and node.meta.get("phase") == "backward")
     wait.replace_all_uses_with(wait.args[0].args[0])
     graph.erase_node(wait)
 
 
 def bug_6_wrong_ranks(graph: fx.Graph) -> None:
-    """Pieces from another group of ranks."""
+    """Gather pieces over the other axis of the mesh."""
     gather = first(graph, calls(c10d.all_gather_into_tensor.default, "forward"))
     other = {"data": "model", "model": "data"}
     gather.args = (*gather.args[:2], other[gather.args[2]])
 
 
 def bug_7_add_on_one_rank(graph: fx.Graph) -> None:
-    """x + 1e-2 is x + 2 on one rank."""
+    """Add 2 to a sum, only on the ranks with index 0 along "model"."""
     node = first(graph, calls(aten.add.Tensor, "forward"))
     insert(graph, node, aten.add.Tensor, on_rank_zero(graph, node, 2.0))
 
 
 def bug_8_pow_on_one_rank(graph: fx.Graph) -> None:
-    """x ** 2 is x ** 3 on one rank."""
+    """Compute x ** 3 in place of x ** 2, only on the ranks with index 0 along "model"."""
     node = first(graph, calls(aten.pow.Tensor_Scalar, "forward"))
     with graph.inserting_before(node):
         exponent = graph.call_function(operator.add, (on_rank_zero(graph, node, 1.0), 2.0))
@@ -169,7 +169,7 @@ def bug_9_add_on_all_ranks(graph: fx.Graph) -> None:
 
 
 def bug_10_wrong_gradients_accumulated(graph: fx.Graph) -> None:
-    """Make one rank add a gradient twice, for a value that was used twice."""
+    """Leave an addend of a gradient out, only on the ranks with index 0 along "model"."""
     node = first(graph, lambda node: calls(aten.add.Tensor, "backward")(node) and alike(*node.args))
     left, right = node.args
     with graph.inserting_before(node):
@@ -191,7 +191,7 @@ def bug_11_rotary_gradients_exchanged(graph: fx.Graph) -> None:
 
 
 def _rotates(node: Any) -> bool:
-    """Whether a product's second operand is the table of cosines or sines."""
+    """Whether a product's second operand is computed from the table of cosines or sines."""
     operand = node.args[1]
     while isinstance(operand, fx.Node) and operand.op != "placeholder" and operand.all_input_nodes:
         operand = operand.all_input_nodes[0]
@@ -199,7 +199,7 @@ def _rotates(node: Any) -> bool:
 
 
 def bug_12_scaling_on_one_rank(graph: fx.Graph) -> None:
-    """Divide scores by 2 on some ranks, and by 4 on the other ranks."""
+    """Divide scores by 4 in place of 2, only on the ranks with index 0 along "model"."""
     node = first(graph, calls(aten.div.Tensor, "forward"))
     with graph.inserting_before(node):
         divisor = graph.call_function(operator.add, (on_rank_zero(graph, node, 2.0), 2.0))
@@ -212,13 +212,13 @@ def bug_13_scaling_on_all_ranks(graph: fx.Graph) -> None:
 
 
 def bug_14_reduced_before_the_last_operator(graph: fx.Graph) -> None:
-    """A gradient is reduced before the last of its contributions has been added."""
+    """Reduce a gradient before the last of its contributions is added."""
     reader, addition = next(filter(None, map(_last_addition, graph.nodes)))
     reader.replace_input_with(addition, addition.args[0])
 
 
 def _last_addition(node: Any) -> tuple[fx.Node, fx.Node] | None:
-    """Return the last sum of gradients in front of a reduction, and the nodes in between."""
+    """Return the reader of the last addition in front of a reduction, and the addition; None for other nodes."""
     if node.target not in REDUCING:
         return None
     reader, value = node, node.args[0]
@@ -239,7 +239,7 @@ BUGS: tuple[Bug, ...] = (
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["two axes", "tensor"])
 def test_the_program_without_a_bug_is_proven(layout: str) -> None:
-    """The program without a bug is proven."""
+    """The program without a bug is accepted, and has the right numbers."""
     traced, phased, run = base(layout)
     assert not _mutant(phased, lambda graph: None).is_refused(traced)
     assert not run.is_changed_by(_mutant(phased, lambda graph: None))
@@ -247,7 +247,7 @@ def test_the_program_without_a_bug_is_proven(layout: str) -> None:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_a_bug_is_refused(bug: Bug) -> None:
-    """A bug changes numbers and is refused."""
+    """Each of the fourteen bugs changes numbers and is refused."""
     traced, phased, run = base("tensor" if bug is bug_5_missing_reduction_in_backward else "two axes")
     mutant = _mutant(phased, bug)
     assert run.is_changed_by(mutant)

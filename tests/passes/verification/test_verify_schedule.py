@@ -29,7 +29,7 @@ ORDER = order_pipeline("1F1B", 2, 2)
 
 
 def one_device(order: PipelineOrder) -> tuple[list[int], list[int]] | None:
-    """The same stages on one rank, micro-batch by micro-batch."""
+    """The losses and gradients of the same stages on one rank, one micro-batch after the other."""
     stages = range(len(order.stage_ranks))
     tasks = [
         StageTask(work, stage, number)
@@ -42,14 +42,14 @@ def one_device(order: PipelineOrder) -> tuple[list[int], list[int]] | None:
 
 @given(schedules())
 def test_every_schedule_is_accepted_and_computes_what_one_device_does(order: PipelineOrder) -> None:
-    """A schedule of any legal size is accepted, and computes one device's numbers."""
+    """A drawn schedule is accepted, and its losses and gradients equal those of one device."""
     verify_schedule(order)
     assert compute(order) == one_device(order) is not None
 
 
 @pytest.mark.parametrize("mutate", SCHEDULE_MUTATIONS, ids=lambda mutate: mutate.__name__)
 def test_mutations_that_change_numbers_are_refused(mutate: Callable[[PipelineOrder, Random], PipelineOrder]) -> None:
-    """Each kind, in every schedule; a wrong order hangs, fails or gives other losses or gradients."""
+    """In every schedule, a mutation of any kind is refused if the order hangs or gives other losses or gradients."""
     refused = 0
     for schedule, seed in product(SCHEDULES, range(6)):
         order = order_pipeline(schedule, 2 + seed % 2, 6, SCHEDULES[schedule].numbers_of_stages(2)[-1])
@@ -61,7 +61,7 @@ def test_mutations_that_change_numbers_are_refused(mutate: Callable[[PipelineOrd
 
 @given(schedules(), st.sampled_from(SCHEDULE_MUTATIONS), st.integers(0, 99))
 def test_any_mutation_of_any_schedule_that_changes_numbers_is_refused(order, mutate, seed: int) -> None:
-    """Any harmful mutation of a drawn schedule is refused; one rank and one micro-batch leave nothing to mutate."""
+    """A mutation of a drawn schedule, on several ranks and micro-batches, is refused if it hangs or changes numbers."""
     if len(order.ranks) > 1 and order.micro_batches > 1:
         mutant = mutate(order, Random(seed))
         assert is_refused(mutant) or compute(mutant) == compute(order)
@@ -78,7 +78,7 @@ class TorchStage:
 
 
 def torch_order(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> PipelineOrder:
-    """Return the actions of torch's runtime, without actions that concern no other rank's stages."""
+    """Return the order of torch's own schedule with torch's transfers, without actions that only one rank takes."""
     stages = [TorchStage(stage, ranks, ranks * virtual_stages) for stage in range(virtual_stages)]
     made = torch_schedules.get_schedule_class(schedule)(stages, micro_batches)
     known = {work.value for work in Work}
@@ -99,7 +99,7 @@ def torch_order(schedule: str, ranks: int, micro_batches: int, virtual_stages: i
 @pytest.mark.parametrize("schedule", [name for name, item in SCHEDULES.items() if item.most_stages != 1])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_torchs_own_transfers_are_accepted(schedule: str, ranks: int) -> None:
-    """Torch's schedules of several stages per rank are accepted, and their harmful mutations refused."""
+    """Torch's own orders with two stages per rank are accepted, and mutations that change their numbers are refused."""
     order = torch_order(schedule, ranks, 8, 2)
     verify_schedule(order)
     assert compute(order) == one_device(order)
@@ -110,7 +110,7 @@ def test_torchs_own_transfers_are_accepted(schedule: str, ranks: int) -> None:
 
 @given(schedules())
 def test_transfers_issued_as_one_are_accepted_where_they_end(order: PipelineOrder) -> None:
-    """Several consecutive transfers issued as one, as in torch's 1F1B, are accepted."""
+    """If consecutive transfers are issued as one, an order is refused exactly if it deadlocks."""
     joined = replace(order, ranks=tuple(tuple(_joined(slots)) for slots in order.ranks))
     assert is_refused(joined) == (compute(joined) is None)
 
@@ -144,7 +144,7 @@ def test_a_circle_is_refused() -> None:
     ],
 )
 def test_messages(rank: int, before: str, after: str, says: str) -> None:
-    """Errors of schedules name the rank and the task."""
+    """Errors about a wrong order name the rank, the stage or the task."""
     with pytest.raises(VerificationError, match=says):
         verify_schedule(with_text(rank, before, after))
 
@@ -168,7 +168,10 @@ def parse(text: str) -> StageTask:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_forward_alone_is_that_of_a_schedules_stages(schedule: str) -> None:
-    """A call without gradients is accepted under the stages of any schedule, and refused as a step."""
+    """A forward alone is accepted with `trains=False`, and refused as a training step or without one receive.
+
+    A training step is refused with `trains=False`.
+    """
     virtual_stages = SCHEDULES[schedule].numbers_of_stages(2)[-1]
     order = order_forward(schedule, 3, virtual_stages)
     assert order.stage_ranks == stage_ranks(schedule, 3, virtual_stages)
@@ -183,7 +186,7 @@ def test_a_forward_alone_is_that_of_a_schedules_stages(schedule: str) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_a_step_without_stages_is_a_pipeline_of_one(count: int) -> None:
-    """Without stages, micro-batches run one after another, or all forwards come first."""
+    """In one stage, micro-batches one after another are accepted, and so are all forwards before all backwards."""
     order = one_after_another(count)
     verify_schedule(order)
     slots = sorted(order.ranks[0], key=lambda slot: slot[0].work is Work.BACKWARD)
@@ -200,13 +203,13 @@ def test_a_step_without_stages_is_a_pipeline_of_one(count: int) -> None:
     ],
 )
 def test_messages_without_stages(text: str, micro_batches: int, says: str) -> None:
-    """Errors without stages describe the step's actual order."""
+    """Errors about a wrong order of one stage describe this order."""
     with pytest.raises(VerificationError, match=says):
         verify_schedule(PipelineOrder((0,), micro_batches, (tuple((parse(word),) for word in text.split()),)))
 
 
 def test_orders_without_stages_that_change_numbers_are_refused() -> None:
-    """Every kind of mistake is refused, on a program with dropout and a whole step."""
+    """Orders of micro-batches that change a step's numbers are refused, for each kind of mutation."""
     _, traced, run = prove("lstm", "ZeRO-1")
     found = [mutant for seed in range(24) if (mutant := mutate_order(run.phased, Random(seed))) is not None]
     assert {mutant.kind for mutant in found} == {mutation.__name__ for mutation in ONE_STAGE_MUTATIONS}

@@ -1,4 +1,4 @@
-"""The weights of micro-batches make the loss of the batch of theirs, or the loss is refused."""
+"""Weighted losses of micro-batches add up to the loss of their batch, or the loss is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.end_to_end.test_micro_batches import COUNTED, PARTS, PLAIN, REFUSED, 
 
 
 def _weigh(loss: Loss) -> LossWeights:
-    """From traces of one part and of two."""
+    """The weights of a loss, from traces of one micro-batch and of two."""
     model, (x, y) = Model(loss), inputs()
     part, pair = (trace(model, (x[:size], y[:size]), {}) for size in (2, 4))
     return weigh_loss(part, pair)
@@ -23,7 +23,7 @@ def _weigh(loss: Loss) -> LossWeights:
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("name", [*PLAIN, *COUNTED])
 def test_weighed_losses_of_parts_add_up_to_that_of_the_batch(name: str) -> None:
-    """Losses of micro-batches add up to the batch's loss, for sums, means, and quotients by a count."""
+    """Weighted losses of micro-batches add up to the batch's loss, for sums, means, and quotients by a count."""
     loss, (x, y) = {**PLAIN, **COUNTED}[name], inputs(ignored=name in COUNTED)
     model, parts = Model(loss), list(zip(x.chunk(PARTS), y.chunk(PARTS), strict=True))
 
@@ -38,7 +38,7 @@ def test_weighed_losses_of_parts_add_up_to_that_of_the_batch(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_mixes_samples_is_refused(name: str) -> None:
-    """A loss that mixes samples is refused with the words of a step."""
+    """A loss that mixes samples of a batch is refused for the expected reason."""
     loss, says = REFUSED[name]
     refusal = _weigh(loss).refusal
     assert refusal is not None
@@ -46,7 +46,10 @@ def test_what_mixes_samples_is_refused(name: str) -> None:
 
 
 def test_what_does_not_depend_on_the_batch_counts_once() -> None:
-    """A term without the batch counts once beside a mean, and once per micro-batch beside a sum."""
+    """A term without the batch is allowed beside a mean.
+
+    Beside a sum the term is refused, because each part would add it.
+    """
     beside_mean = _weigh(lambda m, z, x, y: z.square().mean() + penalty(m))
     assert beside_mean.refusal is None
     assert beside_mean.has_constant
