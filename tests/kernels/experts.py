@@ -1,4 +1,4 @@
-"""Layers of experts, drawn: operands of `autoshard::experts`."""
+"""Layers of experts with random numbers, as operands of `autoshard::experts`."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ class Layer:
         return (*operands, self.count, self.activation, self.transposed, self.interleaved, self.alpha, self.limit)
 
     def requiring_gradients(self) -> Layer:
-        """The same with copies that gradients are taken of."""
+        """The same layer with copies of the tensors; those of floating point require gradients."""
         return self._map(lambda tensor: tensor.detach().clone().requires_grad_(tensor.is_floating_point()))
 
     def to(self, dtype: torch.dtype) -> Layer:
-        """The same in another type."""
+        """The same layer, detached, with its floating-point tensors in another type."""
         return self._map(lambda tensor: tensor.detach().to(dtype) if tensor.is_floating_point() else tensor)
 
     def _map(self, change: Any) -> Layer:

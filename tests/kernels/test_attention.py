@@ -29,7 +29,7 @@ def _inputs(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, p: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """The operator on a whole array."""
+    """The operator on whole tensors, which are no shards."""
     whole = [q.shape[0], q.shape[1], q.shape[2], k.shape[2]]
     return attention(q, k, v, mask, SEED if p else None, p, is_causal, SCALE, 1, [0] * 4, whole)
 
@@ -64,7 +64,7 @@ def _assert_same_gradients(out: Tensor, expected: Tensor, inputs: tuple[Tensor, 
     st.sampled_from(["none", "bool", "float", "causal"]),
 )
 def test_equals_torch_in_float64(heads_groups: tuple[int, int], s: int, t: int, kind: str) -> None:
-    """Output, log-sum-exp and gradients are torch's math attention's to float64 rounding."""
+    """Output and gradients equal those of torch's math attention to float64 rounding; the log-sum-exp has no gradient."""
     heads, groups = heads_groups
     q, k, v = _inputs(heads, groups, s, t)
     is_causal = kind == "causal"
@@ -78,7 +78,7 @@ def test_equals_torch_in_float64(heads_groups: tuple[int, int], s: int, t: int, 
 
 
 def test_equals_torch_in_float32() -> None:
-    """In float32 output and gradients agree with torch within 1e-6 relative."""
+    """In float32 the output agrees with torch's math attention within 1e-6 relative."""
     q, k, v = _inputs(dtype=torch.float32)
     out, lse = _attend(q, k, v, is_causal=True)
     expected = _torch_math(q, k, v, None, True)
@@ -88,7 +88,7 @@ def test_equals_torch_in_float32() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_inputs_sum_in_float32(dtype: torch.dtype) -> None:
-    """Half inputs round once, at the output; gradients come in the inputs' dtype."""
+    """With 16-bit inputs the output errs by a rounding of float64's, and gradients come in the inputs' dtype."""
     q, k, v = _inputs(dtype=dtype)
     out, lse = _attend(q, k, v)
     expected = _torch_math(q.double(), k.double(), v.double(), None, False)
@@ -124,7 +124,7 @@ def test_shards_of_batch_heads_and_queries_equal_slices(p: float) -> None:
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_shards_of_keys_combine_by_lse(p: float) -> None:
-    """Shards of the keys, weighted by exp(lse - total), sum to the whole, as ring attention needs."""
+    """Outputs over shards of the keys, weighted by exp(lse - total), sum to the whole output, as ring attention needs."""
     q, k, v = _inputs(s=6, t=6)
     whole, total = _attend(q, k, v, is_causal=True, p=p)
     combined = torch.zeros_like(whole)
@@ -153,7 +153,7 @@ def test_fully_masked_rows_are_zero(is_float: bool) -> None:
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_composite_equals_operator_and_has_a_mask_gradient(p: float) -> None:
-    """`attention_composite` computes the same, and differentiates its mask."""
+    """`attention_composite` has the operator's output and gradients, and also a finite gradient of its mask."""
     q, k, v = _inputs()
     mask = torch.randn(5, 6, dtype=torch.float64)
     mask[3] = -float("inf")
@@ -167,7 +167,7 @@ def test_composite_equals_operator_and_has_a_mask_gradient(p: float) -> None:
 
 
 def test_mask_that_requires_grad_is_refused() -> None:
-    """The operator has no gradient for its mask, and names the alternative."""
+    """The backward with a mask that requires a gradient is refused, and the error names `attention_composite`."""
     q, k, v = _inputs()
     mask = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
     out, _ = _attend(q, k, v, mask)
@@ -176,7 +176,7 @@ def test_mask_that_requires_grad_is_refused() -> None:
 
 
 def test_dropout_without_a_seed_is_refused() -> None:
-    """Dropout needs the program's seed."""
+    """Dropout with p > 0 and no seed is refused."""
     q, k, v = _inputs()
     with pytest.raises(ValueError, match=r"dropout_p=0\.5 needs a seed"):
         attention(q, k, v, None, None, 0.5, False, SCALE, 1, [0] * 4, [2, 4, 5, 6])
@@ -191,7 +191,7 @@ def test_dropout_without_a_seed_is_refused() -> None:
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
-    """q, k and v must be of four dims and agree in batch, head size and keys."""
+    """q, k and v that are not of four dims, or differ in head size, or whose heads do not divide, are refused."""
     q, k, v = (torch.zeros(shape) for shape in shapes)
     with pytest.raises(ValueError, match=message):
         attention(q, k, v, None, None, 0.0, False, SCALE, 1, [0] * 4, [1] * 4)

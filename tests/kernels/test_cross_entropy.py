@@ -61,7 +61,7 @@ def test_half_logits_have_a_float32_loss(dtype: torch.dtype) -> None:
 
 
 def test_infinite_ignored_row_gives_no_nan() -> None:
-    """An ignored row may contain infinities; loss and gradient stay 0."""
+    """An ignored row that contains an infinity has zero loss and a zero gradient, and all gradients are finite."""
     logits = torch.tensor([[float("inf"), 1.0], [2.0, 3.0]], requires_grad=True)
     loss, _ = cross_entropy(logits, torch.tensor([IGNORE, 1]), IGNORE, 0.1)
     loss.sum().backward()
@@ -72,7 +72,8 @@ def test_infinite_ignored_row_gives_no_nan() -> None:
 
 
 def test_opcheck() -> None:
-    """Schema, fake tensors, autograd registration and AOT dispatch agree; strides are the fake's."""
+    """Torch's checks of a custom operator pass for transposed logits, and the gradient is contiguous as in the fake
+    run."""
     logits = torch.randn(5, 4).t().requires_grad_()
     target = torch.tensor([0, 1, IGNORE, 4])
     torch.library.opcheck(cross_entropy, (logits, target, IGNORE, 0.1))
