@@ -96,8 +96,8 @@ def _cross_entropy(rows: int, columns: int) -> Any:
 
 
 def _linear_cross_entropy(rows: int, columns: int) -> Any:
-    """The hidden size is 8 and the classes are 8200, which makes three chunks: kernels carry sums from chunk to chunk
-    and write over the logits."""
+    """The hidden size is 8. The 8200 classes make three chunks, whose kernels carry sums from chunk to chunk and write
+    over the logits."""
     hidden, weight, target = _draw(rows, 8), _draw(8200, 8), _indices(rows, 8200)
     loss, lse = _run(linear_cross_entropy, hidden, weight, target, _IGNORED, 0.1)
     return loss, lse, *_run(linear_cross_entropy_backward, loss, hidden, weight, target, lse, _IGNORED, 0.1)

@@ -54,7 +54,7 @@ def test_strided_rows_in_several_blocks() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    """Statistics of another number of rows, or not in float32, are refused with the reason."""
+    """A statistic with another number of rows, and one that is not in float32, are refused with the reason."""
     logits, targets = draw(4, 3), _targets(4, 3)
     with pytest.raises(KernelError, match="one number per row"):
         triton_split_cross_entropy(logits, draw(3), **targets, factor=1.0)

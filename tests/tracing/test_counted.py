@@ -70,7 +70,7 @@ def _inputs(seed: int = 0) -> tuple[Tensor, Tensor]:
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_a_sharded_selection_equals_one_device(name: str) -> None:
-    """Loss and gradient equal the plain call, and a mask of another count is traced anew."""
+    """Loss and gradient of each selection equal one device's for masks of different counts."""
     model = Selects(SELECTIONS[name])
     sharded = autoshard.compile(model, autoshard.Mesh({"data": 2}))
     for seed in range(3):
@@ -93,7 +93,7 @@ def test_the_count_is_guarded() -> None:
 
 
 def test_without_values_the_call_is_refused() -> None:
-    """A mask on the meta device has no count."""
+    """A selection by a mask on the meta device is refused, because its count is unknown."""
     x, mask = _inputs()
     with pytest.raises(TraceError, match="shape depends on values"):
         trace(Selects(SELECTIONS["where"]), (x, mask.to("meta")), {})

@@ -1,4 +1,4 @@
-"""Transforms of `torch.func` inside a model draw as in eager, and leave no state after a failed trace."""
+"""Transforms of `torch.func` inside a model draw as in eager, and a failed trace leaves no transform active."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_randomness_of_vmap(draw: Callable[[Tensor], Tensor]) -> None:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own, of jvp
 def test_a_failing_trace_leaves_no_transform_open() -> None:
-    """A trace that fails within a transform leaves the process unchanged."""
+    """A trace that fails within a transform leaves no transform active, and transforms work afterwards."""
 
     def fail(weight: Tensor) -> Tensor:
         raise RuntimeError("the model fails")
