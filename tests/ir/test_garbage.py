@@ -57,7 +57,8 @@ def test_an_error_restores_them() -> None:
 
 
 def test_threads_do_not_leave_them_raised() -> None:
-    """The first to begin ends first, within the second."""
+    """Of two overlapping calls in threads, the first to begin ends first, and the thresholds return when the
+    second ends."""
     began, end = threading.Event(), threading.Event()
 
     @seldom_collecting
@@ -81,7 +82,7 @@ def test_threads_do_not_leave_them_raised() -> None:
 
 
 def test_planning_and_a_first_call_are_within() -> None:
-    """The thresholds while a model is traced, by `plan` and by the call that compiles."""
+    """While `plan` and a first compiled call trace a model, garbage collection has the rarer thresholds."""
     seen = []
 
     class Looks(nn.Module):

@@ -1,4 +1,4 @@
-"""The parts of a plan as JSON data."""
+"""The layout of parameters in a plan as JSON data."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def test_a_parameters_layout_is_text_that_says_all_of_it() -> None:
 
 
 def test_without_an_update_there_is_only_where_it_lies() -> None:
-    """The file of a plan of a call has no empty fields."""
+    """A parameter of a plan without an update has no fields for gradients and optimizer state."""
     assert ParameterPlan(SPLIT, (4,), 8).to_json() == {"spec": "P('data')", "shape": [4], "local_bytes": 8}

@@ -31,7 +31,7 @@ def traces(draw: st.DrawFn) -> Trace:
 
 
 def check_trace_events(document: Mapping[str, Any]) -> None:
-    """Check the rules of Google's "Trace Event Format", and that no events of a thread overlap."""
+    """Check the rules of Google's "Trace Event Format", and that events of a thread do not overlap."""
     assert document["displayTimeUnit"] in ("ms", "ns")
     named: dict[str, set[tuple[int, int]]] = {"process_name": set(), "thread_name": set()}
     ends: dict[tuple[int, int], float] = {}
@@ -55,7 +55,7 @@ def check_trace_events(document: Mapping[str, Any]) -> None:
 
 @given(traces())
 def test_traces_follow_the_trace_event_format(trace: Trace) -> None:
-    """Every event is complete or names something, and threads run one span at a time."""
+    """Events follow the format, and each span is one complete event."""
     document = json.loads(json.dumps({"traceEvents": trace.events(), "displayTimeUnit": "ms"}))
     check_trace_events(document)
     assert sum(event["ph"] == "X" for event in document["traceEvents"]) == len(trace.spans)

@@ -1,4 +1,4 @@
-"""Updates of optimizers, as data."""
+"""Updates of optimizers as data, and whether a program of one update serves another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UPDATE = Update("SGD", (UpdateGroup(PLAIN, ("a", "b")), UpdateGroup(HEAVY, ("c",
 
 
 def test_a_program_serves_updates_that_group_alike() -> None:
-    """A program serves updates of equal or coarser groups, with parameters without gradient in any group."""
+    """A program serves an update whose groups do not join parameters that the program's groups separate."""
     finer = replace(UPDATE, groups=(UpdateGroup(PLAIN, ("a",)), UpdateGroup(PLAIN, ("b",)), UPDATE.groups[1]))
     assert UPDATE.serves(UPDATE, {"a", "b", "c"})
     assert finer.serves(UPDATE, {"a", "b", "c"})
@@ -31,6 +31,6 @@ def test_a_program_serves_no_other_update() -> None:
 
 
 def test_slots_of_state_name_their_parameter() -> None:
-    """The state's name, a colon, the parameter's."""
+    """The slot of a state is the state's name, a colon, and the parameter's name."""
     assert state_slot("exp_avg", "layers.0.weight") == "exp_avg:layers.0.weight"
     assert parameter_of("exp_avg:layers.0.weight") == "layers.0.weight"

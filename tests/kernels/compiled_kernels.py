@@ -77,7 +77,8 @@ def _generated(model: str) -> Iterator[tuple[ExampleCompilation, tuple[str, ...]
 
 
 def _chosen(which: str, models: str) -> Iterator[tuple[str, str, ExampleCompilation]]:
-    """For each kernel to compile: its row size or model, a text that names the choice of blocks, and the compilation."""
+    """For each kernel to compile: its row size or model, a text that names the choice of blocks, and
+    the compilation."""
     typical = [(str(item.size), item, TUNABLE.get(item.name, ())) for item in examples() if item.size in TYPICAL_SIZES]
     generated = [(model, *found) for model in models.split(",") if model for found in _generated(model)]
     match which:

@@ -64,7 +64,8 @@ def _assert_same_gradients(out: Tensor, expected: Tensor, inputs: tuple[Tensor, 
     st.sampled_from(["none", "bool", "float", "causal"]),
 )
 def test_equals_torch_in_float64(heads_groups: tuple[int, int], s: int, t: int, kind: str) -> None:
-    """Output and gradients equal those of torch's math attention to float64 rounding; the log-sum-exp has no gradient."""
+    """Output and gradients equal those of torch's math attention to float64 rounding; the log-sum-exp
+    has no gradient."""
     heads, groups = heads_groups
     q, k, v = _inputs(heads, groups, s, t)
     is_causal = kind == "causal"

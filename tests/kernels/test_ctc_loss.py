@@ -1,4 +1,5 @@
-"""The semantic operator of CTC equals torch's loss and gradient, and the size of its table follows from shapes alone."""
+"""The semantic operator of CTC equals torch's loss and gradient, and the size of its table follows from
+shapes alone."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def handed(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> tuple[set[str], Tensors, Tensors]:
-    """The operators of the graph that a compiler gets, the compiled graph's results, and the original graph's results."""
+    """The operators of the graph that a compiler gets, the compiled graph's results, and the original
+    graph's results."""
     found: set[str] = set()
 
     def compiler(graph: fx.GraphModule, inputs: object) -> object:

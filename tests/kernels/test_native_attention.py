@@ -66,7 +66,8 @@ def _lying(kind: str, x: Tensor) -> Tensor:
 
 @given(calls(), st.sampled_from([1 << 22, 8]))
 def test_equals_the_definition(arguments: tuple[Any, ...], block_elements: int) -> None:
-    """Output, log-sum-exp and gradients equal the definition's, with all queries at once or in blocks of few queries."""
+    """Output, log-sum-exp and gradients equal the definition's, with all queries at once or in blocks
+    of few queries."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_BLOCK_ELEMENTS", block_elements)
         found = native_attention(*arguments)

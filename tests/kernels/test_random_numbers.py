@@ -167,7 +167,8 @@ def test_shard_equals_slice(distribution: str, rows: int, columns: int, start: i
      ("integer", [-(2**63), 2**63]), ("truncated_normal", [0.0, 1.0, 2.0, 1.0])],
 )  # fmt: skip
 def test_parameters_out_of_range_are_refused(distribution: str, parameters: list[float]) -> None:
-    """Parameters out of range are refused, and the message says the distribution's condition and the given parameters."""
+    """Parameters out of range are refused, and the message says the distribution's condition and the
+    given parameters."""
     with pytest.raises(KernelError, match=rf"{distribution} numbers need .*; got .*{parameters[-1]}\."):
         random(SEED, distribution, parameters, 0, [2], [0], [2], dtype=torch.float32)
 

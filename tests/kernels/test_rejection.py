@@ -48,7 +48,8 @@ def test_binomial(count: int, p: float) -> None:
 
 @pytest.mark.parametrize("alpha", [0.05, 0.5, 1.0, 2.5, 80.0])
 def test_gamma(alpha: float) -> None:
-    """Draws and their mean agree with torch's for parameters below 1, where a larger number is scaled down, and above."""
+    """Draws and their mean agree with torch's for parameters below 1, where a larger number is scaled
+    down, and above."""
     torch.manual_seed(0)
     mine = gamma(_filled(alpha), SEED, *PLACE)
     _assert_alike(mine, torch._standard_gamma(_filled(alpha)))

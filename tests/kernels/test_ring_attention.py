@@ -39,7 +39,8 @@ def pieces(ranks: int, dtype: torch.dtype, keys: int = HEADS) -> list[list[Tenso
 
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_ranks_have_as_much_to_do_in_pairs(ranks: int) -> None:
-    """With paired pieces, all ranks compute equally many scores at each hop. Otherwise rank r computes at r + 1 hops."""
+    """With paired pieces, all ranks compute equally many scores at each hop. Otherwise rank r computes
+    at r + 1 hops."""
     pairs, hops = [], []
     for rank in range(ranks):
         paired, alone = (Ring(*place(rank, ranks, is_paired)) for is_paired in (True, False))

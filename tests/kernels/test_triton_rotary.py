@@ -43,7 +43,8 @@ def test_rotary(
 
 
 def test_interleaved_pairs() -> None:
-    """Interleaved pairs equal complex numbers multiplied by the angle's unit number, and the inverse restores q and k."""
+    """Interleaved pairs equal complex numbers multiplied by the angle's unit number, and the inverse
+    restores q and k."""
     q, k = draw(2, 3, 5, 8), draw(2, 1, 5, 8)
     cos, sin = _angles(1, 3, 5, 8, interleaved=True)
     turned = rotary(q, k, cos, sin, True, False)

@@ -174,8 +174,7 @@ def _attention(
 def test_flex_attention(
     make_score: Callable[[Call], Callable[..., Tensor]] | None, mask_mod: Callable[..., Tensor] | None
 ) -> None:
-    """Flex attention with functions of scores and masks, and grouped heads, equals its definition, gradients included.
-    """
+    """Flex attention with functions of scores and masks, and grouped heads, equals its definition, gradients included."""
 
     def run(model: Call, x: Tensor, *, ours: bool) -> Tensor:
         q, k, v = (x @ model.first).unflatten(1, (8, 2)).transpose(1, 2), x[:, None] @ model.first, x[:, None, :8].sin()
@@ -204,8 +203,7 @@ def test_flex_attention(
 
 
 def test_flex_attention_is_attention() -> None:
-    """Flex attention without a function of scores becomes the attention operator, with the result of causal attention.
-    """
+    """Flex attention without a function of scores becomes the attention operator, with the result of causal attention."""
     mask = create_block_mask(_causal, None, None, 8, 8, device="cpu")
     model = Call(lambda model, x: flex_attention(x @ model.first, x, x, block_mask=mask))
     x = _inputs(2, 2, 8, 8)

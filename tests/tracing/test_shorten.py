@@ -38,7 +38,7 @@ class Deep(nn.Module):
 
 
 def test_two_of_each_kind_stay() -> None:
-    """Of nine blocks that differ only in their position, two stay, and the model itself keeps all nine."""
+    """If nine blocks differ only in their position, the short model has two, and the model itself keeps all nine."""
     model = Deep([Block(4, index) for index in range(9)])
     short = shorten(model)
     (found,) = short.lists
