@@ -102,7 +102,7 @@ def test_another_order_than_the_mesh() -> None:
 
 
 def test_partial_is_the_value_on_the_first_rank() -> None:
-    """Of a partial value, the first rank of the axis holds the value, and the other ranks hold the reduction's
+    """For a partial value, the first rank of the axis holds the value, and the other ranks hold the reduction's
     identity."""
     locals_ = shard_all(torch.tensor([1.0, 2.0]), P(partial={"model": "max"}), MESH)
     assert [local.tolist() for local in locals_] == [[1.0, 2.0], [-math.inf, -math.inf]] * 2

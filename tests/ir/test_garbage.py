@@ -57,8 +57,7 @@ def test_an_error_restores_them() -> None:
 
 
 def test_threads_do_not_leave_them_raised() -> None:
-    """Of two overlapping calls in threads, the first to begin ends first, and the thresholds return when the
-    second ends."""
+    """When two calls in threads overlap, the thresholds stay raised until the last of them ends."""
     began, end = threading.Event(), threading.Event()
 
     @seldom_collecting

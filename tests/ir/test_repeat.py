@@ -11,7 +11,7 @@ PAIRS = Repeat("model.layers", period=2, before=4, behind=12)
 
 
 def test_units_lie_around_the_gap() -> None:
-    """A repeat of 6 units of two blocks keeps the units that start at 2, 4, 12 and 14, and leaves out 3 units."""
+    """The kept units of two blocks start at 2, 4, 12 and 14, and blocks 6 to 11 are three left-out units."""
     assert PAIRS.left_out == 3
     assert PAIRS.units == (2, 4, 12, 14)
 

@@ -214,7 +214,7 @@ def test_code_that_asks_for_types_is_found() -> None:
 
 
 def test_many_conditions_and_long_expressions_are_too_much() -> None:
-    """Too many conditions exhaust a watch. Of a long expression the value is compared."""
+    """Too many conditions exhaust a watch. The value of a long expression is compared instead of its parts."""
     assert _watched(3, lambda step: [step < limit for limit in range(99)])[1].is_exhausted
     assert len(_watched(3, lambda step: [step < 5 for _ in range(99)])[1].conditions) == 1
     _, watch, _ = _watched(3, lambda step: sum([step] * 300) > 5)

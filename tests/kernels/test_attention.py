@@ -125,7 +125,8 @@ def test_shards_of_batch_heads_and_queries_equal_slices(p: float) -> None:
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_shards_of_keys_combine_by_lse(p: float) -> None:
-    """Outputs over shards of the keys, weighted by exp(lse - total), sum to the whole output, as ring attention needs."""
+    """Outputs over shards of the keys, weighted by exp(lse - total), sum to the whole output, as ring
+    attention needs."""
     q, k, v = _inputs(s=6, t=6)
     whole, total = _attend(q, k, v, is_causal=True, p=p)
     combined = torch.zeros_like(whole)

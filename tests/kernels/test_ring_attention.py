@@ -57,7 +57,8 @@ def _scores(rows: slice, keys: slice, _: slice, is_causal: bool, __: Sequence[in
 
 @pytest.mark.parametrize("is_paired", [False, True])
 def test_sums_are_kept_in_float32(is_paired: bool) -> None:
-    """With bfloat16 operands, results of four ranks equal float64's to a few roundings, with the strides of the fakes."""
+    """With bfloat16 operands, results of four ranks equal float64's to a few roundings, with the
+    strides of the fakes."""
     ranks = 4
     given = pieces(ranks, torch.bfloat16, keys=2)
     whole = [torch.cat([rank[operand].double() for rank in given], 2) for operand in range(4)]

@@ -65,7 +65,8 @@ def _choices(folder: Path) -> dict[str, list[str]]:
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("name", sorted(CALLS))
 def test_timing_leaves_no_trace(name: str, tmp_path: Path) -> None:
-    """Kernels run many times while they are measured, and results do not change, also where a kernel writes in place."""
+    """Kernels run many times while they are measured, and results do not change, also where a kernel
+    writes in place."""
     expected = run(name, 5, 20)
     timer = CountingTimer(best=1)
     autoshard.tune_kernels(folder=tmp_path, timer=timer)

@@ -70,7 +70,8 @@ def test_a_sparse_gradient_is_dense_and_trains(kind: type[nn.Module]) -> None:
 
 
 def test_sparse_adam_is_refused_by_name() -> None:
-    """SparseAdam as `optimizer=` is refused at once, and otherwise its step raises torch's error for dense gradients."""
+    """SparseAdam as `optimizer=` is refused at once, and otherwise its step raises torch's error for
+    dense gradients."""
     model = Embeds()
     optimizer = torch.optim.SparseAdam(model.parameters())
     with pytest.raises(autoshard.NotAvailableError, match="SparseAdam takes sparse gradients only"):

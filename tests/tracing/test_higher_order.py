@@ -174,7 +174,8 @@ def _attention(
 def test_flex_attention(
     make_score: Callable[[Call], Callable[..., Tensor]] | None, mask_mod: Callable[..., Tensor] | None
 ) -> None:
-    """Flex attention with functions of scores and masks, and grouped heads, equals its definition, gradients included."""
+    """Flex attention with functions of scores and masks, and grouped heads, equals its definition,
+    gradients included."""
 
     def run(model: Call, x: Tensor, *, ours: bool) -> Tensor:
         q, k, v = (x @ model.first).unflatten(1, (8, 2)).transpose(1, 2), x[:, None] @ model.first, x[:, None, :8].sin()

@@ -40,7 +40,8 @@ def test_short_lists_stay() -> None:
 
 
 def test_what_stays_keeps_its_names_and_its_parameters() -> None:
-    """The remaining blocks keep names and parameters, can be indexed as in the whole list, and the model is unchanged."""
+    """The remaining blocks keep names and parameters, can be indexed as in the whole list, and the
+    model is unchanged."""
     model = _Stack([1] * 10)
     short = leave_out_blocks(model, margin=1)
     assert short is not None

@@ -18,7 +18,8 @@ MESHES = (autoshard.Mesh({"data": 2}), autoshard.Mesh({"data": 2, "model": 2}))
 
 
 class Assigns(nn.Module):
-    """A loss of a tensor [2, 6, 4] after an assignment, whose values come from the parameters `token` [4] and `rows`."""
+    """A loss of a tensor [2, 6, 4] after an assignment, whose values come from the parameters `token`
+    [4] and `rows`."""
 
     def __init__(self, assign: Assign) -> None:
         super().__init__()

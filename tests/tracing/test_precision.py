@@ -118,7 +118,8 @@ def test_the_loss_is_not_rounded() -> None:
 
 
 def test_a_loss_function_gets_float32() -> None:
-    """With a loss function, the layer computes in bfloat16, and the loss gets float32 outputs and the uncast targets."""
+    """With a loss function, the layer computes in bfloat16, and the loss gets float32 outputs and the
+    uncast targets."""
     program = trace(nn.Linear(4, 3), (torch.randn(2, 4), torch.randn(2, 3)), loss_fn=F.mse_loss, compute_dtype=BF16)
     loss = next(node for node in program.graph.nodes if "mse_loss" in str(node.target))
     assert [operand.meta["val"].dtype for operand in loss.all_input_nodes] == [torch.float32, torch.float32]

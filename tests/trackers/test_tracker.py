@@ -190,7 +190,8 @@ def test_a_tracker_that_is_not_closed_writes_the_last_step() -> None:
 
 
 def test_a_writer_that_fails_leaves_no_other_open() -> None:
-    """A trace neither uses nor leaves cached tensors: the loss equals one device's, and the model can still be called."""
+    """A trace neither uses nor leaves cached tensors: the loss equals one device's, and the model can
+    still be called."""
 
     class Broken(Kept):
         def close(self) -> None:
