@@ -41,7 +41,7 @@ def assert_equals_eager(
     kwargs: Mapping[str, Any] | None = None,
     call: Callable[..., Any] | None = None,
 ) -> None:
-    """The program's outputs, gradients and buffer updates are the eager model's."""
+    """The program's outputs, gradients and buffer updates equal the eager model's."""
     results = run_program(program, model, args, kwargs)
     value = (call or model)(*args, **dict(kwargs or {}))
     leaves = pytree.tree_leaves(value)

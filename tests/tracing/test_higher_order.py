@@ -204,7 +204,7 @@ def test_flex_attention(
 
 
 def test_flex_attention_is_attention() -> None:
-    """Flex attention without a function of scores becomes the attention operator, with the result of causal attention."""
+    """Flex attention without a function of scores becomes the attention operator, with causal attention's result."""
     mask = create_block_mask(_causal, None, None, 8, 8, device="cpu")
     model = Call(lambda model, x: flex_attention(x @ model.first, x, x, block_mask=mask))
     x = _inputs(2, 2, 8, 8)

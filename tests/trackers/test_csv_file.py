@@ -32,7 +32,7 @@ def test_lines_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_new_numbers_get_columns(tmp_path: Path) -> None:
-    """The program's outputs, gradients and buffer updates equal the eager model's."""
+    """A number that comes later, or not at each step, is empty elsewhere."""
     writer = CSV(tmp_path / "a.csv")
     writer.log(1, {"loss": 2.0})
     writer.log(2, {"loss": 1.0, "mfu": 0.25})
@@ -79,7 +79,7 @@ def test_an_empty_file_is_written(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All forward calls come before all backward calls, because recomputation relies on this order."""
+    """A new column needs the file to be written anew, which fails."""
     writer = CSV(tmp_path / "a.csv")
     writer.log(1, {"loss": 2.0})
 

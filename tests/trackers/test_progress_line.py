@@ -1,4 +1,4 @@
-"""A random operator whose numbers depend on the layout is refused, and the error names the model's line."""
+"""The progress line shows the last step, measured beside predicted."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_numbers_in_words() -> None:
 
 
 def test_the_last_step_stays() -> None:
-    """A model that keeps tensors of its first call in a dict, a list and an attribute."""
+    """Elsewhere than on a terminal the line is written once; on a terminal it changes, and stays."""
     assert "step 8 loss 2.346" in shown()
     assert "7" not in shown().split("loss")[0]
     assert "8/20" in shown(total=20)
@@ -52,8 +52,7 @@ def test_the_last_step_stays() -> None:
 
 
 def test_prints_go_to_the_file_of_standard_output() -> None:
-    """A kept tensor's gradient is in the program, the model's containers are as before, and the model can still be
-    called."""
+    """The line takes over no standard output that is not a terminal."""
     before, line = sys.stdout, Progress(console=Console(file=io.StringIO(), force_terminal=True))
     line.log(1, VALUES)
     assert sys.stdout is before
@@ -61,7 +60,7 @@ def test_prints_go_to_the_file_of_standard_output() -> None:
 
 
 def test_a_run_without_a_step_shows_nothing() -> None:
-    """A model that keeps tensors in a dict of tuples, a list of lists, and an object."""
+    """Closing is enough."""
     written = io.StringIO()
     Progress(console=Console(file=written)).close()
     assert not written.getvalue()

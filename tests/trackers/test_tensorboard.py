@@ -1,5 +1,4 @@
-"""After a trace nested containers hold no tensor of the trace, a note names the attributes, and the model still
-trains."""
+"""TensorBoard reads what `TensorBoard` writes."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from autoshard.trackers import TensorBoard
 
 
 def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
-    """After an error in a call, an attribute that the call bound, replaced or filled with tensors is as before."""
+    """Each number is a scalar with its step; no file before the first step."""
     writer = TensorBoard(tmp_path / "run")
     assert not (tmp_path / "run").exists()
     for number in (3, 4):

@@ -1,4 +1,4 @@
-"""Programs whose sizes depend on values serve all sizes if the rules can handle padding, and otherwise one size."""
+"""A tracker hands the numbers of each step to writers, a step later, on the first rank alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Kept:
 
 
 class Words(nn.Module):
-    """Inputs of which `count` rows are selected. The first row is never selected, and may be NaN."""
+    """Predicts words from words, so that a step has tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,8 +62,7 @@ def step_of(mesh: Any = None, **options: Any) -> autoshard.TrainStep:
 
 
 def test_each_step_is_written_a_step_later() -> None:
-    """Loss and gradients equal eager's for no row, some rows, and all rows but the first, in one program without
-    guards."""
+    """Numbers come when the next step ends, and the last ones when the tracker is closed."""
     step, kept = step_of(), Kept()
     losses = []
     with autoshard.track(step, kept):
@@ -77,7 +76,7 @@ def test_each_step_is_written_a_step_later() -> None:
 
 
 def test_the_numbers_of_a_step() -> None:
-    """A mask on the meta device gives the same program as a mask with values."""
+    """A step that compiles has no speed; a step that clips has its norm; the numbers are those of the run."""
     step, kept = step_of(max_grad_norm=0.1), Kept()
     schedule = torch.optim.lr_scheduler.StepLR(step.optimizer, 1, 0.5)
     norms = []
@@ -111,7 +110,7 @@ def test_speeds_have_the_definitions_of_the_prediction() -> None:
 
 
 def test_groups_and_skipped_steps() -> None:
-    """With bounded dims split unevenly over two ranks, loss and gradient equal one device's for each number of rows."""
+    """Each group of the optimizer has its learning rate, and skipped steps are counted."""
     model = Words()
     groups = [{"params": model.words.parameters()}, {"params": model.head.parameters(), "lr": torch.tensor(0.5)}]
     step = autoshard.compile(
@@ -135,8 +134,7 @@ def test_the_scale_of_the_loss() -> None:
 
 
 def test_a_step_that_fails_is_not_written() -> None:
-    """When Python compares the number of rows, each outcome of the comparison has a program, which serves all numbers
-    with that outcome."""
+    """An error ends a step without numbers, and tracking goes on."""
     step, kept = step_of(options=Options(on_nonfinite="raise")), Kept()
     with autoshard.track(step, kept):
         step(TOKENS, ONE)
@@ -190,8 +188,7 @@ def test_a_tracker_that_is_not_closed_writes_the_last_step() -> None:
 
 
 def test_a_writer_that_fails_leaves_no_other_open() -> None:
-    """A trace neither uses nor leaves cached tensors: the loss equals one device's, and the model can
-    still be called."""
+    """An error of `log` or `close` is raised after all writers are closed."""
 
     class Broken(Kept):
         def close(self) -> None:
@@ -217,7 +214,7 @@ def test_an_optimizer_that_is_not_traced_is_tracked() -> None:
 
 
 def test_wrong_arguments_are_refused() -> None:
-    """The loss takes as many targets, after the outputs, as it has further required arguments."""
+    """A module, and an object without the methods of a writer."""
     with pytest.raises(NotAvailableError, match=r"track\(ShardedModule\): only a training step"):
         autoshard.track(autoshard.compile(Words(), Mesh({"data": 2})), Kept())  # type: ignore[arg-type]
     for wrong in (print, Kept, "runs/a"):
@@ -231,7 +228,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 def check_on_gloo() -> None:
-    """The error names the three targets of the loss and the two arguments of the call."""
+    """The first rank alone writes, also where it does not run the stage of the loss."""
     step, kept = step_of(Mesh({"pipeline": 2, "data": 2}), micro_batches=2, options=Options(grad_norm=True)), Kept()
     with autoshard.track(step, kept) as tracker:
         losses = [float(step(TOKENS, ONE)) for _ in range(3)]
@@ -244,14 +241,13 @@ def check_on_gloo() -> None:
 
 
 def test_on_gloo() -> None:
-    """A trainable parameter that shares memory with another is refused by name, because one device would update both.
-    Frozen parameters may share memory."""
+    """Four processes in two stages."""
     report(run_checks({"tracker": check_on_gloo}), "tracker")
 
 
 @pytest.mark.gpu
 def test_numbers_of_a_gpu_arrive_later() -> None:
-    """A lazy parameter is refused by name, because its shape is unknown before a call."""
+    """On a GPU the numbers are those of the run, and the time is that between two events."""
     model = Words().cuda()
     step = autoshard.compile(
         model, Mesh({"data": 1}), optimizer=torch.optim.AdamW(model.parameters()), max_grad_norm=1.0

@@ -1,4 +1,4 @@
-"""A buffer that is a parameter, or a detached view of one, is refused by name."""
+"""`WandB` begins a run at the first step, and finishes it; the package is imported then."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoshard.trackers import WandB
 
 
 def test_numbers_are_logged_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One parameter may have two names, and two parameters may be slices of one tensor."""
+    """The settings go to `wandb.init`, and the numbers of each step to the run, under the step's number."""
     said: list[Any] = []
     run = SimpleNamespace(log=lambda values, step: said.append((step, values)), finish=lambda: said.append("finished"))
     fake = ModuleType("wandb")
