@@ -40,7 +40,7 @@ def build_inferred(batch, seq):
 
 @pytest.fixture
 def model(tmp_path: Path, request: pytest.FixtureRequest, own_rules: None) -> Path:
-    """A model with a custom operator without a rule; rules of a test end with the test."""
+    """A file of a model with a custom operator that has no sharding rule."""
     path = tmp_path / "covered_model.py"
     path.write_text(_FILE.replace("{name}", request.node.name))
     return path

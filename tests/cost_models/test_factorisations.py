@@ -44,7 +44,7 @@ def test_flops_of_square_matrices(name, arguments, factor):
 
 
 def test_rectangular_matrices():
-    """A QR of [90, 30] counts 2 n^2 (m - n/3) for each of Q and R, and an LU counts n^2 (m - n/3)."""
+    """A QR of [90, 30] counts 2 n^2 (m - n/3) twice, for Q and for R. An LU counts half of one."""
     assert work("aten.linalg_qr.default", [matrix(90, 30)], [matrix(90, 30), matrix(30, 30)]).flops == pytest.approx(
         4 * 30**2 * (90 - 10)
     )

@@ -1,4 +1,4 @@
-"""A lazy graph module writes its code at first use, equal to a graph module's code."""
+"""A lazy graph module writes its code at its first run, and the code is that of a graph module."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_code_is_written_once_when_it_is_run(written: list[fx.Graph]) -> None:
 
 
 def test_code_and_copies_are_those_of_a_graph_module(written: list[fx.Graph]) -> None:
-    """A lazy module and its deep copy have the code of a graph module."""
+    """A lazy module has the code of a graph module, and its deep copy runs."""
     module = lazy_module(_root(), _doubled())
     assert copy.deepcopy(module)(torch.tensor(3.0)).item() == 6.0
     assert module.code == fx.GraphModule(_root(), _doubled()).code

@@ -66,7 +66,7 @@ class LogsLoss(Classifier):
 
 
 class Seen(lightning.Callback):
-    """Keeps the metrics of each training batch, and those of each validation."""
+    """Records the metrics of each training batch, and those of each validation."""
 
     def __init__(self) -> None:
         self.steps: list[Metrics] = []
@@ -84,7 +84,7 @@ class Seen(lightning.Callback):
 
 
 class Noisy(Dataset):
-    """Rows that workers draw."""
+    """Rows that workers draw at random."""
 
     def __len__(self) -> int:
         return 16
@@ -146,7 +146,7 @@ def resumed(path: Path, strategy: Any = "auto") -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The script of a rank: `folder` for the runs of two ranks, `other` a checkpoint of one device."""
+    """The script of a rank. `folder` is for the runs of two ranks, and `other` is a checkpoint of one device."""
     folder, other = map(Path, arguments)
 
     def pair(**given: Any) -> Strategy:

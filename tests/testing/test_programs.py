@@ -1,4 +1,4 @@
-"""Drawn programs are ordinary models: they run and have gradients, and their source is complete."""
+"""Drawn programs are ordinary models with finite gradients, and their source reproduces them."""
 
 import torch
 from hypothesis import given
