@@ -1,7 +1,7 @@
-"""Every public call refuses a mistaken argument by one error, with its name and the way out.
+"""Every public call refuses a wrong argument with one error, which has its name and says how to correct it.
 
-Arguments are refused before any trace or search. The most usual mistakes are in docs/reference/messages.md, with their
-whole messages; see docs/test_messages.py.
+Arguments are refused before any trace or search. The most usual mistakes are in docs/reference/messages.md, with
+their whole messages; see docs/test_messages.py.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ mystery.register_fake(torch.empty_like)
 
 
 class Mysterious(nn.Module):
-    """Calls an operator without a rule."""
+    """A model that calls an operator without a sharding rule."""
 
     def forward(self, x: Tensor) -> Tensor:
         return mystery(x) + 1
@@ -140,7 +140,7 @@ class Mysterious(nn.Module):
     ],
 )
 def test_arguments_of_plan_and_compile(arguments: dict[str, Any], error: type[AutoshardError], message: str) -> None:
-    """`plan` and `compile` refuse a mistaken argument in equal words."""
+    """`plan` and `compile` refuse a wrong argument with the same message."""
     arguments = {"example_inputs": (X,), **arguments}
     with pytest.raises(error, match=message):
         autoshard.plan(small(), MESH, **arguments)
@@ -260,20 +260,20 @@ ARGUMENTS: list[tuple[type[AutoshardError], str, Callable[[], Any]]] = [
 
 @pytest.mark.parametrize(("error", "words", "call"), ARGUMENTS, ids=[row[1][:40] for row in ARGUMENTS])
 def test_arguments(error: type[AutoshardError], words: str, call: Callable[[], Any]) -> None:
-    """Each mistake has one error with the argument and its value."""
+    """Each wrong argument is refused by an error with its value."""
     with pytest.raises(error, match=re.escape(words)):
         call()
 
 
 def test_a_plan_of_a_model_with_the_same_parameters() -> None:
-    """A plan of another model with equal parameters is refused, because its program differs."""
+    """The plan of a model is refused for another model with equal parameters."""
     plan = autoshard.plan(nn.Sequential(small()), MESH, example_inputs=(X,))
     with pytest.raises(PlanMismatchError, match=r"another model or other inputs"):
         autoshard.compile(nn.Sequential(small(), nn.ReLU()), MESH, plan=plan)(X)
 
 
 def test_a_mesh_larger_than_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run has as many processes as ranks."""
+    """A mesh with more ranks than the run has processes is refused."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(MeshError, match=r"Mesh\(data=4\) has 4 ranks, but this run has 2 processes"):
         compiled(Mesh({"data": 4}))
@@ -333,7 +333,7 @@ def refused(call: Callable[[], Any]) -> str:
     ],
 )
 def test_operators(call: Callable[[], Any], words: str) -> None:
-    """An unknown operator, an ambiguous name, and a call that the operator refuses are refused."""
+    """An operator that is unknown or ambiguous, and a call that the operator refuses, are refused by their names."""
     assert words in refused(call)
 
 
@@ -350,7 +350,7 @@ def test_operators(call: Callable[[], Any], words: str) -> None:
     ],
 )
 def test_specs_and_recipes(call: Callable[[], Any], words: str) -> None:
-    """Dims, partial axes, and fields that hold several numbers."""
+    """Wrong dims and partial axes of specs, and wrong fields of recipes, are refused with their values."""
     assert words in refused(call)
 
 

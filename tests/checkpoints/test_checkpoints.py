@@ -133,7 +133,7 @@ def check_own_states_elsewhere(folder: Path) -> None:
 
 
 def check_each_byte_is_written_once(folder: Path) -> None:
-    """Of values that all four ranks hold, no rank writes more than half."""
+    """No rank writes more than half of the values that all four ranks hold."""
     step = autoshard.compile(net(0), LINE, constraints={"*": P()}, example_inputs=(batch(0)[0],))
     Checkpoints(folder / "shared", asynchronous=False).save(step, at=0)
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Models of diffusers: denoisers of images, sounds and videos, by convolutions and by attention; autoencoders."""
+"""Models of diffusers: denoisers of images, sounds and videos, and autoencoders."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _steps() -> torch.Tensor:
 
 
 def _noised(*shape: int) -> MakeInputs:
-    """Return a batch of four, and the time of each sample."""
+    """A batch of four samples, with the diffusion time of each."""
     return lambda model: {"sample": draw(4, *shape), "timestep": _steps()}
 
 
@@ -45,7 +45,7 @@ def _sample(*shape: int) -> MakeInputs:
 
 
 def _hidden(*shape: int, **more: Any) -> MakeInputs:
-    """Inputs of a denoising transformer: hidden states, the time of each sample, and eight states of a text."""
+    """Inputs of a denoising transformer: hidden states, the time of each sample, and eight hidden states of a text."""
 
     def make(model: nn.Module) -> Inputs:
         states = {"hidden_states": draw(4, *shape), "timestep": _steps(), "encoder_hidden_states": draw(4, 8, 16)}

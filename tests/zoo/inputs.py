@@ -23,7 +23,7 @@ def draw_tokens(batch: int = BATCH, length: int = LENGTH, vocabulary: int = VOCA
 
 
 def draw(*shape: int) -> Tensor:
-    """Normal numbers."""
+    """Normally distributed numbers."""
     return torch.randn(*shape, generator=generator())
 
 

@@ -249,7 +249,7 @@ AUDIOS = (
 
 
 def _boxed_tokens(model: nn.Module) -> Inputs:
-    """Tokens with their boxes on a page."""
+    """Tokens with labels, and a box on the page for each."""
     corner = torch.arange(4 * 16).view(4, 16, 1) % 50
     boxes = torch.cat([corner, corner + 2, corner + 8, corner + 12], dim=-1)
     tokens = draw_tokens()
@@ -393,12 +393,12 @@ TIME_SERIES = (
 
 
 def _five_dimensional(inputs: Inputs) -> Inputs:
-    """One image per text, in a dim of its own."""
+    """Inputs whose images have a dim for the one image of each text."""
     return {**inputs, "pixel_values": inputs["pixel_values"][:, None]}
 
 
 def _padded_waves() -> Inputs:
-    """Return sounds, one of them shorter."""
+    """Four sounds, of which the mask shortens one."""
     mask = torch.ones(4, 800, dtype=torch.int64)
     mask[1, 600:] = 0
     return {"input_values": draw(4, 800), "attention_mask": mask}
