@@ -379,7 +379,7 @@ def test_specs_and_recipes(call: Callable[[], Any], words: str) -> None:
     ],
 )
 def test_clusters(call: Callable[[], Any], words: str) -> None:
-    """Parts, counts and files of hardware."""
+    """Wrong parts, counts and files of a cluster are refused with their values."""
     assert words in refused(call)
 
 
@@ -408,12 +408,12 @@ def test_clusters(call: Callable[[], Any], words: str) -> None:
     ],
 )
 def test_what_plans_are_asked(plan: Plan, call: Callable[[Plan], Any], words: str) -> None:
-    """Other plans, files, names and symbols."""
+    """Wrong arguments of a plan's methods are refused with their values."""
     assert words in refused(lambda: call(plan))
 
 
 def test_a_file_of_half_a_node(tmp_path: Path) -> None:
-    """A fractional count in a file is refused, and not truncated."""
+    """A file with a fractional number of nodes is refused."""
     path = tmp_path / "mine.toml"
     CLUSTER.save(path, source="test", date="2026-11-23")
     text = path.read_text()
@@ -423,7 +423,7 @@ def test_a_file_of_half_a_node(tmp_path: Path) -> None:
 
 
 def test_a_file_that_holds_no_plan(tmp_path: Path) -> None:
-    """A file without a plan raises our error, and not an error of Python's reader."""
+    """A file that holds no plan is refused with autoshard's error."""
     (tmp_path / "list.json").write_text("[1, 2]")
     (tmp_path / "empty.json").write_text("")
     assert "list.json: This is not a plan that autoshard wrote" in refused(lambda: Plan.load(tmp_path / "list.json"))
@@ -453,7 +453,7 @@ def test_a_file_that_holds_no_plan(tmp_path: Path) -> None:
     ],
 )
 def test_price(model: nn.Module, options: dict[str, Any], words: str) -> None:
-    """Each mistaken argument of `price` is refused."""
+    """Each wrong argument of `price` is refused with its value."""
     given = {"model": model, "cluster": CLUSTER, "recipe": RECIPE, "example_inputs": (X,), "loss_fn": total, **options}
     assert words in refused(lambda: autoshard.price(**given))
 
@@ -472,13 +472,13 @@ def test_price(model: nn.Module, options: dict[str, Any], words: str) -> None:
     ],
 )
 def test_plan(model: nn.Module, options: dict[str, Any], words: str) -> None:
-    """Arguments that both kinds of search share are refused alike."""
+    """Each wrong argument that both kinds of search take is refused with its value."""
     given = {"example_inputs": (X,), "loss_fn": total, "optimizer": "adamw", **options}
     assert words in refused(lambda: autoshard.plan(model, CLUSTER, **given))
 
 
 def test_compile_and_check_plan(model: nn.Module) -> None:
-    """A missing file of a plan, and calls that cannot be compared, are refused."""
+    """A missing plan file, missing inputs, and a comparison of no steps are refused."""
     assert "'/no/such.json' cannot be read" in refused(lambda: autoshard.compile(model, MESH, plan="/no/such.json"))
     assert "example_inputs is a NoneType" in refused(lambda: check_plan(model, MESH, None))
     assert "steps='2' compares nothing" in refused(lambda: check_plan(model, MESH, (X,), steps="2"))

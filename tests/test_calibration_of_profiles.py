@@ -1,6 +1,6 @@
-"""`autoshard.calibrate(step)` corrects the hardware of a step by the step's profile.
+"""`autoshard.calibrate(step)` corrects the step's hardware by its profile.
 
-The measured steps are predictions for other hardware here, so no test depends on this machine's time.
+The measured steps are predictions for other hardware here, so that no test depends on this machine's speed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def truth(cluster: PricedCluster, factors: dict[str, float], launch: float) -> P
 
 
 def profile_of(real: PredictedSteps, cluster: PricedCluster) -> Profile:
-    """A profile that measured `real` on both ranks, beside the prediction for `cluster`."""
+    """A profile that measured `real` on both ranks, compared with the prediction for `cluster`."""
     return Profile(((real.steps[0],),) * 2, predict_steps(program(), cluster), (0, 0))
 
 

@@ -67,7 +67,7 @@ class Row:
 
     @property
     def links(self) -> set[str]:
-        """The fabric and, across nodes, the network."""
+        """The names of the fabric and, if there are several nodes, of the network."""
         return {self.fabric, self.network} if self.nodes > 1 else {self.fabric}
 
 

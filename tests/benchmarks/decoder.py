@@ -58,7 +58,7 @@ class DecoderShape:
 
 
 class Decoder(nn.Module):
-    """tokens [B, S], targets [B, S] -> mean cross-entropy."""
+    """A decoder from tokens [B, S] and targets [B, S] to the mean cross-entropy."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Decoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and beside a residual."""
+    """A block of attention and feed-forward, each after a norm and with a residual connection."""
 
     def __init__(self, shape: DecoderShape, index: int) -> None:
         super().__init__()

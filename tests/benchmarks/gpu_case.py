@@ -22,7 +22,7 @@ TOKENS, HIDDEN, INNER, HEADS, SIZE, CLASSES = 8192, 4096, 14336, 32, 128, 128256
 
 
 class Kind(Enum):
-    """The bound of a case, which decides its measure."""
+    """The resource that bounds a case, which decides how the case is judged."""
 
     MEMORY = "memory"
     PRODUCTS = "products"
@@ -89,7 +89,7 @@ class Case:
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Normal numbers, on the default device."""
+    """Normally distributed numbers, on the default device."""
     return torch.randn(shape, dtype=dtype)
 
 
@@ -99,5 +99,5 @@ def bytes_of(*tensors: Tensor) -> int:
 
 
 def form(operator: Any, index: int = 0) -> Callable[..., Any]:
-    """A form of a fused kernel, as a function."""
+    """The form with this index of a fused kernel, as a function."""
     return next(kernel for kernel in FUSED if kernel.operator is operator).forms[index].compose

@@ -115,7 +115,7 @@ def expected(cases: Sequence[Case] = CASES, names: Iterable[str] = COMPARISONS, 
 
 
 def fill(row: Row, comparison: Comparison, found: Found, peaks: Mapping[str, int]) -> dict[str, Any]:
-    """The figures of a row, as its fields."""
+    """The figures of a row: rounds, ratio, both sides, and an error if the first losses differ."""
     sides = {name: _side(found[name], peaks.get(name)) for name in comparison.contenders}
     rival = row.rival if row.rival in sides else min(comparison.rivals, key=lambda name: sides[name].step_s)
     low, middle, high = paired_quartiles(found[row.ours]["times_s"], found[rival]["times_s"])
@@ -166,7 +166,7 @@ _HEAD = ("case", "ours", "rival", "target", "ratio", "met", "ms", "CPU ms", "MB"
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The page of all rows."""
+    """The page of all rows in Markdown."""
     ran = [row for row in rows if row.ratio is not None]
     memory = [row.memory_ratio for row in ran if row.memory_ratio is not None]
     lines = [
@@ -210,7 +210,7 @@ def _cells(row: Row) -> list[str]:
 def measure(
     case: Case, comparison: Comparison, empty: Sequence[Row], hosts: TwoHosts | None, rounds: int, weighs: bool
 ) -> list[Row]:
-    """The rows of one comparison of a case, filled."""
+    """The rows of one comparison of a case with their figures, or with the error of a failed run."""
 
     def run(contenders: Sequence[str], *, memory: bool = False) -> dict[str, Any]:
         order = {"case": asdict(case), "contenders": contenders, "rounds": rounds, "memory": memory}
