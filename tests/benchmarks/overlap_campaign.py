@@ -1,7 +1,7 @@
 """Wrong programs of the overlap passes: the verifier accepts no mutant that computes other numbers or hangs.
 
-Run: python -m tests.benchmarks.overlap_campaign --count 2000 --seed 0 [--jobs 2] [--family gpt] [--layout ZeRO-1
-...] [--folder FOLDER] [--out PAGE]
+Run: python -m tests.benchmarks.overlap_campaign --count 2000 --seed 0 [--jobs 2] [--family gpt] [--layout ZeRO-1 ...]
+     [--folder FOLDER] [--out PAGE]
 
 The campaign is `tests.benchmarks.mutation_campaign` for programs with the fewest buckets and the latest waits.
 Mutants (`tests.passes.overlap_mutants`) are wrong in their phases, in the in-place update, or on one rank alone.

@@ -61,7 +61,7 @@ class Phase:
 
 @dataclass(slots=True)
 class Life:
-    """The phases of a rank so far, each with its peak memory. Time and memory of an inner phase's peak do not
+    """The phases of a rank so far, each with its peak memory and seconds. The peak of an inner phase does not
     count in its outer phase."""
 
     peaks: dict[str, int] = field(default_factory=dict)
@@ -198,8 +198,8 @@ LIVES: Mapping[str, Callable[[str, Life, Path], Any]] = {"train": train, "resume
 
 
 def live(kind: str, name: str, folder: Path) -> None:
-    """Run a kind of life on this rank, first with a tiny model and then with the named model, and write the phases
-    to a file."""
+    """Run a kind of life on this rank, first with a tiny model and then with the named model. The phases are
+    written to a file."""
     LIVES[kind]("tiny", Life(), folder)
     gc.collect()
     forget_peak()

@@ -91,7 +91,8 @@ def test_the_commands_of_two_hosts() -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_the_environment_of_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command has NCCL's variables, and no other variables of the user."""
+    """A host's command passes NCCL's variables on, and not the user's other variables. Each attempt to start gets
+    its own store."""
     monkeypatch.setenv("NCCL_DEBUG", "INFO WARN")
     monkeypatch.setenv("SECRET", "x")
     (first,) = asked("node1 slots=8\n")

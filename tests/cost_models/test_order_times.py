@@ -163,7 +163,8 @@ def test_the_timeline_holds_what_ran(drawn):
 
 @pytest.mark.parametrize(("clips_norm", "ends"), [(False, {6.5, 7.5}), (True, {6.5, 9.0})])
 def test_updates_wait_for_all_ranks_where_the_norm_is_that_of_all(clips_norm, ends):
-    """With clipping, all updates start when the last rank has its norm, and otherwise each rank's starts by itself."""
+    """If the global norm is clipped, all updates start when the last backward has ended. Otherwise each rank's
+    starts after its own backward."""
     sent = {Transfer("x", 0, 1, True): 0.5, Transfer("dx", 1, 0, False): 0.0}
     times = np.array([[1.0, 1.5, 0, 0, 0, 0.5], [1.0, 2.0, 0, 0, 0, 3.0]])
     found, line = _order_times(("1F1B", 2, 1), (0, 1), times, sent, clips_norm)

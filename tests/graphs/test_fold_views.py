@@ -39,8 +39,7 @@ def graph_of(*calls: tuple[Any, ...], returned: int = -1) -> fx.GraphModule:
     ],
 )
 def test_how_many_calls_are_left(calls: tuple[tuple[Any, ...], ...], left: int) -> None:
-    """Results do not change, a reshape that copies stays, and a returned input is still another object
-    than the input."""
+    """Results do not change, a reshape that copies stays, and no result is the input itself."""
     graph_module = graph_of(*calls)
     x = torch.randn(4, 6)
     expected = graph_module(x)

@@ -49,8 +49,8 @@ def test_parameters_are_never_widened(dtype: torch.dtype, precision: str) -> Non
 
 
 def test_casts_leave_the_rest_alone() -> None:
-    """Casts to bfloat16 return integer, complex, float16 and bool tensors as they are. Casts to float32 widen
-    float16 alone."""
+    """`cast` to bfloat16 returns integer, complex, float16 and bool tensors as they are. `widen` makes float16
+    float32, and returns integer, complex and float64 tensors as they are."""
     kept = [torch.ones(2, dtype=dtype) for dtype in (torch.int64, torch.complex64, torch.float16, torch.bool)]
     assert all(cast(item, torch.bfloat16) is item for item in kept)
     assert all(widen(item) is item for item in (*kept[:2], torch.ones(2, dtype=torch.float64)))

@@ -12,7 +12,8 @@ UPDATE = Update("SGD", (UpdateGroup(PLAIN, ("a", "b")), UpdateGroup(HEAVY, ("c",
 
 
 def test_a_program_serves_updates_that_group_alike() -> None:
-    """A program serves an update whose groups do not join parameters that the program's groups separate."""
+    """A program serves an update unless the update separates parameters with gradients that the
+    program's groups join."""
     finer = replace(UPDATE, groups=(UpdateGroup(PLAIN, ("a",)), UpdateGroup(PLAIN, ("b",)), UPDATE.groups[1]))
     assert UPDATE.serves(UPDATE, {"a", "b", "c"})
     assert finer.serves(UPDATE, {"a", "b", "c"})

@@ -57,8 +57,8 @@ def assert_equal(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
 @pytest.mark.parametrize("activation", ["silu", "clamped_silu"])
 @pytest.mark.parametrize(("hidden", "inner"), [(64, 128), (128, 32), (64, 64)])
 def test_the_count_of_memory_is_a_bound(activation: str, hidden: int, inner: int) -> None:
-    """The formula bounds the memory that a rank with half of the experts takes beside operands and results, within
-    half again."""
+    """The formula is at least the memory that a rank with half of the experts takes beside operands and results,
+    and at most half more."""
     layer = Layer.drawn(
         torch.Generator().manual_seed(0), tokens=512, hidden=hidden, inner=inner, count=8, activation=activation,
         dtype=torch.float32,

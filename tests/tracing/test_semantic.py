@@ -154,7 +154,7 @@ def test_operators_are_as_before_after_a_trace() -> None:
 
 
 def _twice(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function that returns the squared gradient of `function` by its first argument, plus its value."""
+    """The squared gradient of the sum of squares of `function`, plus this sum."""
 
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         value = function(x, *args, **kwargs).square().sum()
