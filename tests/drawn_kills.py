@@ -57,7 +57,7 @@ class Found:
 
 
 def start(folder: Path, name: str, ranks: int, kill: Kill | None) -> bool:
-    """Start a run on some ranks; return whether the run ended."""
+    """Run a start on so many ranks, and return whether it ended the run."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     script = ["-m", "tests.restarted", str(folder), str(STEPS), "[]", name, *([] if kill is None else kill.words())]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

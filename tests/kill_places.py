@@ -26,12 +26,12 @@ from passes.driver.planner import Planner
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Functions whose calls are a place.
+    """Functions whose calls are a place for a kill.
 
     Args:
         functions: owner and name of each function.
         longest_s: about the longest time of a call, in seconds.
-        calls: number of calls of a process, of which one is drawn.
+        calls: one of this many calls of a process is drawn.
         on_first_rank: whether only the first rank calls them.
     """
 

@@ -95,7 +95,7 @@ def bert(layers: int = 1, dropout: float = 0.0) -> tuple[nn.Module, Inputs]:
 
 
 def t5(layers: int = 1) -> tuple[nn.Module, Inputs]:
-    """An encoder-decoder; one embedding serves both halves and the head."""
+    """A T5 whose one embedding serves encoder, decoder and head, with a batch."""
     sizes = {"words": VOCABULARY, "width": 32, "d_kv": 8, "inner": 48, "heads": 4, "decoder_start_token_id": 0}
     tied = {"pad_token_id": 0, "tie_word_embeddings": True}
     return build("t5", layers=layers, dropout=0.0, **sizes, **tied), _causal_inputs()
@@ -109,7 +109,7 @@ def vit(layers: int = 1, size: int = 8) -> tuple[nn.Module, Inputs]:
 
 
 def odd() -> tuple[nn.Module, Inputs]:
-    """GPT-2 in sizes that no mesh divides: seven heads, a prime vocabulary, a batch of five sequences of seven."""
+    """GPT-2 in sizes that no mesh divides: seven heads, 47 words, a batch of five sequences of seven."""
     sizes = {"words": 47, "length": 13, "width": 28, "heads": 7, "attn_implementation": "sdpa"}
     return build("gpt2", layers=1, dropout=0.0, **sizes), words(5, 7, 47)
 

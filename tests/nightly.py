@@ -86,7 +86,7 @@ def _drawing(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the missing shards; return 0 if every example passed."""
+    """Run the missing shards, and return 0 if every example passed."""
     options = _parser().parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
     console = Console(width=120, highlight=False)

@@ -192,7 +192,7 @@ def test_imports_run_downward(path: Path) -> None:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    """No files import each other in a circle; imports in functions and for types count."""
+    """No files import each other in a circle, where imports within functions and for types count too."""
     files = {_name(path): path for path in _sources()}
     graph = nx.DiGraph()
     for module, path in files.items():

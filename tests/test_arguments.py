@@ -1,4 +1,4 @@
-"""Arguments that look wrong and are right are accepted."""
+"""Unusual arguments that are right are accepted."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_plans_are_for_the_hardware_that_is_given() -> None:
 
 
 def test_a_fixed_plan_runs_its_model(tmp_path: Path) -> None:
-    """A saved and loaded plan computes the model's results, in training and in evaluation."""
+    """A plan that was saved and loaded gives the model's results, with gradients and without."""
     autoshard.plan(small(), MESH, example_inputs=(X,), precision=None).save(tmp_path / "plan.json")
     sharded = autoshard.compile(small(), MESH, plan=tmp_path / "plan.json")
     torch.testing.assert_close(sharded(X), small()(X))
@@ -81,7 +81,8 @@ def test_a_fixed_plan_runs_its_model(tmp_path: Path) -> None:
 
 
 def test_a_plan_for_another_mesh_is_where_the_search_starts() -> None:
-    """A plan for another mesh starts a new search, and is priced as a baseline."""
+    """A plan for another mesh is where the search starts. The found plan is at least as fast, and lists the old
+    plan as a baseline."""
     model, mesh = small(), Mesh({"data": 4})
     plan = autoshard.plan(small(), MESH, example_inputs=(X,), precision=None)
     sharded = autoshard.compile(model, mesh, plan=plan, example_inputs=(X,))

@@ -303,7 +303,7 @@ def plan(model: nn.Module) -> Plan:
 
 
 def refused(call: Callable[[], Any]) -> str:
-    """Return the message of the error that a call raises."""
+    """The message of the error that a call raises."""
     with pytest.raises((AutoshardError, CostModelError)) as caught:
         call()
     return str(caught.value)

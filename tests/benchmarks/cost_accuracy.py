@@ -68,13 +68,13 @@ class Pricer:
     table: LayerTable
 
     def predict(self, row: Row, step: InStep | None) -> Prediction:
-        """Predict a row's recipe."""
+        """The prediction for a row's recipe."""
         recipe = recipe_of(row)
         model = self.table.model(model_shape(row), RecipeKind.of(recipe))
         return predict_recipe(model, recipe, _cluster(row, step))
 
     def seconds(self, row: Row, step: InStep | None) -> float:
-        """Predict a row's step, or the forward and backward of one timed block, in seconds."""
+        """Predicted seconds of a row's step, or of the forward and backward of one timed block."""
         if row["kind"] != "layer":
             return self.predict(row, step).step_time_s
         recipe, cluster = recipe_of(row), _cluster(row, step)
@@ -142,9 +142,8 @@ def why_refused(pricer: Pricer, row: Row) -> str:
 
 
 def left_out_results(pricer: Pricer, rows: Sequence[Row], extra: Sequence[Row]) -> Evaluation:
-    """Return results of `rows`, each source by a fit to the other sources; of `extra`, by the full fit; and the full
-    fit.
-    """
+    """Three results: `rows`, each source priced by a fit to the other sources, then `extra`, priced by the full
+    fit, then the full fit."""
     sources = [row["source"]["key"] for row in rows]
     start = START
     runs = Runs(sources, [measured_s(row) for row in rows], lambda index, model: _time(pricer, rows[index], model))

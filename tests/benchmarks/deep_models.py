@@ -32,7 +32,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model on a mesh, 8 devices in a node; `batch` sequences in a step."""
+    """A model on a mesh with 8 devices in each node, for `batch` sequences in a step."""
 
     shape: DecoderShape
     mesh: Mesh

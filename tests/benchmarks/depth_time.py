@@ -42,7 +42,7 @@ class Seconds:
 
 
 def _specs(layers: int) -> Seconds:
-    """Time the search over specs."""
+    """Time the search over specs of a model with so many layers."""
     shape = replace(deep_models.LLAMA_8B, layers=layers)
     case = deep_models.Case(shape, Mesh({"data": 8, "model": 8}), 32, "b200")
     measured = deep_models.measure(str(layers), case)

@@ -35,7 +35,7 @@ _MATRIX_PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
 
 
 class Block(nn.Module):
-    """A decoder layer with its rotary embedding, and a scalar for a loss."""
+    """A decoder layer with its rotary embedding, whose output is summed to a loss."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

@@ -64,7 +64,7 @@ def compile_ours(block: nn.Module, inputs: tuple[Tensor, ...]) -> autoshard.Shar
 
 
 def step_of(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Callable[[], Any], list[Tensor]]:
-    """Return one forward and backward, and the tensors whose gradients are dropped before each run."""
+    """A function that runs one forward and backward, and the tensors whose gradients are dropped before each run."""
 
     def step() -> Any:
         loss = module(*inputs)

@@ -60,14 +60,15 @@ class Case:
 
     @property
     def kind(self) -> Kind:
-        """The bound of this case."""
+        """The kind of resource that bounds this case."""
         if self.attention is not None:
             return Kind.ATTENTION
         return Kind.PRODUCTS if self.products else Kind.MEMORY
 
     @property
     def flops(self) -> float:
-        """Operations of its products; an attention counts no masked part."""
+        """FLOPs of the case's products. Attention counts half for a causal mask, and 2.5 times the forward for a
+        backward."""
         if self.attention is None:
             return sum(shape.flops for shape in self.products)
         shape = self.attention
@@ -83,7 +84,7 @@ class Case:
         return device.launch_latency_s + memory_time(self.moved_bytes, device)
 
     def run_plain(self, plain: Callable[[], Any]) -> Any:
-        """Run `plain`, or a compiled form, with its gradients on request."""
+        """Run `plain`, or a compiled form of it, and also its gradients if the case has leaves."""
         result = plain()
         return torch.autograd.grad(result, self.leaves, self.grad) if self.leaves else result
 

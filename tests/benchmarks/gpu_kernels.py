@@ -210,7 +210,7 @@ def _rows(bench: Bench, priced: Device, only: str) -> Iterator[Row]:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure and write the page, or list the cases."""
+    """Measure and write the page, or with `--dry-run` list the cases."""
     parser = argparse.ArgumentParser(description=__doc__)
     day = time.strftime("%Y-%m-%d")
     parser.add_argument("--output", type=Path, default=_RESULTS / f"gpu_kernels_{day}.md", help="the page")

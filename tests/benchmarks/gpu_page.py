@@ -34,7 +34,7 @@ class Verdict:
 
     @property
     def is_met(self) -> bool:
-        """Whether the target is met."""
+        """Whether `reached` is at least `least`."""
         return self.reached >= self.least
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class Row:
         return self.rate / self.copy_bytes_per_s
 
     def verdicts(self) -> tuple[Verdict, ...]:
-        """Return the targets that can be judged."""
+        """The targets for which the row has measurements."""
         return tuple(self._verdicts())
 
     def _verdicts(self) -> Iterator[Verdict]:

@@ -124,7 +124,7 @@ def measure(model: str, part: tuple[int, int], budget_s: float) -> list[dict[str
 
 
 def _shared(of_first: Any) -> Any:
-    """Return the first rank's object, on every rank."""
+    """The object that the first rank has, on every rank."""
     said = [of_first]
     dist.broadcast_object_list(said)
     return said[0]
@@ -172,7 +172,7 @@ def _time_of(step: Callable[[], None]) -> float:
 
 
 def _maximum(value: float) -> Any:
-    """The largest over the ranks, in the type of `value`."""
+    """The largest value over the ranks, as a number of the type of `value`."""
     found = torch.tensor(value)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found.item()

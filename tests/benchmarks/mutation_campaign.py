@@ -230,7 +230,7 @@ _COUNTED = ("drawn", "accepted", "run", "changing")
 
 
 def report(parts: list[Part], seed: int, campaign: Campaign) -> str:
-    """The page of results."""
+    """The page of results in Markdown."""
     total = {name: sum((getattr(part, name) for part in parts), Counter()) for name in _COUNTED}
     sums = {name: sum(counts.values()) for name, counts in total.items()}
     holes = [hole for part in parts for hole in part.holes]

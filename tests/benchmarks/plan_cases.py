@@ -127,7 +127,7 @@ class PlanCase:
         return Cluster(self.node, self.nodes, 8)
 
     def built(self) -> tuple[nn.Module, Any]:
-        """The model on meta, and its inputs of one sequence."""
+        """The model on the meta device, and its inputs of one sequence."""
         with torch.device("meta"):
             if self.model not in _DECODERS:
                 return _OTHERS[self.model]()
@@ -153,7 +153,7 @@ _MEMORY = (1.0, 0.6, 0.35)
 
 
 def cases() -> list[PlanCase]:
-    """All cases."""
+    """All cases: on clusters, and on fixed meshes."""
     free = [PlanCase(*space, memory=memory) for space in _SPACES for memory in _MEMORY]
     fixed = [
         PlanCase("llama3-8b", "h100_sxm", 8, 64, memory=memory, axes=axes) for axes in _MESHES for memory in _MEMORY

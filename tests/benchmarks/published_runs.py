@@ -154,7 +154,7 @@ def _vtrain_rows(path: Path) -> Iterator[Row]:
 
 
 def framework_of(row: Row) -> Framework:
-    """The behaviour of the row's software."""
+    """The behaviour of the framework that ran the row."""
     return FRAMEWORKS[row["source"]["key"]]
 
 
@@ -242,7 +242,7 @@ def _zero(row: Row) -> int:
 
 
 def _runtime(row: Row, framework: Framework) -> Runtime:
-    """Return the runtime of the row's framework."""
+    """The runtime that the row's framework had."""
     plan = row["plan"]
     return Runtime(
         name=row["source"]["key"],

@@ -121,7 +121,7 @@ def _blocks_of(model: nn.Module) -> nn.ModuleList:
 
 
 def _dtensor(case: Case, head: str) -> Step:
-    """Tensor parallelism by `parallelize_module`."""
+    """A step with tensor parallelism by `parallelize_module`."""
     model, around = parallelize(make_model(case), mesh_along("model"), head)
     return _by_hand(model, model.parameters(), around=around)
 

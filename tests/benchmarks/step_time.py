@@ -60,9 +60,9 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One plan of ours and one rival; `ratio` is the median of paired ratios, with its quartiles.
+    """One plan of ours and one rival. `ratio` is the median of paired ratios, with its quartiles.
 
-    `rival` is "best of ..." where the fastest of several counts. `error` says why there is nothing else.
+    `rival` is "best of ..." if the fastest of several counts. `error` is the reason for missing figures.
     """
 
     model: str
@@ -102,7 +102,7 @@ class Row:
 
 
 def expected(cases: Sequence[Case] = CASES, names: Iterable[str] = COMPARISONS, link: str = LOOPBACK) -> list[Row]:
-    """Return rows without figures for all measurements; a mesh of one has no link."""
+    """Rows without figures for all measurements. On a link there are no rows for a mesh of one."""
     rows = []
     for case in cases:
         for comparison in map(COMPARISONS.__getitem__, names):
@@ -144,7 +144,7 @@ def _side(found: Mapping[str, Any], peak_bytes: int | None) -> Side:
 
 
 def read_rows() -> list[Row]:
-    """Return all saved rows."""
+    """All rows of the file of results."""
     return [_row(saved) for saved in json.loads(RESULTS.read_text())["rows"]] if RESULTS.exists() else []
 
 

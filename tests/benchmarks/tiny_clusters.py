@@ -115,7 +115,7 @@ class Tiny:
 
 
 def _priced(link: Link) -> topology.Link:
-    """Translate a link that delays messages into the cost models' link."""
+    """The cost models' link for a link that delays messages."""
     return topology.Link(
         *(link.bandwidth_bytes_per_s, 1.0, 0.0),
         latency_s=0.0, start_s=link.latency_s, ramp_bytes=0.0, reduce_scatter_phases=1.0,
@@ -160,7 +160,7 @@ def _measured(budget_s: float) -> Calibration:
 
 
 def _trained(name: str, passed: Calibration, steps: int) -> tuple[Any, list[float]]:
-    """Return the plan of a cluster, and the times of its steps, on every rank."""
+    """On every rank, train with the plan of a cluster, and return the plan and the times of its steps."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     tiny, clock = TINY[name], ThreadClock()

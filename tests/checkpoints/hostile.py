@@ -12,7 +12,7 @@ from autoshard.checkpoints.manifest import Manifest, sums_of
 
 
 class RunsCode:
-    """A pickle that makes a file when it is loaded."""
+    """An object whose pickle makes a file when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -64,7 +64,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Run:
-    """A training run; `kind` selects the optimizer."""
+    """A training run, whose optimizer `kind` selects."""
 
     kind: str
     mesh: Mesh

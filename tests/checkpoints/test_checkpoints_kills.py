@@ -77,7 +77,7 @@ class Filled(nn.Module):
 
 
 def loaded(folder: Path) -> int:
-    """Load the latest checkpoint, check that its values are of its step, and return the step."""
+    """The step of the latest checkpoint, after a load and a check that its values are of this step."""
     model = Filled()
     step = Checkpoints(folder).load(model, optimizer=model.optimizer)
     assert model.values() == {step}

@@ -85,7 +85,7 @@ def test_it_is_named_on_every_other_rank(doomed: int, kind: int, tmp_path: Path)
 
 
 def work_apart(rank: int, room: str, ports: list[int]) -> None:
-    """Use the same checkpoints before, within and after two process groups."""
+    """A rank that uses the same `Checkpoints` object before, within and after two process groups."""
     checkpoints = Checkpoints(Path(room, "run"))
     assert checkpoints.load(nn.Linear(2, 2)) == 0
     for step, port in enumerate(ports, 1):

@@ -79,12 +79,12 @@ def test_states_of_libraries_come_back(value: Any) -> None:
 
 
 def test_nan_comes_back() -> None:
-    """NaN comes back, though it equals nothing."""
+    """NaN is read back as NaN."""
     assert np.isnan(unpacked(packed([float("nan")]))[0])
 
 
 def test_sparse_tensors_come_back() -> None:
-    """Sparse tensors come back through `weights_only`."""
+    """A sparse tensor is read back equal."""
     assert torch.equal(unpacked(packed(torch.eye(3).to_sparse())).to_dense(), torch.eye(3))
 
 

@@ -229,7 +229,8 @@ def test_the_version_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_price_says_whose_run_it_prices(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
 ) -> None:
-    """`price` takes `--runtime` and names the runtime, and our runtime is directed to `plan`."""
+    """`price` names the runtime that `--runtime` gives, and refuses autoshard's own runtime with a
+    pointer to `plan`."""
     command = ("price", model, "--cluster", "h100_sxm:1x2", "--seq", "8", "--recipe", "data=2")
     assert _run(monkeypatch, *command) == 0
     assert "runtime='megatron'" in capsys.readouterr().out
@@ -242,7 +243,7 @@ def test_price_says_whose_run_it_prices(
 def test_ctrl_c_before_there_is_a_plan_is_one_sentence(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ctrl-C is one sentence like a mistake, with the exit status of a process that SIGINT ended."""
+    """Ctrl-C during planning prints one sentence, with exit status 130."""
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -272,14 +273,14 @@ def test_a_recipe_is_priced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_the_package_runs_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The package runs as a module like the command."""
+    """`python -m autoshard` runs the command line."""
     monkeypatch.setattr("sys.argv", ["python -m autoshard", "price", "--help"])
     runpy.run_module("autoshard", run_name="__main__")
     assert "--optimizer" in capsys.readouterr().out
 
 
 def test_explain(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """`explain` prints every spec of a parameter as a table or data, and refuses an unknown name in a sentence."""
+    """`explain` prints every spec of a parameter as a table or as JSON, and refuses an unknown name in a sentence."""
     arguments = ("--cluster", "h100_sxm:1x2", "--mesh", "data=2", "--batch", "8", "--seq", "16")
     assert _run(monkeypatch, "explain", model, "up.weight", *arguments) == 0
     assert "chosen" in capsys.readouterr().out

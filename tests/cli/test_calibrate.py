@@ -1,4 +1,4 @@
-"""`autoshard calibrate`."""
+"""`autoshard calibrate` measures local ranks, writes a cluster, and refuses impossible options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_two_local_ranks_are_measured_and_written(tmp_path: Path) -> None:
 
 
 def test_ranks_must_be_positive(tmp_path: Path) -> None:
-    """Zero processes are refused."""
+    """`--ranks 0` is refused."""
     with pytest.raises(MeshError, match="--ranks 0 must be at least 1"):
         CliRunner().invoke(
             app, ["calibrate", "--out", str(tmp_path / "mine.toml"), "--ranks", "0"], catch_exceptions=False

@@ -69,7 +69,7 @@ def test_operators_without_a_rule_are_named(
 def test_the_report_is_a_sentence_and_a_table(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """The report for people is a sentence and a table."""
+    """Without `--json`, the report has a sentence on operators without a rule, and a table."""
     _doctor(monkeypatch, f"{model}:build")
     text = capsys.readouterr().out
     assert "1 for want of a sharding rule" in text

@@ -102,7 +102,7 @@ def test_a_transformers_config_gives_a_causal_language_model(tmp_path: Path) -> 
 
 
 def test_a_config_of_an_encoder_and_decoder(tmp_path: Path) -> None:
-    """A config of an encoder and a decoder becomes a model that predicts the labels."""
+    """The config of an encoder-decoder becomes a model that returns a loss for its inputs."""
     T5Config(
         d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=32, decoder_start_token_id=0
     ).save_pretrained(tmp_path)
@@ -131,7 +131,7 @@ def test_code_beside_a_config_is_not_run(tmp_path: Path) -> None:
 
 
 def test_code_beside_a_config_is_run_when_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trusted code beside a config makes the model."""
+    """With `--trust-remote-code`, code beside a config makes the model."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     named = _load(_write_config(tmp_path, auto_map=_AUTO_MAP, model_type="drawn_own"), trust_remote_code=True)
@@ -211,7 +211,7 @@ def test_a_function_that_cannot_be_called_is_named(model_file: Path, name: str, 
 def test_a_file_named_like_a_module_of_python_does_not_replace_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model in `queue.py` leaves the module `queue` as it is."""
+    """Loading a model from `queue.py` leaves Python's module `queue` as it is."""
     (tmp_path / "queue.py").write_text("from torch import nn\ndef build(): return nn.Linear(2, 2), ()\n")
     monkeypatch.chdir(tmp_path)
     before = sys.modules["queue"]

@@ -13,7 +13,8 @@ from cost_models.topology import GroupLinks, Link, MeasuredCollective
 
 
 def test_calibration_of_one_rank_gives_a_cluster_that_survives_saving(tmp_path):
-    """Without a process group one rank is measured; every number is positive and the file reads back equal."""
+    """Calibration without a process group measures one rank. All numbers are positive, and the saved cluster is
+    loaded equal."""
     found = calibrate(name="here", memory_bytes=2**30, budget_s=0.2)
     unit = found.cluster.device
     assert (found.cluster.size, unit.memory_bytes) == (1, 2**30)

@@ -33,7 +33,7 @@ def test_peaks_follow_the_precision(name):
 
 
 def test_what_is_not_confirmed_carries_an_interval():
-    """An unconfirmed constant lies in its interval, and every unmeasured constant has an interval."""
+    """Each constant with an interval lies in it, and each constant whose source says "not measured" has an interval."""
     for folder in ("devices", "nodes", "architectures", "fabrics", "networks", "software"):
         for name in constants.names(folder):
             for path, constant in constants.load(folder, name).constants.items():
@@ -45,7 +45,7 @@ def test_what_is_not_confirmed_carries_an_interval():
 
 
 def test_an_interval_around_another_value_is_refused():
-    """An interval without its value is refused with both."""
+    """An interval that does not contain its value is refused, with both in the error."""
     table = {"value": 1.0, "unit": "B", "source": "a source", "date": "2026-01-01", "interval": [2, 3]}
     with pytest.raises(HardwareFileError, match=r"interval=\[2, 3\].*value=1\.0"):
         constants.parse({"memory_bytes": table}, "mine.toml")

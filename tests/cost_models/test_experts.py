@@ -56,7 +56,7 @@ def test_ranks_with_other_experts_wait_for_the_busiest() -> None:
 
 @given(rows=st.floats(1, 1e9), ranks=st.integers(1, 512))
 def test_the_busiest_rank_has_between_the_mean_and_all(rows: float, ranks: int) -> None:
-    """The load of the busiest rank lies between the mean and all tokens, and nears the mean with more tokens."""
+    """The rows of the busiest rank are at least the mean and at most all. Their share falls with more rows."""
     assert rows / ranks <= busiest_rows(rows, ranks) <= rows
     assert busiest_rows(4 * rows, ranks) / (4 * rows) <= busiest_rows(rows, ranks) / rows * (1 + 1e-12)
 

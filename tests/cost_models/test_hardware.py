@@ -79,7 +79,7 @@ def test_too_many_devices_per_node_raise():
 
 
 def test_a_mesh_larger_than_the_cluster_raises():
-    """16 ranks do not fit on 8 devices."""
+    """A mesh of 16 ranks on a cluster of 8 devices is refused."""
     with pytest.raises(TopologyError, match="more ranks"):
         axis_links(Cluster("h100_sxm"), {"data": 16})
 

@@ -15,7 +15,8 @@ from cost_models.units import KIB, MIB
 
 
 def test_communicators_hold_a_buffer_of_each_protocol():
-    """A communicator holds 4 MiB of Simple, 512 KiB of LL and 4.7 MiB of LL128 per channel and connection."""
+    """For each channel and connection, a communicator holds 4 MiB for protocol Simple, 512 KiB for LL and 4.7 MiB
+    for LL128."""
     nccl = load("software", "nccl")
     pairs = nccl.number("channels", "1") * nccl.number("connections", "1")
     assert communicator_bytes(1) == pairs * (4 * MIB + 512 * KIB + 120 * 640 * 8 * 8)

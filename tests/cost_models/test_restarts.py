@@ -64,7 +64,7 @@ def test_a_run_that_never_ends() -> None:
 
 
 def test_impossible_arguments() -> None:
-    """Times that are not above 0 are refused by name."""
+    """Times that are not above 0, or below 0 for a restart, are refused by name."""
     with pytest.raises(CostArgumentError, match=r"save_s=0 must be a number of seconds above 0\."):
         checkpoint_interval(0, 1.0)
     with pytest.raises(CostArgumentError, match=r"restart_s=-1\.0 must be a number of seconds, at least 0\."):

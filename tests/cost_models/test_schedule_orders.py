@@ -176,7 +176,7 @@ def test_interleaving_holds_more(ranks, rounds, virtual_stages):
     ],
 )
 def test_what_a_schedule_does_not_admit_is_refused(shape, message):
-    """The message names the schedule's condition."""
+    """A shape that a schedule does not admit is refused, and the message has the schedule's condition."""
     assert not admits(*shape)
     with pytest.raises(CostArgumentError, match=message):
         rank_orders(*shape)

@@ -124,7 +124,8 @@ def test_faster_parts_never_slow_the_step(step, data):
 
 @given(steps(), st.sampled_from([None, 0.0]), st.sampled_from([0.125, 1.0]))
 def test_the_host_holds_the_device_up(step, slowdown, dispatch):
-    """A step is at least as long as the host's issue time, and at most host plus device; the parts add up."""
+    """With a host that issues kernels, a step takes at least the issue time and at most that plus the device's
+    time. Its parts add up."""
     free = simulate_streams(step, slowdown)
     times = simulate_streams(step, slowdown, dispatch_s=dispatch)
     issue = dispatch * sum(op.launches for segment in step for op in segment.ops)
@@ -150,7 +151,7 @@ def test_computation_alone_takes_its_issued_time(kernels, dispatch):
 
 
 def product(name, seconds, *needs):
-    """A computation."""
+    """An operation of computation with this name, seconds and needs."""
     return Op(name, "forward", seconds, needs=needs)
 
 

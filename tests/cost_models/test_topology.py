@@ -52,7 +52,7 @@ def slowest_ring(links) -> float:
 
 
 def test_devices_are_on_the_switch_of_their_own_node():
-    """The second of two nodes with three devices each has devices 3, 4 and 5."""
+    """In a graph of two nodes with three devices each, devices 3, 4 and 5 are on the second node's switch."""
     graph = cluster_graph(cluster(2, 3))
     for node, ranks in enumerate([(0, 1, 2), (3, 4, 5)]):
         assert set(graph["switch", node]) == {("device", rank) for rank in ranks}

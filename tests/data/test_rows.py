@@ -120,7 +120,7 @@ def test_a_short_batch_in_pipeline_stages() -> None:
 
 
 class Deep(nn.Module):
-    """Layers, and the mean over targets that are not zero."""
+    """A model of layers, with the mean cross-entropy over targets that are not zero."""
 
     def __init__(self, layers: nn.Module) -> None:
         super().__init__()

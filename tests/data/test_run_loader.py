@@ -250,7 +250,7 @@ def compiled(axes: dict[str, int], parts: int = 1, optimizer: Any = torch.optim.
 
 
 def alone(length: int, batch: int, epochs: int) -> list[float]:
-    """Return the losses of one device."""
+    """The losses of training on one device."""
     model, table = Regression(), Table(length)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.1), []
     for epoch in range(epochs):

@@ -1,4 +1,4 @@
-"""`python -m tests.docs.pictures`: draw the pictures of the documentation, `docs/pictures/*.svg`, from plans.
+"""Draw the pictures of the documentation, `docs/pictures/*.svg`, from plans, by `python -m tests.docs.pictures`.
 
 `block.svg` is a block of a Llama as planned over data x model. The picture shows each product with the specs of its
 weight and result, and each collective. `schedule.svg` is the order of a pipeline's work over time.

@@ -67,7 +67,7 @@ def of(language: str) -> list[Any]:
 
 
 def test_the_table_is_whole() -> None:
-    """Each heading of the third level has its code and its message."""
+    """Each heading of the third level is followed by code and a message in the form that these tests read."""
     assert [row.words for row in MISTAKES] == re.findall(r"^### (.+)$", PAGE, re.MULTILINE)
     assert len(MISTAKES) >= 40
 

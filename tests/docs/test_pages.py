@@ -23,13 +23,13 @@ _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Python of a page, and the comment in front, such as "ranks: 2"."""
+    """A block of Python on a page, and the comment before it, such as "ranks: 2"."""
 
     code: str
     note: str
 
     def value(self, key: str) -> str | None:
-        """Return the comment's value for a key."""
+        """The comment's value for a key, or None if the comment has another key."""
         return self.note.removeprefix(f"{key}: ") if self.note.startswith(f"{key}: ") else None
 
 

@@ -95,12 +95,12 @@ def _batches(rows: PackedRows, size: int) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def largest_difference(mine: Sequence[float], other: Sequence[float]) -> float:
-    """Return the largest relative difference of a loss."""
+    """The largest relative difference between paired losses."""
     return max(abs(a - b) / b for a, b in zip(mine, other, strict=True))
 
 
 def draw(two_ranks: Sequence[float], one_device: Sequence[float]) -> str:
-    """Return both curves as a picture: steps to the right, the loss upwards."""
+    """A picture of both curves in SVG: steps to the right, and losses upwards."""
     low, high = 0.0, max(*two_ranks, *one_device)
     right, bottom = WIDTH - 12, HEIGHT - 32
 

@@ -75,7 +75,7 @@ def shares(operator: torch._ops.OpOverload) -> bool:
 
 
 def memory(values: Any) -> Iterator[int]:
-    """Yield the address of each tensor among `values`."""
+    """The address of each tensor's memory among `values`."""
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.numel():
             yield leaf.untyped_storage().data_ptr()

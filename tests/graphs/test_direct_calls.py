@@ -82,7 +82,8 @@ def calling(operator: Any) -> tuple[fx.GraphModule, list[torch.Tensor]]:
 
 @pytest.mark.parametrize("operator", [*METHODS, *FUNCTIONS], ids=str)
 def test_calls_do_the_same(operator: Any) -> None:
-    """Results have equal bits at equal strides, alias the same inputs, and write the inputs equally."""
+    """Each replacement gives results with equal bits and strides, which alias the same inputs, and changes the
+    inputs equally."""
     graph_module, tensors = calling(operator)
     expected = graph_module(*tensors)
     expected_tensors = tensors

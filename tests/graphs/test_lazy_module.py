@@ -27,7 +27,7 @@ def _root() -> nn.Module:
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
-    """The graphs whose code was written."""
+    """A list to which each graph is added when its code is written."""
     graphs: list[fx.Graph] = []
     write = fx.Graph.python_code
 
@@ -55,7 +55,7 @@ def test_code_and_copies_are_those_of_a_graph_module(written: list[fx.Graph]) ->
 
 
 def test_a_change_is_seen() -> None:
-    """A changed graph runs changed code after `recompile`."""
+    """After a change of the graph and `recompile`, a lazy module runs the changed graph."""
     module = lazy_module(_root(), _doubled())
     module(torch.tensor(3.0))
     call = next(node for node in module.graph.nodes if node.op == "call_function")

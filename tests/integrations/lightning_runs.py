@@ -120,7 +120,7 @@ def fit(
     resume: Any = None,
     **changes: Any,
 ) -> tuple[lightning.Trainer, Seen]:
-    """Train a new `model` on shuffled batches of 6 rows, of which the last has 5; return the Trainer and a `Seen`."""
+    """Train a new `model` on shuffled batches of 6 rows, of which the last has 5. Returns the Trainer and a `Seen`."""
     lightning.seed_everything(0, workers=True, verbose=False)
     seen = Seen()
     callbacks = [seen, *changes.pop("callbacks", ())]
@@ -132,7 +132,7 @@ def fit(
 
 
 def whole_run(folder: Path, strategy: Any = "auto") -> dict[str, Any]:
-    """Train with a checkpoint for each epoch, then test; return what was seen."""
+    """Train with a checkpoint for each epoch, then test. Returns the metrics that were seen."""
     checkpoint = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
     found, seen = fit(folder, strategy, callbacks=[checkpoint], enable_checkpointing=True, gradient_clip_val=0.5)
     (tested,) = found.test(found.lightning_module, DataLoader(rows(8, start=3), batch_size=4), verbose=False)
@@ -140,7 +140,7 @@ def whole_run(folder: Path, strategy: Any = "auto") -> dict[str, Any]:
 
 
 def resumed(path: Path, strategy: Any = "auto") -> dict[str, Any]:
-    """Train the second epoch from a checkpoint behind the first."""
+    """Train the second epoch from the checkpoint after the first, and return the metrics that were seen."""
     _, seen = fit(path.parent, strategy, resume=path, gradient_clip_val=0.5)
     return {"steps": seen.steps, "validated": seen.validated}
 

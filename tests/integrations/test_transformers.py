@@ -118,7 +118,7 @@ def test_a_trainer_only_predicts(tmp_path: Path) -> None:
 
 
 class Stream(IterableDataset):
-    """Rows without a length."""
+    """An iterable dataset of rows, without a length."""
 
     def __iter__(self) -> Any:
         yield from rows()

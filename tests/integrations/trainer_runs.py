@@ -51,7 +51,8 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
 
 
 def trainer(folder: Path, mesh: Any = None, *, model: nn.Module | None = None, **changes: Any) -> Any:
-    """A Trainer: transformers' own without a mesh, else autoshard's. Keywords of neither are training arguments."""
+    """A Trainer: transformers' own without a mesh, and autoshard's with one. Keywords that are no arguments of a
+    Trainer are training arguments."""
     own = (
         *("compute_metrics", "data_collator", "train_dataset", "eval_dataset", "optimizers", "callbacks"),
         *("plan", "constraints", "options"),
@@ -84,7 +85,8 @@ SAVED = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "e
 
 
 def whole_run(folder: Path, mesh: Any, **changes: Any) -> dict[str, Any]:
-    """Train with checkpoints and metrics, resume from the first checkpoint, and evaluate; return what was found."""
+    """Train with checkpoints and metrics, resume from the first checkpoint, and evaluate. Returns
+    losses and metrics."""
     first = trainer(folder / "first", mesh, compute_metrics=accuracy, **SAVED, **changes)
     first.train()
     trained, metrics = losses(first), first.evaluate()

@@ -29,7 +29,7 @@ def lower(
     dtype: torch.dtype = torch.float32,
     on_node: OnNode | None = None,
 ) -> fx.GraphModule:
-    """The program that reshards its input."""
+    """The program that reshards its input from `source` to `target`."""
     graph = fx.Graph()
     node = graph.placeholder("value")
     node.meta["val"] = torch.empty(source.local_shape(shape, mesh), dtype=dtype, device="meta")
@@ -216,7 +216,7 @@ def test_local_steps_run_on_tensors() -> None:
 
 
 def test_unknown_dtype() -> None:
-    """Without a `val`, the element type must be given."""
+    """Emitting a reshard of a node without `val` is refused, and the error says to pass `dtype=`."""
     graph = fx.Graph()
     proxy = fx.Proxy(graph.placeholder("value"), GraphAppendingTracer(graph))
     with pytest.raises(ValueError, match="pass dtype="):

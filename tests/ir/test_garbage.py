@@ -1,4 +1,4 @@
-"""Garbage collection is rare within a compile, and has the user's settings afterwards."""
+"""Garbage collection is rarer while autoshard compiles, and has the user's thresholds afterwards."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_groups_partition_the_ranks(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("axes", [{}, {"a b": 2}, {"data": 0}, {"data": True}])
 def test_malformed(axes: dict[str, int]) -> None:
-    """A mesh needs an axis, identifiers as names, and sizes of at least one."""
+    """A mesh without axes, with a name that is no identifier, or with a size that is no positive number is refused."""
     with pytest.raises(MeshError):
         Mesh(axes)
 

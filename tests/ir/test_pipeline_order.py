@@ -49,7 +49,7 @@ def test_the_ends_of_a_pipeline_tell_nobody() -> None:
 def test_stages_of_an_edited_order_are_checked(
     stage_ranks: list[int] | None, ranks: list[str] | None, message: str
 ) -> None:
-    """A file whose order has other ranks or stages than its plan is refused."""
+    """An order whose ranks or stages differ from its plan's is refused."""
     data = None if ranks is None else {"stage_ranks": stage_ranks, "micro_batches": 1, "ranks": ranks}
     with pytest.raises(PlanMismatchError, match=message):
         PipelineOrder.of_plan(data, stages=2)

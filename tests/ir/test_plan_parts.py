@@ -9,7 +9,8 @@ WHOLE, SPLIT = P(), P("data")
 
 
 def test_a_parameters_layout_is_text_that_says_all_of_it() -> None:
-    """A parameter's layout prints its spec and, with an update, its gradient and optimizer state."""
+    """The JSON of a parameter's layout has its spec, shape and bytes and, with an update, its gradient's and
+    state's specs."""
     plan = ParameterPlan(WHOLE, (4, 2), 32, SPLIT, {"exp_avg": SPLIT}, "ZeRO-2 over data")
     assert plan.to_json() == {
         "spec": "P()", "shape": [4, 2], "local_bytes": 32,

@@ -1,4 +1,4 @@
-"""Profiles as data: parts of a step, and differences between measured and predicted seconds."""
+"""Profiles of steps: their parts, and differences between measured and predicted seconds."""
 
 from __future__ import annotations
 

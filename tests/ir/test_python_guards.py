@@ -1,4 +1,4 @@
-"""Guards on Python values detect changes."""
+"""Guards on Python values that a trace has read: they hold until a value changes."""
 
 from __future__ import annotations
 

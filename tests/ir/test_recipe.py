@@ -19,7 +19,7 @@ def test_a_recipe_counts_devices() -> None:
 
 
 def test_a_recipe_says_what_is_decided() -> None:
-    """A partial recipe prints its decided fields in the user's words."""
+    """A partial recipe prints the fields that are decided, and says that the others are searched."""
     assert {getattr(Recipe(), item.name) for item in fields(Recipe)} == {None}
     assert Recipe().words == "everything is searched"
     assert Recipe(schedule="ZBVZeroBubble").words == "schedule='ZBVZeroBubble'; all else is searched"

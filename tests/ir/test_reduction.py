@@ -1,4 +1,4 @@
-"""Reductions and their identities."""
+"""Reductions, and the identity of each."""
 
 import pytest
 import torch

@@ -28,7 +28,7 @@ LATENCY_S, BANDWIDTH_BYTES_PER_S = 1e-5, 1e9
 
 
 def seconds(step: ReshardStep) -> float:
-    """Return a price with latency; local steps and groups of one rank are free."""
+    """Seconds of a step, with latency. Local steps and groups of one rank take none."""
     if step.kind in (ReshardKind.SLICE, ReshardKind.MAKE_PARTIAL) or step.axis_size == 1:
         return 0.0
     return LATENCY_S * step.axis_size + bytes_sent(step) / BANDWIDTH_BYTES_PER_S
@@ -42,7 +42,7 @@ def price_plan(steps: Sequence[ReshardStep], cost: StepCost) -> float:
 def brute_force(
     source: PartitionSpec, target: PartitionSpec, shape: tuple[int, ...], mesh: Mesh, cost: StepCost
 ) -> float:
-    """Return the cheapest path by Dijkstra over specs, with every reduction of the two specs."""
+    """The price of the cheapest path by Dijkstra over all specs, with the reductions of the two specs."""
     reductions = sorted({reduction for spec in (source, target) for _, reduction in spec.partial})
     start, goal = state_of(source, len(shape)), state_of(target, len(shape))
     order = count()

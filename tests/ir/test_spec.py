@@ -21,7 +21,7 @@ def test_repr_and_parse_round_trip(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_placements_round_trip(data: st.DataObject) -> None:
-    """Specs in the mesh's order become placements and come back."""
+    """Specs whose axes are in the mesh's order, converted to placements and back, are equal."""
     mesh = data.draw(meshes())
     spec = data.draw(specs(mesh, data.draw(st.integers(0, 4)), mesh_order=True))
     assert PartitionSpec.from_placements(spec.to_placements(mesh), mesh) == spec
@@ -56,14 +56,14 @@ def test_properties() -> None:
 
 
 def test_to_placements() -> None:
-    """A spec converts to one placement per axis of the mesh."""
+    """A spec converts to one placement for each axis of the mesh."""
     mesh = Mesh({"data": 2, "model": 2, "expert": 2})
     expected = (Shard(1), Replicate(), Partial("sum"))
     assert P(None, "data", partial={"expert": "sum"}).to_placements(mesh) == expected
 
 
 def test_to_placements_refuses_another_order() -> None:
-    """Placements cannot say in which order axes split one dim."""
+    """A spec whose axes split a dim in another order than the mesh's is refused in a conversion to placements."""
     with pytest.raises(InvalidSpecError, match="in an order other than"):
         P(("model", "data")).to_placements(Mesh({"data": 2, "model": 2}))
 
@@ -136,6 +136,6 @@ def test_a_text_without_end() -> None:
 
 @pytest.mark.parametrize("placement", [_StridedShard(0, split_factor=2), _MaskPartial("sum")])
 def test_placements_that_no_spec_describes_are_refused(placement: Placement) -> None:
-    """A strided shard is cut in another order than a spec says, and a masked partial sum holds no plain addends."""
+    """A strided shard and a masked partial sum are refused in a conversion to a spec."""
     with pytest.raises(InvalidSpecError, match=r"on mesh axis 'data', which no spec describes\. Redistribute"):
         PartitionSpec.from_placements([placement], Mesh({"data": 4}))

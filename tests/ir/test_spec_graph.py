@@ -11,7 +11,7 @@ from autoshard.testing.strategies import meshes, shapes, specs
 
 @given(st.data())
 def test_graph_holds_every_spec(data: st.DataObject) -> None:
-    """Every drawn spec is a node of the graph, and converts back."""
+    """The graph has a node for every spec, and gives the spec for the node."""
     mesh, ndim = data.draw(meshes()), data.draw(st.integers(0, 3))
     spec = data.draw(specs(mesh, ndim, reductions=(Reduction.SUM, Reduction.MAX)))
     graph = spec_graph(mesh, ndim, (Reduction.MAX, Reduction.SUM))

@@ -1,4 +1,4 @@
-"""Traces are in the format of Perfetto and Chrome, and survive JSON."""
+"""Traces have the format of Perfetto and Chrome, and are read back from JSON equal."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_traces_survive_json(trace: Trace) -> None:
 
 
 def test_a_written_trace_has_times_in_microseconds(tmp_path: Path) -> None:
-    """Each stream of a process is a named thread, with times in microseconds."""
+    """A written trace has a named thread for each stream of a process, and times in microseconds."""
     spans = [(0, "compute", "mm", 0.0, 2e-3), (0, "network", "all-reduce", 2e-3, 3e-3), (1, "compute", "mm", 0.0, 1e-3)]
     Trace.of(["rank 0", "rank 1"], spans).write(tmp_path / "trace.json")
     document = json.loads((tmp_path / "trace.json").read_text())

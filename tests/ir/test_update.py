@@ -22,7 +22,7 @@ def test_a_program_serves_updates_that_group_alike() -> None:
 
 
 def test_a_program_serves_no_other_update() -> None:
-    """A program refuses updates with another limit, another rule or other parameters."""
+    """A program of an update refuses an update with another limit, optimizer, rule or set of parameters."""
     names = {"a", "b", "c"}
     assert not UPDATE.serves(replace(UPDATE, max_grad_norm=None), names)
     assert not UPDATE.serves(replace(UPDATE, optimizer="Adam"), names)

@@ -141,7 +141,7 @@ CALLS: Mapping[str, Callable[[int, int], Any]] = {
 
 
 def run(name: str, rows: int, columns: int, device: torch.device = DEVICE) -> tuple[Tensor, ...]:
-    """Return the results of a call, the same each time."""
+    """The results of a call. They are the same each time."""
     torch.manual_seed(0)
     with device:
         found = CALLS[name](rows, columns)

@@ -16,7 +16,7 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal numbers."""
+    """Normally distributed numbers."""
     return torch.randn(shape, device=DEVICE).to(dtype)
 
 

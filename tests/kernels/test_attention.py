@@ -139,7 +139,7 @@ def test_shards_of_keys_combine_by_lse(p: float) -> None:
 
 @pytest.mark.parametrize("is_float", [False, True])
 def test_fully_masked_rows_are_zero(is_float: bool) -> None:
-    """A row that attends to nothing gives 0, lse -inf and zero gradients, never NaN."""
+    """A query that may attend to no key has output 0, log-sum-exp -inf and a zero gradient, and no gradient is NaN."""
     q, k, v = _inputs()
     mask = torch.ones(5, 6, dtype=torch.bool)
     mask[2] = False
@@ -201,7 +201,7 @@ def test_shapes_that_do_not_fit_are_refused(shapes: tuple[tuple[int, ...], ...],
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_opcheck(p: float) -> None:
-    """Schema, fake tensors, autograd registration and AOT dispatch agree."""
+    """Torch's checks of a custom operator pass: schema, fake tensors, autograd registration and AOT dispatch."""
     q, k, v = _inputs()
     q = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     seed = SEED if p else None

@@ -30,7 +30,8 @@ NAMES = st.sampled_from(sorted(CALLS))
 
 @contextmanager
 def _handing_out(pick: Sequence[int]) -> Iterator[list[str]]:
-    """Launches take the candidates with these numbers in turn; yields the names of the launched kernels."""
+    """Within this context, launches use the candidates with these numbers in turn. Yields the names of the
+    launched kernels."""
     launched: list[str] = []
 
     def choose(tuning: Tuning, launch: Launch, heuristic: Choice) -> Choice:

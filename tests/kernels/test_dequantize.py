@@ -68,7 +68,7 @@ def test_a_piece_of_the_rows() -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_opcheck(nested: bool) -> None:
-    """Schema, real run and fake run agree."""
+    """Torch's checks of schema and fake tensors pass."""
     packed, absmax, scales, _ = quantised(4, 64, nested=nested)
     arguments = (packed, absmax, scales, [4, 64], 64, 0, torch.bfloat16)
     torch.library.opcheck(dequantize_nf4, arguments, test_utils=("test_schema", "test_faketensor"))

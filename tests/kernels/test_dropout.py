@@ -1,4 +1,4 @@
-"""`autoshard::dropout`: its mask, scale, gradient and independence of the shard."""
+"""`autoshard::dropout`: its mask, its scale, its gradient, and equality of shards and slices."""
 
 from __future__ import annotations
 

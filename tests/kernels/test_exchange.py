@@ -17,7 +17,7 @@ def steps(rows: int, sent: list[int], received: list[int], times: int = 1) -> St
 
 
 def test_rows_go_where_they_are_sent() -> None:
-    """Ranks may exchange uneven numbers of rows, or none."""
+    """Rows arrive at the ranks that they are sent to, in uneven numbers or none."""
     assert run_together([steps(3, [1, 2], [1, 0]), steps(1, [0, 1], [2, 1])]) == [[0], [1, 2, 0]]
 
 

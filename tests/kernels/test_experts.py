@@ -1,4 +1,5 @@
-"""Layers of experts equal every token through each of its experts separately, forward and backward."""
+"""Layers of experts equal the definition, in which each token goes through its experts one by one, forward and
+backward."""
 
 from __future__ import annotations
 

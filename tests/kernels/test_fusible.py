@@ -1,4 +1,4 @@
-"""Programs for Inductor contain only operators that it knows."""
+"""Programs for Inductor contain only operators that Inductor can compile."""
 
 from __future__ import annotations
 

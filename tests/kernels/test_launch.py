@@ -15,7 +15,7 @@ def _nothing() -> None:
 
 
 def test_cpu_tensors_without_the_interpreter_are_refused() -> None:
-    """On a CPU, a kernel that is not interpreted raises, and computes nothing."""
+    """On a CPU, the launch of a kernel that is not interpreted is refused."""
     kernel = triton.JITFunction(_nothing)
     with pytest.raises(KernelError, match=r"_nothing needs tensors on a GPU; found device='cpu'"):
         launch(kernel, lambda _: (1,), torch.device("cpu"), num_warps=4)

@@ -1,4 +1,4 @@
-"""Second derivatives of the semantic operators equal those of equivalent small operators, or raise an error."""
+"""Derivatives of the semantic operators of any order equal finite differences, or raise an error."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_equals_the_definition(arguments: tuple[Any, ...], block_elements: int) 
 
 @given(calls(), st.sampled_from([1 << 22, 8]))
 def test_lies_as_fakes_say(arguments: tuple[Any, ...], block_elements: int) -> None:
-    """Results and gradients of the kernels, and of the definition, have the strides that the trace assumes."""
+    """Results and gradients of the kernels, and those of the definition, have the strides of the fake tensors."""
     q, k, v, mask, *rest = arguments
     for forward, backward in (
         (native_attention, native_attention_backward),
@@ -173,7 +173,7 @@ CUDA_KERNELS = [
 def test_kernels_on_cuda(
     dtype: torch.dtype, options: dict[str, Any], kernel: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On fake CUDA tensors, torch's fused kernels run, and results have the layout that the trace assumes."""
+    """On fake CUDA tensors, the expected kernel of torch runs, and results have the strides that the trace assumes."""
     monkeypatch.setattr(module, "_prefers_cudnn", lambda device: options.get("prefers", False))
     size, head, shift = 64, options.get("head", 32), options.get("shift", 0)
     keys = options.get("keys", size)
@@ -222,7 +222,7 @@ def test_cudnn_reads_results_that_always_lie_alike(kind: str, monkeypatch: pytes
 @pytest.mark.parametrize("size", [8, 160])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_results_of_any_layout_on_a_gpu(dtype: torch.dtype, size: int, order: tuple[str, str]) -> None:
-    """Gradients of the same q, k and v are equal for any layout of the result and its gradient."""
+    """Gradients of the same q, k and v equal the definition's for any layout of the result and its gradient."""
     torch.manual_seed(0)
     heads = 2 + ["heads", "rows", "packed"].index(order[0])  # shapes that no other call of the process had
     q, k, v, grad = (_lying("rows", torch.randn(3, heads, size, 8, device="cuda").to(dtype)) for _ in range(4))

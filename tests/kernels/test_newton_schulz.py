@@ -1,4 +1,4 @@
-"""Muon's operators together are torch's own Muon; orthogonalised matrices are independent of their batch."""
+"""Muon's three operators together equal torch's Muon, and matrices of a batch are orthogonalised independently."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _step(parameter: Tensor, grad: Tensor, buffer: Tensor, scale: Tensor | None,
 def test_the_three_operators_are_torchs_own_muon(
     shape: tuple[int, int], dtype: torch.dtype, nesterov: bool, adjust: str, scale: float | None
 ) -> None:
-    """Parameter and momentum after some steps are those of torch.optim.Muon, and the operands are unchanged."""
+    """Parameter and momentum after three steps equal those of torch.optim.Muon, and the operands do not change."""
     rule = NewtonSchulz((3.4445, -4.7750, 2.0315), 5, 1e-7, adjust, nesterov)
     parameter, buffer = _values(shape, dtype), torch.zeros(shape, dtype=dtype)
     reference = nn.Parameter(parameter.clone())

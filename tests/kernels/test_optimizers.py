@@ -67,7 +67,7 @@ def _expected(case: str, dtype: torch.dtype, scale: float) -> tuple[Tensor, list
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_an_update_is_torchs_own(case: str, dtype: torch.dtype, scale: float | None) -> None:
-    """Parameter and state after four steps are torch's, and the operands are unchanged."""
+    """Parameter and state after four steps equal those of torch's optimizer, and the operands do not change."""
     _, options, operator, hyper, states, flags = CASES[case]
     values = [torch.linspace(-1, 1, 15, dtype=torch.float64).view(5, 3).to(dtype)]
     values += [torch.zeros(5, 3, dtype=dtype) for _ in range(states)]

@@ -1,4 +1,4 @@
-"""Philox gives the published vectors, and shards draw the same numbers as the whole array."""
+"""Philox gives the published test vectors, and shards draw the same numbers as the whole array."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_exponential_numbers_are_above_zero() -> None:
      (-(2**62), 2**62, torch.int64), (5, 6, torch.int32), (0, 2**24 + 1, torch.float32)],
 )  # fmt: skip
 def test_integers_fill_their_range(low: int, high: int, dtype: torch.dtype) -> None:
-    """All integers of a small range occur; the halves of a large range occur equally often."""
+    """All integers of a small range occur, and of a large range both halves are equally frequent."""
     x = random(SEED, "integer", [low, high], 1, [COUNT], [0], [COUNT], dtype=dtype)
     assert x.dtype == dtype
     assert low <= int(x.min()) <= int(x.max()) < high
@@ -180,5 +180,5 @@ def test_unknown_distributions_are_refused() -> None:
 
 
 def test_opcheck() -> None:
-    """Schema, fake tensors and dispatch agree."""
+    """Torch's checks of a custom operator pass."""
     torch.library.opcheck(random, (SEED, "normal", [0.0, 1.0], 1, [4, 3], [0, 0], [4, 3]), {"dtype": torch.bfloat16})

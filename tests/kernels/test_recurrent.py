@@ -157,7 +157,7 @@ def _operands(kind: str, lengths: Tensor | None, reverse: bool) -> tuple[Any, tu
 @pytest.mark.parametrize("lengths", [None, torch.tensor([4, 0, 2])], ids=["whole", "lengths"])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_gradcheck_and_opcheck(kind: str, lengths: Tensor | None, reverse: bool) -> None:
-    """Gradients equal finite differences; schema, fake tensors and dispatch agree."""
+    """Gradients equal finite differences, and torch's checks of a custom operator pass."""
     torch.manual_seed(1)
     operator, args = _operands(kind, lengths, reverse)
     differentiable = {"lstm": 3, "projected": 3}.get(kind, 2)
@@ -234,7 +234,7 @@ def test_half_precision_rounds_at_steps(kind: str, dtype: torch.dtype) -> None:
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(call: Callable[[Tensor], Any], message: str) -> None:
-    """The message names the operator, its operands and the found shapes."""
+    """Operands whose shapes do not fit are refused, and the error shows the operator's shapes and the found ones."""
     with pytest.raises(ValueError, match=message):
         call(torch.zeros(3, 4, 5))
 

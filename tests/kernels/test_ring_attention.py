@@ -1,4 +1,4 @@
-"""Attention as a ring: equal work on all ranks, layouts of results as in their fakes, and counted memory."""
+"""Ring attention: equal work on all ranks, strides of results as in the fakes, and memory as the cost model counts."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import autoshard.kernels  # noqa: F401  (registers the backward)
 @pytest.mark.parametrize("has_weight", [False, True])
 @pytest.mark.parametrize("normalized_shape", [[5], [3, 5]])
 def test_backward_equals_torchs_composition(normalized_shape: list[int], has_weight: bool) -> None:
-    """The fused operator's gradients equal those of the formula, in float64."""
+    """The fused operator's output and gradients equal those of the formula in float64."""
     x = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(normalized_shape, dtype=torch.float64, requires_grad=True) if has_weight else None
     inputs: tuple[Tensor, ...] = (x,) if weight is None else (x, weight)

@@ -63,7 +63,7 @@ def test_walks_long_rows_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_strided_logits() -> None:
-    """Logits with gaps between rows, and transposed logits, are read correctly."""
+    """Logits with gaps between rows, and transposed logits, give torch's results."""
     logits, target = _case(11, 19, torch.float32)
     _check(logits[:, 2:17], target.clamp(max=14), 0.1)
     _check(logits.t().contiguous().t(), target, 0.1)
@@ -85,7 +85,7 @@ def test_backward_may_overwrite_the_logits() -> None:
 
 
 def test_a_target_that_is_no_class_gives_nan() -> None:
-    """Targets out of range are never silently counted: their loss and gradient are NaN."""
+    """A target that is no class has the loss NaN and the gradient NaN."""
     logits = torch.randn(3, 5, device=DEVICE)
     target = torch.tensor([1, 5, -1], device=DEVICE)
     loss, lse = forward(logits, target, IGNORE, 0.0)

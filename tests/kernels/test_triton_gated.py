@@ -39,7 +39,7 @@ def test_halves_of_one_tensor_and_many_blocks() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    """Other shapes, dtypes and activations are refused with the reason."""
+    """Operands of other shapes or dtypes, and an unknown activation, are refused with the reason."""
     x = draw(2, 3)
     with pytest.raises(KernelError, match="tensors of one shape"):
         gated(x, x[:1], "silu")

@@ -95,7 +95,8 @@ def test_forms(form: int) -> None:
 
 
 def test_strided_operands() -> None:
-    """Hidden states and weights that are not row-major, and an expanded gradient, are read correctly."""
+    """Hidden states and weights that are not row-major give torch's results, and an expanded gradient gives a
+    whole one's."""
     torch.manual_seed(0)
     hidden, weight, target = _case((2, 7), 50, 6, torch.float32)
     _check(hidden.transpose(0, 1).contiguous().transpose(0, 1), weight.t().contiguous().t(), target, 0.0)
@@ -131,7 +132,7 @@ class _Largest(TorchDispatchMode):
 
 
 def test_the_logits_are_never_held() -> None:
-    """The largest thing that forward and backward make has the logits of one chunk, not of all classes."""
+    """The largest tensor that forward and backward make has the size of one chunk's logits."""
     hidden, weight, target = _case((300,), 160, 4, torch.float32)
     with _Largest() as largest:
         _, lse = implementation_of(linear_cross_entropy)(hidden, weight, target, IGNORE, 0.0)

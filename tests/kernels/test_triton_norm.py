@@ -82,7 +82,7 @@ def test_equals_torch(count: int, rows: int, columns: int, dtype: torch.dtype, g
 
 @pytest.mark.parametrize("count", [1, 2], ids=["rms", "layer"])
 def test_strided_inputs_of_many_dims(count: int) -> None:
-    """Inputs with gaps between rows, and transposed inputs, are read correctly."""
+    """Inputs with gaps between rows, and transposed inputs, give torch's results."""
     x = _draw(3, 4, 16)[:, 1:, 3:12]
     parameters = [_draw(18)[::2], _draw(9)][:count]
     for view in (x, x.transpose(0, 1), x.transpose(1, 2).contiguous().transpose(1, 2)):

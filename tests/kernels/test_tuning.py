@@ -41,7 +41,7 @@ def _off_afterwards() -> Iterator[None]:
 
 
 class CountingTimer:
-    """Runs the timed function `runs` times, and reports candidate number `best` as the fastest."""
+    """A timer that runs the timed function `runs` times, and reports candidate number `best` as the fastest."""
 
     def __init__(self, best: int = 2, runs: int = 1) -> None:
         self.best, self.runs, self.calls = best, runs, 0
@@ -54,7 +54,7 @@ class CountingTimer:
 
 
 def _choices(folder: Path) -> dict[str, list[str]]:
-    """Return the choices of each kernel in a folder."""
+    """The choices in a folder, by kernel."""
     found: dict[str, list[str]] = {}
     for path in sorted(folder.glob("*.json")):
         entry = json.loads(path.read_text())

@@ -37,7 +37,7 @@ PLAN = Plan(
 
 
 class _Page(HTMLParser):
-    """The text of a page, its open tags, and its external references."""
+    """A parsed page: its text, the tags that are still open, and its references."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

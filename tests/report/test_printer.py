@@ -55,7 +55,7 @@ def test_the_figures_asked_for_first_come_first() -> None:
 
 
 def test_a_sentence_says_what_each_axis_does() -> None:
-    """A sentence names each axis's role, by layouts with an update, and by specs without an update."""
+    """A sentence gives each axis's role, from the names of layouts with an update, and from specs without one."""
     split, whole = PartitionSpec("x"), PartitionSpec()
     without = {
         "a": ParameterPlan(split, (75, 1), 0),
@@ -122,7 +122,7 @@ def test_batch_and_whether_it_runs_are_told() -> None:
 
 
 def test_a_predicted_plan_says_so() -> None:
-    """A predicted plan prints its interval, its hidden time, and both utilisations."""
+    """The text of a predicted plan has its interval, its hidden time, and both utilisations."""
     predicted = replace(
         TODAY, overlaps=True, overlapped={"x": 1e-3}, step_time_interval_s=(1.8e-3, 2.2e-3), interval_coverage=0.9
     )
@@ -178,7 +178,7 @@ def test_the_price_of_a_recipe_says_nothing_of_axes() -> None:
 
 
 def test_kernels_alike_share_a_row() -> None:
-    """Equal kernels share a row with their total savings and the first replaced calls."""
+    """Equal kernels share a row with their number, and with the first calls that they replace."""
     one = KernelUse("triton_gated", "forward", "mul", {"silu": 1.0, "mul": 1.0}, (), (), 1e-3, 1, 100, 2, 1024)
     many = replace(one, name="triton_five", stands_for=dict.fromkeys("abcd", 1.0), copies=(("e", "a", 1.0),), times=3)
     kernels = Kernels((one, replace(one, times=3), many), breakdown_without={"forward compute": 3e-3})

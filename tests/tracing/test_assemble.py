@@ -1,4 +1,4 @@
-"""A joint graph becomes a program with an ordered forward and backward."""
+"""A joint graph becomes a program whose forward calls come before its backward calls."""
 
 from __future__ import annotations
 

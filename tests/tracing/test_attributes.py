@@ -1,4 +1,4 @@
-"""A traced model keeps no value of the trace, and its own values do not disturb the trace."""
+"""A trace leaves no tensor of its own in the model, and a model's kept tensors do not disturb the trace."""
 
 from __future__ import annotations
 

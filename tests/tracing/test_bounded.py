@@ -23,7 +23,7 @@ Use = Callable[["Uses", Tensor, Tensor], Tensor]
 
 
 class Uses(nn.Module):
-    """A loss of the rows of a product that a mask selects."""
+    """A model whose loss uses the rows of a product that a mask selects."""
 
     def __init__(self, use: Use) -> None:
         super().__init__()

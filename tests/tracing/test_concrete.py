@@ -1,4 +1,4 @@
-"""Tensors whose first call sets their shape are refused in a sentence, and traced afterwards."""
+"""A buffer whose shape is set by the first call is refused before this call, and traced after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loss and gradients of `ctc_loss` in models equal one device."""
+"""Models with `ctc_loss` have the loss and the gradients of one device."""
 
 from __future__ import annotations
 

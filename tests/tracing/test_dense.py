@@ -44,7 +44,8 @@ class Gathers(nn.Module):
 
 @pytest.mark.parametrize("kind", [Embeds, Bags, Gathers])
 def test_a_sparse_gradient_is_dense_and_trains(kind: type[nn.Module]) -> None:
-    """Loss, gradients and parameters after steps of SGD with momentum equal one device."""
+    """Losses, gradients and parameters over three steps of SGD with momentum equal one device's, and gradients are
+    dense."""
     for mesh in MESHES:
         torch.manual_seed(0)
         model = kind()

@@ -1,4 +1,4 @@
-"""Numbers from Python's or NumPy's generators are refused if they change results."""
+"""Numbers from Python's or NumPy's generators are refused if results depend on them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_numbers_of_own_generators_are_refused(generator: Any) -> None:
 
 
 def test_numbers_of_a_seed_are_let_pass() -> None:
-    """A generator that each call makes with the same seed gives the same numbers."""
+    """A generator that each call makes anew with the same seed is allowed."""
     trace(Draws(lambda h: h * np.random.default_rng(3).random()), (torch.randn(8, 4),))
 
 

@@ -92,7 +92,7 @@ def _inputs(seed: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", [*ONE_VALUE, *ROWS])
 def test_assignment_through_a_mask_equals_one_device(name: str) -> None:
-    """Loss and all gradients equal one device on each mesh, also for masks of other values."""
+    """Loss and all gradients equal one device's on each mesh, for masks of different values."""
     for mesh in MESHES:
         model = Assigns((ONE_VALUE | ROWS)[name])
         sharded = autoshard.compile(model, mesh)

@@ -78,7 +78,7 @@ def test_inputs_of_another_type_than_the_parameters_are_refused(dtype: torch.dty
 
 
 def test_products_of_one_type_are_traced() -> None:
-    """Casts in the model, and models in another type, trace to products of one type."""
+    """Inputs that the model casts, and inputs in a float64 model's type, are traced."""
     trace(Layers(torch.float32), (INTEGERS,))
     trace(Layers().double(), (INTEGERS.double(),))
 
@@ -101,7 +101,8 @@ def test_values_of_unlike_types_are_refused_by_their_lines() -> None:
 @pytest.mark.parametrize("operator", sorted(FLOATING, key=str), ids=str)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
 def test_integers_are_refused_by_operators_of_floating_point_numbers(operator: object, dtype: torch.dtype) -> None:
-    """The operators take floating point numbers and refuse integers, like on one device."""
+    """Operators for floating-point numbers refuse integers in the trace, as one device does, and are
+    traced for floats."""
     model = Called(REFUSING[operator])
     with pytest.raises(RuntimeError):
         model(INTEGERS.to(dtype))

@@ -31,7 +31,7 @@ def output_of(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
 
 
 class Block(nn.Module):
-    """A tied embedding, a float32 table of positions, a norm, a product, a loss."""
+    """A model with a tied embedding, a float32 table of positions, a norm, a product, and a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def test_recurrent_layers_compute_narrowly(kind: type[nn.Module]) -> None:
 
 
 class Mixed(nn.Module):
-    """Every operator that takes operands of one type, between a float32 buffer and a parameter."""
+    """A model of operators that need operands of one type, each applied to a float32 value and a parameter."""
 
     def __init__(self) -> None:
         super().__init__()

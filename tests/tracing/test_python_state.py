@@ -39,7 +39,7 @@ class Counted(Counting):
 
 
 class Prepared(Counting):
-    """A model whose first call sets a value for all calls."""
+    """A model whose first call sets a number for all calls."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls = self.calls or 3

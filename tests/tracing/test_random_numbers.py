@@ -101,7 +101,8 @@ def test_a_draw_knows_its_line_and_module() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_generators_are_refused(draw: Callable[[Tensor, torch.Generator], Tensor], name: str) -> None:
-    """A generator is refused with the operator, the line and the way out; the default generator is accepted."""
+    """A generator as an argument is refused with the operator, the line and the way out. The default generator is
+    allowed."""
     message = rf"calls aten\.{name} at test_random_numbers\.py:\d+ in <lambda> with generator=.*Leave generator= out"
     with pytest.raises(TraceError, match=message):
         _traced(lambda h: draw(h, torch.Generator()))

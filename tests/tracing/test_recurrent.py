@@ -128,7 +128,7 @@ _KINDS = (OutputKind.OUTPUT, OutputKind.GRADIENT)
 
 
 class Packed(nn.Module):
-    """A layer on a sequence that the model packs, and pads again."""
+    """A model that packs a sequence, runs a layer on it, and pads the result."""
 
     def __init__(self, layer: nn.RNNBase, **options: Any) -> None:
         super().__init__()

@@ -113,7 +113,7 @@ def test_norms_are_whole() -> None:
 
 @pytest.mark.parametrize("function", [F.dropout1d, F.dropout2d])
 def test_channel_dropout(function: Callable[..., Tensor]) -> None:
-    """Whole channels are dropped or kept and scaled."""
+    """With channel dropout, the gradient is 0 or 2 in a whole channel."""
     shape = (6, 5, 4) if function is F.dropout1d else (6, 5, 4, 2)
     model = Call(lambda w: function(w, 0.5, True), *shape)
     program = trace(model, ())

@@ -48,7 +48,7 @@ def test_two_of_each_kind_stay() -> None:
 
 
 def test_kinds_differ_by_attributes_and_shapes() -> None:
-    """Alternating windows are two kinds, and their order is kept."""
+    """Blocks with alternating windows are two kinds, of which two each stay in order."""
     model = Deep([Block(4, index, window=7 * (index % 2)) for index in range(6)])
     (found,) = shorten(model).lists
     assert (found.kinds, found.kept) == ((0, 1, 0, 1, 0, 1), (0, 1, 2, 3))

@@ -49,7 +49,7 @@ def test_buffers_are_updated() -> None:
 
 
 def test_loss_fn_takes_the_last_inputs_as_targets() -> None:
-    """`loss_fn(outputs, target)` gets the last positional input; only the loss has a tangent."""
+    """`loss_fn(outputs, target)` gets the last positional input, and only the loss has a tangent."""
     model, x, y = Mlp().eval(), torch.randn(6, 4), torch.tensor([0, 1, 2, 3, -100, 1])
     program = trace(model, (x, y), loss_fn=nn.CrossEntropyLoss())
     assert [s.name for s in program.inputs_of(InputKind.TANGENT)] == ["tangent:0"]
@@ -141,7 +141,7 @@ def test_without_parameters_that_require_grad_there_is_no_backward() -> None:
 
 
 def test_phases_split_at_the_tangent() -> None:
-    """No forward node depends on a backward node, and all gradients are backward."""
+    """A forward node depends on forward nodes alone, and all gradients are backward nodes."""
     program = trace(Mlp(), (torch.randn(6, 4),))
     for node in program.graph.nodes:
         if node.op == "call_function" and node.meta["phase"] == "forward":
@@ -167,7 +167,7 @@ def test_lines_and_modules() -> None:
 
 
 class Branch(nn.Module):
-    """Branches on the values of its mask."""
+    """A model that branches on the values of its mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Branch(nn.Module):
 
 
 def test_a_branch_on_values_is_guarded() -> None:
-    """The branch taken on the example inputs is traced, and another mask asks for another trace."""
+    """The branch that the example takes is traced with a guard, which a mask with the other outcome fails."""
     model, x = Branch(), torch.randn(3, 4)
     ones, some = torch.ones(3, dtype=torch.bool), torch.tensor([True, False, True])
     for mask, other in ((ones, some), (some, ones)):
@@ -200,7 +200,7 @@ def test_without_values_a_branch_is_refused_with_its_line() -> None:
 
 
 class StateBranch(nn.Module):
-    """Branches on a parameter."""
+    """A model that branches on the value of a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class StateBranch(nn.Module):
 
 
 def test_a_branch_on_a_parameter_needs_the_state_to_check() -> None:
-    """A guard on a parameter is checked against the state, and needs the state."""
+    """A guard on a parameter is checked against `state`, and checking without the state is refused."""
     model, x = StateBranch(), torch.randn(3)
     program = trace(model, (x,))
     assert check_guards(program, (x,), {"gate": torch.ones(())})
@@ -259,7 +259,7 @@ def test_dynamo_captures_what_fake_tensors_cannot_run() -> None:
 
 
 class Checkpointed(nn.Module):
-    """A dropout under an activation checkpoint."""
+    """A model with a dropout under an activation checkpoint."""
 
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()

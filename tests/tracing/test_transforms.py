@@ -43,7 +43,8 @@ def _gradient(row: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("draw", [_drop, _attend, _gradient])
 def test_randomness_of_vmap(draw: Callable[[Tensor], Tensor]) -> None:
-    """Rows draw separately with randomness "different", equally with "same", and otherwise raise."""
+    """With randomness "different" the rows of a vmap draw separately, with "same" equally, and without the option
+    the trace is refused."""
     for randomness in ("different", "same"):
         model = Call(lambda weight, mode=randomness: vmap(draw, randomness=mode)(weight))
         (result, *_) = run_program(trace(model), model, ()).values()

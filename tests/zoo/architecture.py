@@ -85,7 +85,7 @@ class WithTargets(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One architecture.
+    """One architecture of the zoo.
 
     Args:
         name: name of its folder in transformers, perhaps with a suffix for a variant.
@@ -175,7 +175,8 @@ def generator() -> torch.Generator:
 
 
 def _without_zeros(model: nn.Module) -> nn.Module:
-    """Draw parameters that start as zeros, which would make all gradients in front zero."""
+    """Replace parameters that are all zeros by random numbers, because zeros would make the gradients of earlier
+    layers zero."""
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.any():

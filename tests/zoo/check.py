@@ -273,7 +273,7 @@ class TightCompiler:
     _is_first: bool = True
 
     def enter(self, stage: str) -> None:
-        """Report the start of a stage, and the seconds of the previous stage."""
+        """Begin a stage: record the seconds of the previous stage, and report the result."""
         start, self._since = self._since, time.perf_counter()
         before = self.result.seconds.get(self.result.stage, 0.0)
         self.result.seconds[self.result.stage] = round(before + self._since - start, 2)

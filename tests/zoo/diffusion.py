@@ -30,7 +30,7 @@ def _model(name: str, model: str, config: dict[str, Any], inputs: MakeInputs) ->
 
 
 def _steps() -> torch.Tensor:
-    """A time of the diffusion for each sample of a batch of four."""
+    """The diffusion times of the four samples of a batch."""
     return torch.tensor([1, 20, 300, 900])
 
 

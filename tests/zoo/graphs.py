@@ -19,7 +19,7 @@ CHANNELS = (FEATURES, 16, 4)
 
 
 class Layers(nn.Module):
-    """Graph convolutions with rectifiers in between."""
+    """A network of graph convolutions with ReLU between them."""
 
     def __init__(self, convolutions: list[nn.Module]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models of images, sounds and series, and combinations with text."""
+"""Models of images, sounds and time series, and models that combine these with text."""
 
 from __future__ import annotations
 

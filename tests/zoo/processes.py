@@ -78,7 +78,8 @@ class _Run:
 
 
 def _work(name: str, limits: Limits, writer: Connection) -> None:
-    """Send each state of the result from the process; an exception becomes the reason."""
+    """Run an architecture in this process and send each state of the result. An exception becomes the
+    result's reason."""
     quiet()
     size = int(limits.gigabytes * 1e9)
     resource.setrlimit(resource.RLIMIT_DATA, (size, size))

@@ -98,7 +98,7 @@ def test_the_page_lists_what_failed_and_what_was_not_run() -> None:
 
 
 class Counts(nn.Module):
-    """A model that weighs its input by its number of calls in training."""
+    """A model that multiplies its output by its number of calls in training."""
 
     calls: torch.Tensor
 

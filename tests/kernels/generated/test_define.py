@@ -38,7 +38,7 @@ def test_expanded_operands_are_read_once() -> None:
 
 
 def test_literals_tell_groups_apart() -> None:
-    """0.0 and -0.0 are equal numbers, but their groups differ and have separate kernels; equal groups share one."""
+    """0.0 and -0.0 as factors make different groups with separate kernels, and equal groups share one kernel."""
     x = torch.ones(4, device=DEVICE)
     groups = [_scaled(0.0, x), _scaled(-0.0, x), _scaled(0.0, x)]
     assert groups[0] == groups[2] != groups[1]
@@ -49,7 +49,7 @@ def test_literals_tell_groups_apart() -> None:
 
 
 def test_names_may_be_words_of_the_kernel() -> None:
-    """A value whose name is a word of the kernel gets another name there."""
+    """A value whose name is used in the kernel's own code gets another name there."""
     x = draw(5)
     group = _scaled(5.0, x)
     kernel = define_kernels([NamedGroup(group, ("tl", "index", "index"), "Names.")], "A test.")[group]

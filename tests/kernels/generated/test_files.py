@@ -45,7 +45,7 @@ def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_bytecode_beside_the_source_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A foreign `.pyc` for the same path, size and time of change does not run; the generated text does."""
+    """A foreign `.pyc` for the same path, size and time does not run, and the generated text does."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     text, other = "answer = 42\n", "answer = 41\n"
     path = write_file(other)
@@ -63,7 +63,8 @@ def test_bytecode_beside_the_source_is_not_run(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_the_file_is_not_read_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A file that changes after its check changes neither the running code nor the source that Triton reads."""
+    """If a file changes after it was written, the loaded module and its source for Triton are still
+    the generated text."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     text = "def answer():\n    return 42\n"
     path = write_file(text)

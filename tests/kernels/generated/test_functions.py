@@ -1,4 +1,4 @@
-"""Functions that generated kernels call equal float64's to the last places of float32."""
+"""Functions for generated kernels are right to the last places of float32, compared with float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Loops are found from shapes: views split axes, values computed together share axes, other groups are refused."""
+"""Loops of generated kernels, found from shapes: views split axes, adjacent dims join, and groups without common
+axes are refused."""
 
 from __future__ import annotations
 

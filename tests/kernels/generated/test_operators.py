@@ -1,4 +1,4 @@
-"""Every operator of the table equals PyTorch's, with NaN, infinities, and mixed dtypes."""
+"""Generated kernels of every supported operator equal PyTorch, with NaN, infinities, and mixed dtypes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _group(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
 
 
 def test_every_operator_computes_what_pytorch_does() -> None:
-    """Each operator, alone in a kernel, gives PyTorch's values: NaN where it has NaN, and the same dtype."""
+    """Each operator, alone in a kernel, gives PyTorch's values and dtype, with NaN at the same places."""
     targets = [*POINTWISE, *REDUCTIONS]
     made = {target: _group(target, *_call(target)) for target in targets}
     names = ("first", "second", "third", "fourth")
