@@ -69,8 +69,8 @@ def _others(node: ast.AST, name: str, item: Any) -> Iterator[Any]:
 
 
 def draw(root: Path, count: int, seed: int) -> Iterator[tuple[str, int, str, str]]:
-    """Changed files: the path, the changed line before and after, and the changed text. Larger files are drawn
-    more often."""
+    """Changed files: path, line number, the line before and after the change, and the changed text. Larger files
+    are drawn more often."""
     random = Random(seed)
     paths = [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
     weights = [len(path.read_bytes()) for path in paths]

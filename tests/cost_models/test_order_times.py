@@ -48,7 +48,8 @@ def pipelines(draw):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_steady_state_is_run_once(schedule):
-    """The time of eighty micro-batches, computed from a repeated steady state, equals the time of the whole order."""
+    """The time of eighty micro-batches, computed from a repeated steady state, is within 0.5 % of the time of the
+    whole order."""
     virtual = SCHEDULES[schedule].numbers_of_stages(2)[-1]
     stages = [StageTimes(1.0, 1.25, 0.75, 0.1)] * (4 * virtual)
     stages[0], stages[-1] = stages[0]._replace(forward_s=1.05), stages[0]._replace(forward_s=1.5)

@@ -43,7 +43,8 @@ def test_values_are_compared_by_type_and_value(found: Any, value: Any, alike: bo
 
 
 def test_what_a_record_holds_is_guarded_in_depth() -> None:
-    """Settings in nested objects and lists are guarded, and objects with other contents, tensors and hooks are not."""
+    """Settings in nested objects and lists are guarded, and so are plain tensors, dicts and None. Parameters, and
+    objects with other contents, are not."""
     settings = SimpleNamespace(inner=SimpleNamespace(sizes=[1, {"a": 2}]))
     other = SimpleNamespace(data=object(), count=0)
     holder = SimpleNamespace(settings=settings, other=other, table=torch.ones(2), weight=torch.ones(2), hooks={})

@@ -222,7 +222,8 @@ def test_cudnn_reads_results_that_always_lie_alike(kind: str, monkeypatch: pytes
 @pytest.mark.parametrize("size", [8, 160])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_results_of_any_layout_on_a_gpu(dtype: torch.dtype, size: int, order: tuple[str, str]) -> None:
-    """Gradients of the same q, k and v equal the definition's for any layout of the result and its gradient."""
+    """Gradients of the same q, k and v are within 3 % of the definition's norm for any layout of the result and
+    its gradient."""
     torch.manual_seed(0)
     heads = 2 + ["heads", "rows", "packed"].index(order[0])  # shapes that no other call of the process had
     q, k, v, grad = (_lying("rows", torch.randn(3, heads, size, 8, device="cuda").to(dtype)) for _ in range(4))
@@ -243,7 +244,8 @@ def test_results_of_any_layout_on_a_gpu(dtype: torch.dtype, size: int, order: tu
                                                            (-32, True, False), (0, False, True)])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_on_a_gpu(dtype: torch.dtype, shift: int, is_causal: bool, masked: bool, head: int, kind: str) -> None:
-    """For any of torch's kernels, results and gradients equal the definition in float64 to the dtype's rounding."""
+    """For each of torch's kernels, results and gradients differ from the definition in float64 by at most 3 % of
+    the norm, or 0.1 % in float32."""
     torch.manual_seed(0)
     queries, keys = 160, 160 + max(shift, 0)
     q, k, v, grad = (

@@ -62,7 +62,8 @@ class Masks(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 def test_each_step_masks_other_places_the_same_on_all_meshes() -> None:
-    """Losses and gradients of four steps equal one device's on every mesh, with a program without guards."""
+    """Losses of four steps with different spans equal one device's. Losses and the gradient are equal on all
+    meshes, in a program without guards."""
     inputs = (torch.randn(4, 20, 4), _mask(20, 18, 12, 5))
     assert not trace(Masks(), inputs).guards
     one_device = Masks()

@@ -485,7 +485,7 @@ def test_a_call_that_fails_is_reported_by_the_error_alone(caplog: pytest.LogCapt
 
 
 def test_lists_of_values_are_read() -> None:
-    """`tolist` of an input is guarded, `tolist` of a constant is not, and the results equal eager."""
+    """`tolist` works on an input, whose values are then guarded, and on a constant. The results equal eager."""
 
     class Grid(nn.Module):
         def __init__(self) -> None:
