@@ -70,8 +70,8 @@ def test_pieces_go_round() -> None:
 
 
 def test_what_is_sent_beside_computation_is_not_waited_for() -> None:
-    """A message is waited for as far as it exceeds its share of the computation, and wholly without computation
-    beside it."""
+    """Communication that overlaps computation is waited for only beyond its share of the time, and other
+    communication wholly."""
     links = GroupLinks(4, 4, 1, Link(1e9, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0), None)
     hop, rest = Exchanged(1e9, True, overlapped_share=0.25), Exchanged(1e9, True)
     hidden = 0.0

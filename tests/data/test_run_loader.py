@@ -171,8 +171,8 @@ def test_a_stream_goes_on_from_its_own_position() -> None:
 
 
 def test_the_end_of_an_epoch_is_kept() -> None:
-    """A run that stopped behind the last batch continues at the end of that epoch, and `set_epoch` of the same
-    epoch keeps this position."""
+    """A run that stopped after the last batch resumes at the end of that epoch, and `set_epoch` to the same epoch
+    keeps this position."""
     loader = made(4, RankRows(2))
     batches = iter(loader)
     next(batches), next(batches)

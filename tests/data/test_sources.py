@@ -29,8 +29,8 @@ class Anew(IterableDataset[int]):
 
 
 def test_a_stream_that_begins_anew_does_not_repeat_an_epoch() -> None:
-    """After a state that was saved behind a short last batch, the epoch has no more samples, although the stream
-    has started anew."""
+    """A state saved after a short last batch is the end of the epoch, although the stream has started from the
+    beginning again."""
     reading = Reading(RankRows(2, repeats=False), default_collate, False, 0, False, {})
     loader, again = (Loader(StreamSource(Anew(), None), reading) for _ in range(2))
     batches = iter(loader)

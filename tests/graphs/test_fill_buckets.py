@@ -92,8 +92,8 @@ def test_a_filled_bucket_holds_the_same_bits(case: str) -> None:
     ],
 )  # fmt: skip
 def test_what_can_be_is_computed_in_its_place(case: str, computed: list[bool]) -> None:
-    """A member is computed in the bucket unless it has other readers, is scattered, or lies behind an odd number
-    of elements. It is copied then."""
+    """A member that is read elsewhere, is scattered, or would be unaligned in the bucket is copied, and any other
+    member is computed there."""
     names, rows = CASES[case]
     module = bucket_of(*names, rows=rows)
     (packed,) = module.graph.find_nodes(op="call_function", target=aten.cat.default)

@@ -72,7 +72,8 @@ def test_boxes_cover_what_they_write(shape: tuple[int, ...], data: st.DataObject
 
 
 def test_a_weight_that_is_written_row_by_row_has_no_source() -> None:
-    """A weight written by 4000 rows reads no earlier value, and reads its own if one row is left out."""
+    """A weight that 4000 rows write depends on no earlier value. If one row is left out, it depends on its own
+    earlier value."""
     weight = StridedView(0, (4000, 8), (8, 1), 0, torch.float32)
     rows = [StridedView(0, (8,), (1,), 8 * row, torch.float32) for row in range(4000)]
     fill = torch.ops.aten.fill_.Scalar

@@ -64,8 +64,8 @@ def _assert_same_gradients(out: Tensor, expected: Tensor, inputs: tuple[Tensor, 
     st.sampled_from(["none", "bool", "float", "causal"]),
 )
 def test_equals_torch_in_float64(heads_groups: tuple[int, int], s: int, t: int, kind: str) -> None:
-    """Output and gradients equal those of torch's math attention to float64 rounding; the log-sum-exp
-    has no gradient."""
+    """Output and gradients equal those of torch's math attention to float64 rounding. The log-sum-exp is float64
+    and has no gradient."""
     heads, groups = heads_groups
     q, k, v = _inputs(heads, groups, s, t)
     is_causal = kind == "causal"
@@ -113,7 +113,8 @@ def test_dropout_equals_explicit_mask() -> None:
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_shards_of_batch_heads_and_queries_equal_slices(p: float) -> None:
-    """Attention of a shard of batch, heads and queries, at its offset, is the slice of the whole."""
+    """Attention of a shard of batch, heads and queries, given the shard's offset, equals the slice of the whole
+    attention."""
     q, k, v = _inputs(heads=4, groups=2, s=6, t=6)
     whole, lse = _attend(q, k, v, is_causal=True, p=p)
     part, part_lse = attention(

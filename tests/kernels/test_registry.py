@@ -118,7 +118,8 @@ def test_fused_opcheck(kernel: FusedKernel) -> None:
 
 
 def test_float64_has_no_kernel_and_explains_why() -> None:
-    """No kernel is found for float64 operands, and the reason names the dtype; an operator without kernel has none."""
+    """A kernel is not found for float64 operands, and gives a reason with the dtype. An operator without a kernel
+    has None."""
     operator, arguments = aten._fused_rms_norm.default, (torch.ones(2, 3, dtype=torch.float64), [3], None, 1e-6)
     assert find_kernel(operator, arguments) is None
     assert str(why_not(KERNELS[operator], *arguments)).startswith("input has dtype torch.float64")

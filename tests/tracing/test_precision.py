@@ -54,7 +54,8 @@ def block_inputs() -> tuple[Tensor, Tensor]:
 
 
 def test_parameters_are_cast_once_where_they_are_used() -> None:
-    """A parameter is cast once, at its first use in its own module, and its gradient as soon as the gradient exists."""
+    """A parameter is cast once, right before its first use and in its own module, and its gradient right after it
+    is computed."""
     program = trace(Block(), block_inputs(), compute_dtype=BF16)
     order = list(program.graph.nodes)
     casts = [node for node in order if node.target is CAST and node.args[0].op == "placeholder"]
