@@ -48,7 +48,8 @@ Found = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One contender: median step time and processor time, received bytes in a step, peak memory, collectives."""
+    """The figures of one contender: medians of step and processor time, received bytes of a step, peak memory, and
+    collectives."""
 
     step_s: float
     cpu_s: float

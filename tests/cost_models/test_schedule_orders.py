@@ -108,7 +108,8 @@ def test_what_is_in_flight_is_counted_in_the_order(shape):
 
 @given(shapes())
 def test_every_stage_runs_every_micro_batch_once(shape):
-    """Every micro-batch has one forward, and a backward or both halves, on the stage's rank in a possible order."""
+    """Each stage has one forward of every micro-batch, and a backward or both of its halves, on its rank and in a
+    possible order."""
     schedule, ranks, micro_batches, virtual_stages = shape
     owners = stage_ranks(schedule, ranks, virtual_stages)
     seen: list[Action] = []

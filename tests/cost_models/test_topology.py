@@ -63,7 +63,7 @@ def test_bandwidth_equals_what_routing_every_ring_gives(sizes, per_node, devices
     """The formulas' bandwidth equals that of routed rings for each axis of a mesh, with shared cards and slow
     spines.
 
-    For groups with uneven shares of pods, the formulas take the slower value.
+    If groups have uneven shares of the pods, the formulas' bandwidth is at most the routed one.
     """
     assume(prod(sizes) % per_node == 0)
     nodes = prod(sizes) // per_node

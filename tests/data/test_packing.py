@@ -27,7 +27,7 @@ WORDS, LENGTH, WIDTH, HEADS = 32, 8, 16, 4
 
 @given(lengths=st.lists(st.integers(1, 30), max_size=60), more=st.integers(0, 20))
 def test_each_document_is_in_one_row(lengths: list[int], more: int) -> None:
-    """Each document is in one row, no row is too long, and no two rows would fit into one."""
+    """Each document is in one row, no row is longer than the length, and no two rows would fit into one."""
     length = max(lengths, default=1) + more
     rows = pack(lengths, length)
     assert sorted(document for row in rows for document in row) == list(range(len(lengths)))

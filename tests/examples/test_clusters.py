@@ -1,4 +1,4 @@
-"""The examples for clusters, with programs in place of SLURM and Ray."""
+"""The examples for clusters, run with substitutes for the programs of SLURM and Ray."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class TorchTrainer:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with the examples, and with programs in place of SLURM's and torchrun."""
+    """A folder with the examples, and with substitutes for the programs of SLURM and for torchrun."""
     shutil.copytree(CLUSTERS, tmp_path, dirs_exist_ok=True)
     for name, text in {"bin/srun": _SRUN, "bin/scontrol": _SCONTROL}.items():
         path = tmp_path / name

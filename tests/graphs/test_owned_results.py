@@ -69,7 +69,7 @@ def _expanded(call: Call, x: fx.Node) -> list[fx.Node]:
 
 
 def _bucket(call: Call, x: fx.Node) -> list[fx.Node]:
-    """The two parts of a value that is reduced in place."""
+    """The two parts of a value that an all-reduce sums in place."""
     sent = call(torch.ops._c10d_functional.all_reduce.default, call(aten.cat.default, [x, x]), "sum", "data")
     parts = call(aten.split_with_sizes.default, call(torch.ops._c10d_functional.wait_tensor.default, sent), [4, 4])
     return [call(operator.getitem, parts, index) for index in (0, 1)]
@@ -113,7 +113,7 @@ def graph_of(build: Callable[[Call, fx.Node], list[fx.Node]]) -> fx.GraphModule:
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_nothing_else_lies_in_is_owned(name: str) -> None:
-    """A result is owned unless it shares memory with an input, another result, or its own repeated elements."""
+    """A result is owned unless an input, another result, or several of its own elements share its memory."""
     build, expected = CASES[name]
     assert list(owned_results(graph_of(build).graph)) == expected
 

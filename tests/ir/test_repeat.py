@@ -34,8 +34,8 @@ def test_repeated_paths_lead_to_the_paths_that_stand_for_them() -> None:
 
 
 def test_names_stand_for_those_of_repeated_blocks() -> None:
-    """A name in the unit that stands for left-out units stands for its names in all of them, and any other name
-    for itself."""
+    """In the unit that stands for left-out units, a name represents its namesakes there. Any other name represents
+    itself."""
     assert names_represented_by((PAIRS,), "exp_avg:model.layers.13.w") == tuple(
         f"exp_avg:model.layers.{number}.w" for number in (7, 9, 11, 13)
     )

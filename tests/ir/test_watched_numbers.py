@@ -106,8 +106,8 @@ def _watched(value: Any, function: Callable[[Any], Any]) -> tuple[SimpleNamespac
 
 @pytest.mark.parametrize("name", OF_INTEGERS)
 def test_integers_under_the_same_conditions_give_the_same(name: str) -> None:
-    """Integers under the recorded conditions give the first call's result, and the expected count of integers is
-    under them."""
+    """Integers that satisfy the recorded conditions give the first call's result, and the expected number of
+    integers satisfies them."""
     function, expected = OF_INTEGERS[name]
     alike = _assert_sound(7, INTEGERS, function)
     assert len(alike) - 1 == expected, alike
@@ -116,7 +116,7 @@ def test_integers_under_the_same_conditions_give_the_same(name: str) -> None:
 @pytest.mark.parametrize("value", FLOATS)
 @pytest.mark.parametrize("name", OF_FLOATS)
 def test_floats_under_the_same_conditions_give_the_same(name: str, value: float) -> None:
-    """Floats under the recorded conditions give the first call's results or errors."""
+    """Floats that satisfy the recorded conditions give the first call's result or error."""
     _assert_sound(value, FLOATS, lambda number: _fails(lambda: OF_FLOATS[name](number)))
 
 

@@ -244,8 +244,8 @@ def test_results_of_any_layout_on_a_gpu(dtype: torch.dtype, size: int, order: tu
                                                            (-32, True, False), (0, False, True)])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_on_a_gpu(dtype: torch.dtype, shift: int, is_causal: bool, masked: bool, head: int, kind: str) -> None:
-    """For each kernel of torch, results and gradients are near the definition in float64: within 3 % of its norm,
-    or 0.1 % in float32."""
+    """For each kernel of torch, results and gradients differ from the definition in float64 by at most
+    3 % of the norm."""
     torch.manual_seed(0)
     queries, keys = 160, 160 + max(shift, 0)
     q, k, v, grad = (

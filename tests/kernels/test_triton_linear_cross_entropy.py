@@ -95,8 +95,8 @@ def test_forms(form: int) -> None:
 
 
 def test_strided_operands() -> None:
-    """Hidden states and weights that are not row-major give torch's results, and an expanded gradient gives a
-    whole one's."""
+    """Hidden states and weights that are not row-major give torch's results. An expanded gradient gives the
+    results of a contiguous one."""
     torch.manual_seed(0)
     hidden, weight, target = _case((2, 7), 50, 6, torch.float32)
     _check(hidden.transpose(0, 1).contiguous().transpose(0, 1), weight.t().contiguous().t(), target, 0.0)

@@ -123,7 +123,8 @@ def test_what_is_equal_is_not_shrunk() -> None:
 
 
 def test_calls_run_under_the_specs_that_are_given() -> None:
-    """`check_calls` runs a product split over its summed dim and a call on its partial result under the given specs."""
+    """`check_calls` runs a product split over its summed dim and a call on its partial result. Other specs or
+    numbers of calls are refused."""
     scope = run_code(
         """
 import torch

@@ -192,7 +192,7 @@ def test_a_comparison_is_guarded_and_the_size_is_not() -> None:
 
 
 def test_no_rows_are_selected_from_none() -> None:
-    """A mask without elements has a known number of ones, and its search is no operator of unknown size."""
+    """A mask without elements is indexed without an operator of unknown size, and the program equals eager."""
     model, args = Uses(lambda model, x, mask: x[:0][mask[:0]].sum() + x.sum()), _inputs(3)
     program = trace(model, args)
     assert torch.ops.aten.nonzero.default not in {node.target for node in program.graph.nodes}

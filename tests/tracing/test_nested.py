@@ -16,7 +16,7 @@ _OFFSETS = torch.tensor([0, 3, 8])
 
 
 class Call(nn.Module):
-    """A function of a matrix with a gradient."""
+    """A model that applies a function to its parameter."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

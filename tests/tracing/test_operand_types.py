@@ -44,7 +44,7 @@ REFUSING: dict[object, Callable[[Tensor], Tensor]] = {
 
 
 class Called(nn.Module):
-    """A function of its input."""
+    """A model that applies a function to its input."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -197,7 +197,8 @@ class Explicit(nn.Module):
 
 
 def test_products_that_are_asked_for_in_float32_are_computed_so() -> None:
-    """Explicit float32 products stay float32 in the program, forward and backward, as in the cast model."""
+    """Explicit float32 products stay float32 in the program, forward and backward, as in a model
+    converted to bfloat16."""
     model, x = Explicit(), torch.randn(16, 8)
     program = trace(model, (x,), compute_dtype=BF16)
     products = [node for node in program.graph.nodes if ".mm." in str(node.target) or "addmm" in str(node.target)]

@@ -20,7 +20,7 @@ from tests.tracing.running import assert_equals_eager, count_operators, run_prog
 
 
 class Call(nn.Module):
-    """A function of a parameter and the inputs."""
+    """A model that applies a function to its parameter and the inputs."""
 
     def __init__(self, function: Callable[..., Tensor], *shape: int) -> None:
         super().__init__()

@@ -221,7 +221,7 @@ def test_a_branch_on_a_parameter_needs_the_state_to_check() -> None:
 
 
 class Numpy(nn.Module):
-    """A model that computes with numpy, which fake tensors cannot."""
+    """A model that computes with numpy, which does not run on fake tensors."""
 
     def __init__(self) -> None:
         super().__init__()

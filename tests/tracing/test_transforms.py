@@ -18,7 +18,7 @@ from tests.tracing.running import run_program
 
 
 class Call(nn.Module):
-    """A function of a parameter of ones."""
+    """A model that applies a function to its parameter of ones."""
 
     def __init__(self, function: Callable[[Tensor], Any]) -> None:
         super().__init__()

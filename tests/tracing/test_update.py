@@ -109,7 +109,7 @@ def test_an_unclipped_step_returns_the_norm_if_asked() -> None:
 
 @pytest.mark.parametrize("limit", [None, 0.05])
 def test_a_scaled_step_is_the_same_step(limit: float | None) -> None:
-    """A scale of the loss changes neither norm nor update, because the program removes the scale."""
+    """A factor on the loss changes neither the norm nor the update, because the program divides by it again."""
     model, update = _net(), replace(_update(limit), returns_norm=True)
     program = trace(model, (X,), update=replace(update, scales_loss=True))
     assert [slot.node for slot in program.inputs_of(InputKind.UNSCALE)] == ["unscale_all"]
@@ -120,7 +120,8 @@ def test_a_scaled_step_is_the_same_step(limit: float | None) -> None:
 
 
 def test_slots_of_a_whole_step() -> None:
-    """State and hyper-parameters of updated parameters are inputs, and gradients are no outputs."""
+    """State and hyper-parameters are inputs of the program, the update follows the backward, and gradients are no
+    outputs."""
     program = trace(_net(), (X,), update=_update(1.0))
     assert [slot.name for slot in program.inputs_of(InputKind.STATE)] == [
         "exp_avg:first.weight",

@@ -417,7 +417,7 @@ def _spoken_tokens() -> Inputs:
 
 
 def _patches(width: int) -> Inputs:
-    """Return four texts, each with an image of 4 x 4 patches that are merged 2 x 2."""
+    """Four texts, each with an image of 4 x 4 patches that are merged 2 x 2."""
     tokens = draw_tokens(vocabulary=56)
     tokens[:, 1], tokens[:, 2:6], tokens[:, 6] = 62, IMAGE_TOKEN, 63
     return {
