@@ -405,7 +405,7 @@ def _padded_waves() -> Inputs:
 
 
 def _spoken_tokens() -> Inputs:
-    """Return two texts, one of which has three codes of a sound of four frames of two codes."""
+    """Four texts, each with a sound of four frames of two codes. The second text leaves out the last frame."""
     tokens, codes = draw_tokens(vocabulary=56), draw_tokens(4, 8, 16).view(4, 4, 2)
     tokens[:, 3:7] = IMAGE_TOKEN
     tokens[1, 6] = 5
