@@ -92,7 +92,7 @@ def test_an_unknown_axis_raises():
 
 def test_axis_links_on_two_levels():
     """On nodes of 8 devices, a 2 x 8 x 4 mesh has pipeline links between nodes, tensor links inside, and data
-    links on both levels."""
+    links on both."""
     links = axis_links(Cluster("h100_sxm", nodes=8, devices_per_node=8), {"pp": 2, "dp": 8, "tp": 4})
     assert {axis: (g.size, g.per_node, g.nodes) for axis, g in links.items()} == {
         "pp": (2, 1, 2),
