@@ -1,4 +1,5 @@
-"""Set-up of every test: Hypothesis profiles, one thread per process, what is collected, the skipping of GPU tests."""
+"""Set-up of all tests: Hypothesis profiles, one thread per process, which files are collected, and
+skipped GPU tests."""
 
 import atexit
 import gc
@@ -53,7 +54,7 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Generated kernels are written to a folder of the tests' own."""
+    """Generated kernels are written to a temporary folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -61,7 +62,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules that a test writes or infers end with the test."""
+    """Sharding rules that a test registers or infers are removed after the test."""
     from autoshard.rules import infer, registry
 
     for table, name in ((registry, "_rules"), (registry, "_inferred"), (infer, "_cases")):
@@ -79,20 +80,20 @@ def _poisoned_outputs() -> Iterator[None]:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out helpers and scripts without a doctest, whose imports take seconds in each worker."""
+    """Skip helpers and scripts without a doctest, because their imports take seconds in each worker."""
     is_helper = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")
     return True if is_helper and ">>> " not in collection_path.read_text() else None
 
 
 def pytest_sessionfinish() -> None:
-    """Spare the end of a worker the five collections of pytest, which take seconds after many tests."""
+    """Freeze Python's garbage collector, because pytest's five collections at the end take seconds after many tests."""
     gc.freeze()
     atexit.register(gc.unfreeze)  # some libraries report what is never collected
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves the slow ones out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Take samples of cases, and skip tests marked `gpu` where there is no CUDA device."""
+    """Reduce tests to samples of their cases, and skip tests marked `gpu` if there is no CUDA device."""
     leave_out(items)
     if torch.cuda.is_available():
         return

@@ -57,7 +57,7 @@ class Found:
 
 
 def start(folder: Path, name: str, ranks: int, kill: Kill | None) -> bool:
-    """Start a run on some ranks; return whether the run ended."""
+    """Run a start on so many ranks, and return whether it ended the run."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     script = ["-m", "tests.restarted", str(folder), str(STEPS), "[]", name, *([] if kill is None else kill.words())]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -69,7 +69,7 @@ def start(folder: Path, name: str, ranks: int, kill: Kill | None) -> bool:
 
 
 def losses_of_a_whole_run(folder: Path, name: str) -> list[float]:
-    """The losses of a run that never stopped, on two simulated ranks."""
+    """The losses of a run on two simulated ranks that never stopped."""
     folder.mkdir()
     checkpoints = autoshard.Checkpoints(folder / "saved", every=STEPS)
     autoshard.run(lambda run: train(run, folder, STEPS, name=name, ranks=2), checkpoints=checkpoints)
@@ -77,7 +77,8 @@ def losses_of_a_whole_run(folder: Path, name: str) -> list[float]:
 
 
 def check(new: Sequence[Loss], first: int, ranks: int, whole: Sequence[float]) -> float:
-    """Check the steps of one start, the first of which is known; return the largest difference of a loss."""
+    """Check the steps of one start, of which `first` is the expected first, against a whole run. Returns the
+    largest difference of a loss."""
     assert [item.step for item in new] == list(range(first, first + len(new))), (first, new)
     assert all(item.ranks == ranks and item.place == item.step + 1 for item in new), new
     difference = 0.0
@@ -89,7 +90,7 @@ def check(new: Sequence[Loss], first: int, ranks: int, whole: Sequence[float]) -
 
 
 def campaign(count: int, seed: int, folder: Path, name: str) -> Found:
-    """Draw and judge `count` kills of a model's runs."""
+    """Draw kills until `count` of them happened in a model's runs, and check each start."""
     draw, found = random.Random(seed), Found()
     places = itertools.cycle(draw.sample(list(PLACES), len(PLACES)))
     whole = losses_of_a_whole_run(folder / "whole", name)
@@ -115,7 +116,7 @@ def campaign(count: int, seed: int, folder: Path, name: str) -> Found:
 
 
 def line_of(name: str, found: Found) -> str:
-    """Return a line of the table in Markdown: kills within and behind each place, runs, steps, difference."""
+    """A row of the Markdown table: kills within and after each place, runs, steps, and the largest difference."""
     kills = [f"{found.within[place]} + {found.behind[place]}" for place in PLACES]
     return f"| {' | '.join([name, *kills, str(found.runs), str(found.steps), f'{found.difference:.1e}'])} |"
 

@@ -1,6 +1,6 @@
-"""Places in a run at which a process kills itself by SIGKILL: in a call of a function, a drawn time after its start.
+"""Places in a run at which a process kills itself by SIGKILL, at a random time after a call of a function begins.
 
-Tracing, planning and loading happen once in a process. Steps, updates and saves happen again and again.
+Tracing, planning and loading happen once in a process. Steps, updates and saves repeat.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from passes.driver.planner import Planner
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Functions whose calls are a place.
+    """Functions whose calls are a place for a kill.
 
     Args:
         functions: owner and name of each function.
         longest_s: about the longest time of a call, in seconds.
-        calls: number of calls of a process, of which one is drawn.
+        calls: one of this many calls of a process is drawn.
         on_first_rank: whether only the first rank calls them.
     """
 
@@ -64,7 +64,7 @@ class Kill:
 
     @classmethod
     def drawn(cls, draw: random.Random, name: str, ranks: int) -> Kill:
-        """Draw a rank, a call of a place, and a moment."""
+        """A kill at a random rank, call of the place, and time."""
         place = PLACES[name]
         rank = 0 if place.on_first_rank else draw.randrange(ranks)
         return cls(rank, name, draw.randint(1, place.calls), round(draw.uniform(0, place.longest_s), 4))
@@ -80,7 +80,8 @@ class Kill:
         return [str(self.rank), self.place, str(self.call), str(self.after_s)]
 
     def prepare(self, rank: int, told: Path) -> None:
-        """Wait for the call, if this process is the rank. `told` gets a line when the call begins, and when it ends."""
+        """Arrange the kill if this process is the rank. A line is written to `told` when the call begins, and when
+        it ends."""
         if rank != self.rank:
             return
         calls = [0]

@@ -86,7 +86,7 @@ def mixtral(layers: int = 1) -> tuple[nn.Module, Inputs]:
 
 
 def bert(layers: int = 1, dropout: float = 0.0) -> tuple[nn.Module, Inputs]:
-    """With a mask of padding."""
+    """A BERT of one layer, with a batch that has a mask of padding."""
     sizes = {"words": VOCABULARY, "width": 32, "inner": 64, "heads": 4, "length": 16, "attn_implementation": "sdpa"}
     inputs = _causal_inputs()
     inputs["attention_mask"] = torch.ones(BATCH, LENGTH, dtype=torch.int64)
@@ -95,7 +95,7 @@ def bert(layers: int = 1, dropout: float = 0.0) -> tuple[nn.Module, Inputs]:
 
 
 def t5(layers: int = 1) -> tuple[nn.Module, Inputs]:
-    """An encoder-decoder; one embedding serves both halves and the head."""
+    """A T5 whose one embedding serves encoder, decoder and head, with a batch."""
     sizes = {"words": VOCABULARY, "width": 32, "d_kv": 8, "inner": 48, "heads": 4, "decoder_start_token_id": 0}
     tied = {"pad_token_id": 0, "tie_word_embeddings": True}
     return build("t5", layers=layers, dropout=0.0, **sizes, **tied), _causal_inputs()
@@ -109,7 +109,7 @@ def vit(layers: int = 1, size: int = 8) -> tuple[nn.Module, Inputs]:
 
 
 def odd() -> tuple[nn.Module, Inputs]:
-    """GPT-2 in sizes that no mesh divides: seven heads, a prime vocabulary, a batch of five sequences of seven."""
+    """GPT-2 in sizes that no mesh divides: seven heads, 47 words, a batch of five sequences of seven."""
     sizes = {"words": 47, "length": 13, "width": 28, "heads": 7, "attn_implementation": "sdpa"}
     return build("gpt2", layers=1, dropout=0.0, **sizes), words(5, 7, 47)
 
@@ -124,7 +124,7 @@ def _causal_inputs() -> Inputs:
 
 
 class Perceptron(nn.Module):
-    """`down(activation(up(x)))` and its mean square, or the mean squared error to a target."""
+    """`down(activation(up(x)))` reduced to its mean square, or to the mean squared error if a target is given."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Chain(nn.Module):
 
 
 class Residual(nn.Module):
-    """x + down(gelu(up(norm(x))))."""
+    """A block x + down(gelu(up(norm(x))))."""
 
     def __init__(self, width: int, inner: int | None = None, *, bias: bool = True) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Residual(nn.Module):
 
 
 class Blocks(nn.Module):
-    """A stack of `Residual` blocks, and the mean square of the result or the mean squared error to a target."""
+    """A stack of `Residual` blocks, reduced to the mean square, or to the mean squared error if a target is given."""
 
     def __init__(self, width: int, count: int, inner: int | None = None, *, bias: bool = True) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ _ASSERTS = ("strict", "frozen", "slots")
 
 
 def changes(tree: ast.Module) -> Iterator[tuple[Any, str, Any]]:
-    """Nodes of a file, the attribute to change, and its other value; annotations and assertions are left out."""
+    """Nodes of a file, an attribute of each, and another value for it. Annotations and assertions are skipped."""
     waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
@@ -69,7 +69,8 @@ def _others(node: ast.AST, name: str, item: Any) -> Iterator[Any]:
 
 
 def draw(root: Path, count: int, seed: int) -> Iterator[tuple[str, int, str, str]]:
-    """Changed files: path, line, and the line before and after; the whole text last. A file weighs as its lines."""
+    """Changed files: path, line number, the line before and after the change, and the changed text. Larger files
+    are drawn more often."""
     random = Random(seed)
     paths = [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
     weights = [len(path.read_bytes()) for path in paths]
@@ -91,7 +92,7 @@ def draw(root: Path, count: int, seed: int) -> Iterator[tuple[str, int, str, str
 
 
 def near_tests(root: Path, path: str) -> list[list[str]]:
-    """The test files of each step, to run where the steps before notice nothing."""
+    """Groups of test files for a source file, nearest first. A group runs only if the groups before noticed nothing."""
     importers = _importers(root)
     direct = importers.get(_module(path), [])
     sources = [name for name in direct if not name.startswith("tests/")]
@@ -118,7 +119,7 @@ def _module(path: str) -> str:
 
 @cache
 def _importers(root: Path) -> dict[str, list[str]]:
-    """Map a module to the files that import the module."""
+    """The files that import each module, by the module's name."""
     found: dict[str, list[str]] = {}
     for path in (path for package in (*PACKAGES, "tests") for path in sorted((root / package).rglob("*.py"))):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -129,7 +130,7 @@ def _importers(root: Path) -> dict[str, list[str]]:
 
 
 def passes(tree: Path, tests: Sequence[str], limit_s: float) -> bool:
-    """Whether tests pass in time."""
+    """Whether the tests pass within the time limit."""
     environment = {"PYTHONPATH": str(tree), "HYPOTHESIS_PROFILE": "ci", "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests]
     try:
@@ -142,7 +143,7 @@ def passes(tree: Path, tests: Sequence[str], limit_s: float) -> bool:
 
 
 def verdict_of(tree: Path, path: str, text: str, limit_s: float) -> str:
-    """Return whether tests near a change notice the change."""
+    """ "noticed", "survived", or "fails without the change too": the verdict of the tests near a changed file."""
     file = tree / path
     right = file.read_text(encoding="utf-8")
     for step in near_tests(tree, path):
@@ -157,7 +158,7 @@ def verdict_of(tree: Path, path: str, text: str, limit_s: float) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the changes; 0 if nine of ten were noticed."""
+    """Run the changes, and return 0 if at least nine of ten were noticed."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=13)

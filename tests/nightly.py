@@ -54,7 +54,7 @@ class Shard:
 
 
 def run_shard(number: int, examples: int) -> Shard:
-    """Draw the examples of one shard; the properties take turns."""
+    """Run the examples of one shard, whose number selects the property."""
     name = list(PROPERTIES)[number % len(PROPERTIES)]
     start, passed, failure = time.process_time(), [0], ""
     try:
@@ -67,7 +67,7 @@ def run_shard(number: int, examples: int) -> Shard:
 def _drawing(
     check: Callable[[st.DataObject, int], int], number: int, examples: int, passed: list[int]
 ) -> Callable[[], None]:
-    """Return the property for Hypothesis; passing pairs are counted in `passed`."""
+    """The property as a Hypothesis test. The pairs that pass are added to `passed`."""
 
     @seed(number)
     @settings(
@@ -86,7 +86,7 @@ def _drawing(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the missing shards; return 0 if every example passed."""
+    """Run the missing shards, and return 0 if every example passed."""
     options = _parser().parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
     console = Console(width=120, highlight=False)
@@ -131,7 +131,7 @@ def _path(folder: Path, number: int, examples: int) -> Path:
 
 
 def _run_or_read(number: int, *, examples: int, folder: Path, deadline: float) -> Shard | None:
-    """Return the kept shard, or run the shard; None after the time limit."""
+    """The stored result of a shard, or the result of running it. None if it would begin after the deadline."""
     path = _path(folder, number, examples)
     if not path.exists():
         if time.time() > deadline:

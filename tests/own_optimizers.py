@@ -1,4 +1,4 @@
-"""Optimizers that a user may write: an elementwise one, one with roots of whole matrices, and one with random steps."""
+"""Optimizers that a user may write: one elementwise, one with roots of whole matrices, and one with random steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class _Own(torch.optim.Optimizer):
-    """Moves each parameter with a gradient by `move`."""
+    """An optimizer that updates each parameter that has a gradient with `move`."""
 
     def __init__(self, parameters: Iterable[Any], lr: float = 1e-3) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -56,7 +56,7 @@ class Noisy(_Own):
 
 
 class Failing(_Own):
-    """Knows its parameters from elsewhere."""
+    """An optimizer whose step fails with a KeyError."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         raise KeyError("layer name")

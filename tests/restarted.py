@@ -1,12 +1,12 @@
-"""A user's script with `autoshard.run`, whose ranks meet drawn ends.
+"""A user's script with `autoshard.run`, whose ranks can be killed, fail, hang or be late.
 
 Usage: python -m tests.restarted FOLDER STEPS FATES [MODEL [RANK PLACE CALL SECONDS]]
 
-FATES is a JSON list. For each start, it has the rank that ends, the step before which the rank ends, and the way:
-"kill", "memory" or "hang". "kill after 1.5" kills the rank so many seconds after its imports, and "late by 1.5" lets it
-come so much later. MODEL is a name of `restarted_models`. With RANK, a rank is killed as `kill_places` says. Each step
-appends a line to `FOLDER/losses`. The line has the number of the step, the loss with all digits, the number of ranks,
-and the number of the batch.
+FATES is a JSON list. Each start takes one entry: the rank that ends, the step before which it ends, and the way,
+"kill", "memory" or "hang". "kill after 1.5" kills the rank so many seconds after its imports, and "late by 1.5"
+delays the rank so long. MODEL is a name of `restarted_models`. With RANK, a rank is killed as in `kill_places`.
+Each step appends a line to `FOLDER/losses`. The line has the number of the step, the loss with all digits, the
+number of ranks, and the number of the batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TIMEOUT_S = 5.0
 
 
 class Batches:
-    """Batches in order, with the place as state."""
+    """Batches in order, whose state is the number of batches that were taken."""
 
     def __init__(self, make: Callable[[int], dict[str, torch.Tensor]]) -> None:
         self.place, self._make = 0, make
@@ -67,7 +67,7 @@ def train(
     name: str = "net",
     ranks: int = 0,
 ) -> None:
-    """The training function; `ranks`: simulate so many, if not 0."""
+    """The training function of `autoshard.run`, on `ranks` simulated ranks, or on the processes if it is 0."""
     start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     rank, number, way = fates[start] if start < len(fates) else (-1, -1, "")
     if run.rank == rank and way.startswith(AFTER):
@@ -101,7 +101,7 @@ def train(
 
 
 def meet(way: str) -> None:
-    """Meet a fate."""
+    """End this process in the given way: "kill", "memory", or else a hang."""
     if way == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if way == "memory":

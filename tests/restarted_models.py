@@ -16,7 +16,7 @@ from tests.models import LENGTH, llama, mixtral, words
 
 
 class Net(nn.Module):
-    """Two layers with dropout, and a loss."""
+    """Two layers with dropout, whose output is a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ def _along_data(ranks: int) -> Mesh:
 
 
 def _in_stages(ranks: int) -> Mesh:
-    """Two stages, if the number of ranks is even."""
+    """A mesh with two pipeline stages, or without stages if the number of ranks is odd."""
     if ranks % 2:
         return Mesh({"data": ranks})
     return Mesh({"pipeline": 2, "data": ranks // 2} if ranks > 2 else {"pipeline": 2})

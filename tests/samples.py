@@ -22,7 +22,7 @@ def examples(quick: int, most: int) -> settings:
 
 
 def leave_out(items: Iterable[pytest.Item]) -> None:
-    """Mark the cases outside of a sample as slow; cases that are already slow do not count."""
+    """Mark as slow the cases of a test that are not in its sample. Cases that are already slow are not counted."""
     families: dict[tuple[object, str], list[tuple[pytest.Item, int]]] = defaultdict(list)
     for item in items:
         mark = item.get_closest_marker("sample")
@@ -36,5 +36,5 @@ def leave_out(items: Iterable[pytest.Item]) -> None:
 
 
 def spread(cases: int, wanted: int) -> set[int]:
-    """Return the indices of `wanted` cases, evenly apart, of 0 to `cases` - 1, or all indices."""
+    """The indices of `wanted` of 0 to `cases` - 1, evenly spaced, or all indices if there are no more."""
     return {(2 * index + 1) * cases // (2 * wanted) for index in range(wanted)} if wanted < cases else {*range(cases)}

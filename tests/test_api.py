@@ -25,7 +25,7 @@ def test_backend_triton_has_triton_kernels_in_its_programs(backend: str) -> None
     ("options", "names"), [(autoshard.Options(), {"output:0"}), (autoshard.Options(gather_outputs=True), set())]
 )
 def test_outputs_are_handed_out_as_they_lie(options: autoshard.Options, names: set[str]) -> None:
-    """Outputs have the plan's layout, and are gathered on request."""
+    """Outputs keep the plan's layout, or are gathered with `gather_outputs=True`."""
     sharded = autoshard.compile(
         nn.Linear(4, 4), Mesh({"data": 2}), example_inputs=(torch.randn(8, 4),), options=options
     )

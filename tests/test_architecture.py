@@ -1,4 +1,4 @@
-"""The shape of the house: imports run downward, files stay small, private torch stays in one folder."""
+"""The architecture: imports run downward, files are small, and private torch interfaces stay in one folder."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _name(path: Path) -> str:
 
 
 def _part(module: str) -> str:
-    """The entry of MAY_IMPORT that a module belongs to."""
+    """The part in MAY_IMPORT to which a module belongs."""
     fitting = [part for part in MAY_IMPORT if module == part or module.startswith(part + ".")]
     return max(fitting, key=len)
 
@@ -180,7 +180,7 @@ def _identify(path: Path) -> str:
 
 @pytest.mark.parametrize("path", _sources(), ids=_identify)
 def test_imports_run_downward(path: Path) -> None:
-    """A module imports only from the parts that lie below its own."""
+    """A module imports only its own part and the parts that MAY_IMPORT lists for it."""
     part = _part(_name(path))
     allowed = {part, *MAY_IMPORT[part]}
     upward = [
@@ -192,7 +192,7 @@ def test_imports_run_downward(path: Path) -> None:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    """No files import each other in a circle; imports in functions and for types count."""
+    """No files import each other in a circle, where imports within functions and for types count too."""
     files = {_name(path): path for path in _sources()}
     graph = nx.DiGraph()
     for module, path in files.items():
@@ -204,7 +204,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 def test_autoshard_reaches_the_passes_in_one_place() -> None:
-    """Only one place of the library imports the passes, besides the command line and the tools for tests."""
+    """In the library, only `autoshard.api` imports the passes, besides the command line and the tools for tests."""
     above = ("autoshard.cli", "autoshard.testing")
     found = [
         f"{_name(path)}: {name}"
@@ -218,7 +218,7 @@ def test_autoshard_reaches_the_passes_in_one_place() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "autoshard" / "ir").glob("*.py")), ids=_identify)
 def test_modules_of_the_ir_import_each_other_at_their_top(path: Path) -> None:
-    """No import within a function holds a circle of imports together."""
+    """No function of the intermediate representation has an import of autoshard."""
     functions = [node for node in ast.walk(_syntax(path)) if isinstance(node, ast.FunctionDef)]
     local = [item for node in functions for item in ast.walk(node) if isinstance(item, ast.Import | ast.ImportFrom)]
     assert not [ast.unparse(item) for item in local if "autoshard" in ast.unparse(item)]
@@ -226,7 +226,7 @@ def test_modules_of_the_ir_import_each_other_at_their_top(path: Path) -> None:
 
 @pytest.mark.parametrize("path", _sources(), ids=_identify)
 def test_private_torch_stays_in_tracing(path: Path) -> None:
-    """Private torch interfaces are used in one folder."""
+    """Private torch interfaces are used in `autoshard.tracing` alone."""
     if _part(_name(path)) == PRIVATE_ONLY_IN:
         return
     private = [f"{_identify(path)}:{line} {name}" for line, name in _torch_names(path) if _is_private(name)]
@@ -241,7 +241,7 @@ def test_files_are_short(path: Path) -> None:
 
 @pytest.mark.parametrize("path", _sources(), ids=_identify)
 def test_the_library_never_prints(path: Path) -> None:
-    """The packages never call `print`, and the command line writes through rich."""
+    """The packages never call `print`."""
     calls = [node for node in ast.walk(_syntax(path)) if isinstance(node, ast.Call)]
     assert not [node.lineno for node in calls if isinstance(node.func, ast.Name) and node.func.id == "print"]
 
@@ -263,7 +263,7 @@ def test_test_files_mirror_modules(path: Path) -> None:
 
 
 def test_a_class_name_stands_for_one_thing() -> None:
-    """Names of classes that two files define, with or without an underscore, become fewer."""
+    """At most `MAX_SHARED_NAMES` names of classes are defined in two files, leading underscores ignored."""
     homes: defaultdict[str, set[str]] = defaultdict(set)
     for path in _sources():
         for node in ast.walk(_syntax(path)):
@@ -274,7 +274,7 @@ def test_a_class_name_stands_for_one_thing() -> None:
 
 
 def test_every_part_is_named() -> None:
-    """Each folder and top module of the packages has its place in the order of imports."""
+    """Each folder and top-level module of the packages has an entry in MAY_IMPORT."""
     tops = [path for path in (ROOT / "autoshard").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
     tops += [path.parent for path in (ROOT / "passes").glob("*/__init__.py")]
     tops += (ROOT / "passes").glob("*.py")
@@ -283,7 +283,7 @@ def test_every_part_is_named() -> None:
 
 
 def test_a_sample_of_cases_is_spread_evenly() -> None:
-    """Samples have the wanted size, and leave equally many cases out at both ends."""
+    """A sample has the wanted size and is evenly spaced."""
     assert spread(7, 2) == {1, 5}
     assert spread(3, 1) == {1}
     assert spread(2, 5) == {0, 1}

@@ -1,4 +1,4 @@
-"""Arguments that look wrong and are right are accepted."""
+"""Unusual arguments that are right are accepted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def small() -> nn.Module:
 
 
 def test_a_call_that_a_model_does_not_take() -> None:
-    """A pre-hook may change a call's arguments, and a wrapper may take more arguments than its module."""
+    """A call works if a pre-hook drops an argument that the module does not take, or a wrapper takes more
+    arguments than the module."""
     model = small()
     model.register_forward_pre_hook(lambda _, args: args[:1])
     assert autoshard.compile(model, MESH)(X, 3).shape == (4, 2)
@@ -48,14 +49,14 @@ def test_whole_numbers_of_numpy(tmp_path: Path) -> None:
 
 
 def test_whole_numbers_of_bytes() -> None:
-    """Whole numbers of bytes have any notation: 80e9, or a number of NumPy."""
+    """A memory budget of 8e9, or of a NumPy number, becomes a whole number of bytes."""
     budgets = [8 * 10**9, 8e9, np.int64(8 * 10**9), np.float64(8e9)]
     plans = [autoshard.plan(small(), MESH, example_inputs=(X,), memory_budget=budget) for budget in budgets]
     assert [(plan.memory_budget, type(plan.memory_budget)) for plan in plans] == [(8 * 10**9, int)] * 4
 
 
 def test_an_optimizer_with_a_schedule() -> None:
-    """An optimizer whose step a schedule wraps is accepted."""
+    """An optimizer whose `step` a schedule has wrapped is accepted."""
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -63,7 +64,7 @@ def test_an_optimizer_with_a_schedule() -> None:
 
 
 def test_plans_are_for_the_hardware_that_is_given() -> None:
-    """A plan for given hardware with a mesh is not for this machine."""
+    """With `cluster=`, the plan of a mesh is for this hardware rather than for this machine."""
     given = Cluster("h100_sxm", 1, 2)
     sharded = autoshard.compile(nn.Linear(4, 2), Mesh({"data": 2}), cluster=given, example_inputs=(torch.ones(4, 4),))
     assert sharded.plan is not None
@@ -71,7 +72,7 @@ def test_plans_are_for_the_hardware_that_is_given() -> None:
 
 
 def test_a_fixed_plan_runs_its_model(tmp_path: Path) -> None:
-    """A saved and loaded plan computes the model's results, in training and in evaluation."""
+    """A plan that was saved and loaded gives the model's results, with gradients and without."""
     autoshard.plan(small(), MESH, example_inputs=(X,), precision=None).save(tmp_path / "plan.json")
     sharded = autoshard.compile(small(), MESH, plan=tmp_path / "plan.json")
     torch.testing.assert_close(sharded(X), small()(X))
@@ -80,7 +81,8 @@ def test_a_fixed_plan_runs_its_model(tmp_path: Path) -> None:
 
 
 def test_a_plan_for_another_mesh_is_where_the_search_starts() -> None:
-    """A plan for another mesh starts a new search, and is priced as a baseline."""
+    """A plan for another mesh is where the search starts. The found plan is at least as fast, and lists the old
+    plan as a baseline."""
     model, mesh = small(), Mesh({"data": 4})
     plan = autoshard.plan(small(), MESH, example_inputs=(X,), precision=None)
     sharded = autoshard.compile(model, mesh, plan=plan, example_inputs=(X,))
@@ -95,7 +97,8 @@ def test_a_plan_for_another_mesh_is_where_the_search_starts() -> None:
 
 
 def test_without_strict_such_an_operator_runs_whole() -> None:
-    """Without strict=True an operator without a rule runs whole, and the plan names the user's line."""
+    """Without `strict=True`, an operator without a sharding rule runs whole on each rank, and the plan
+    names its line."""
     sharded = autoshard.compile(Mysterious(), MESH, example_inputs=(X,))
     torch.testing.assert_close(sharded(X), Mysterious()(X))
     operators = sharded.plan.replicated_operators

@@ -1,7 +1,7 @@
-"""Every public call refuses a mistaken argument by one error, with its name and the way out.
+"""Every public call refuses a wrong argument with one error, which has its name and says how to correct it.
 
-Arguments are refused before any trace or search. The most usual mistakes are in docs/reference/messages.md, with their
-whole messages; see docs/test_messages.py.
+Arguments are refused before any trace or search. The most usual mistakes are in docs/reference/messages.md, with
+their whole messages; see docs/test_messages.py.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ mystery.register_fake(torch.empty_like)
 
 
 class Mysterious(nn.Module):
-    """Calls an operator without a rule."""
+    """A model that calls an operator without a sharding rule."""
 
     def forward(self, x: Tensor) -> Tensor:
         return mystery(x) + 1
@@ -140,7 +140,7 @@ class Mysterious(nn.Module):
     ],
 )
 def test_arguments_of_plan_and_compile(arguments: dict[str, Any], error: type[AutoshardError], message: str) -> None:
-    """`plan` and `compile` refuse a mistaken argument in equal words."""
+    """`plan` and `compile` refuse a wrong argument with the same message."""
     arguments = {"example_inputs": (X,), **arguments}
     with pytest.raises(error, match=message):
         autoshard.plan(small(), MESH, **arguments)
@@ -260,20 +260,20 @@ ARGUMENTS: list[tuple[type[AutoshardError], str, Callable[[], Any]]] = [
 
 @pytest.mark.parametrize(("error", "words", "call"), ARGUMENTS, ids=[row[1][:40] for row in ARGUMENTS])
 def test_arguments(error: type[AutoshardError], words: str, call: Callable[[], Any]) -> None:
-    """Each mistake has one error with the argument and its value."""
+    """Each wrong argument is refused by an error with its value."""
     with pytest.raises(error, match=re.escape(words)):
         call()
 
 
 def test_a_plan_of_a_model_with_the_same_parameters() -> None:
-    """A plan of another model with equal parameters is refused, because its program differs."""
+    """The plan of a model is refused for another model with equal parameters."""
     plan = autoshard.plan(nn.Sequential(small()), MESH, example_inputs=(X,))
     with pytest.raises(PlanMismatchError, match=r"another model or other inputs"):
         autoshard.compile(nn.Sequential(small(), nn.ReLU()), MESH, plan=plan)(X)
 
 
 def test_a_mesh_larger_than_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run has as many processes as ranks."""
+    """A mesh with more ranks than the run has processes is refused."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(MeshError, match=r"Mesh\(data=4\) has 4 ranks, but this run has 2 processes"):
         compiled(Mesh({"data": 4}))
@@ -303,7 +303,7 @@ def plan(model: nn.Module) -> Plan:
 
 
 def refused(call: Callable[[], Any]) -> str:
-    """Return the message of the error that a call raises."""
+    """The message of the error that a call raises."""
     with pytest.raises((AutoshardError, CostModelError)) as caught:
         call()
     return str(caught.value)
@@ -333,7 +333,7 @@ def refused(call: Callable[[], Any]) -> str:
     ],
 )
 def test_operators(call: Callable[[], Any], words: str) -> None:
-    """An unknown operator, an ambiguous name, and a call that the operator refuses are refused."""
+    """An operator that is unknown or ambiguous, and a call that the operator refuses, are refused by their names."""
     assert words in refused(call)
 
 
@@ -350,7 +350,7 @@ def test_operators(call: Callable[[], Any], words: str) -> None:
     ],
 )
 def test_specs_and_recipes(call: Callable[[], Any], words: str) -> None:
-    """Dims, partial axes, and fields that hold several numbers."""
+    """Wrong dims and partial axes of specs, and wrong fields of recipes, are refused with their values."""
     assert words in refused(call)
 
 
@@ -379,7 +379,7 @@ def test_specs_and_recipes(call: Callable[[], Any], words: str) -> None:
     ],
 )
 def test_clusters(call: Callable[[], Any], words: str) -> None:
-    """Parts, counts and files of hardware."""
+    """Wrong parts, counts and files of a cluster are refused with their values."""
     assert words in refused(call)
 
 
@@ -408,12 +408,12 @@ def test_clusters(call: Callable[[], Any], words: str) -> None:
     ],
 )
 def test_what_plans_are_asked(plan: Plan, call: Callable[[Plan], Any], words: str) -> None:
-    """Other plans, files, names and symbols."""
+    """Wrong arguments of a plan's methods are refused with their values."""
     assert words in refused(lambda: call(plan))
 
 
 def test_a_file_of_half_a_node(tmp_path: Path) -> None:
-    """A fractional count in a file is refused, and not truncated."""
+    """A file with a fractional number of nodes is refused."""
     path = tmp_path / "mine.toml"
     CLUSTER.save(path, source="test", date="2026-11-23")
     text = path.read_text()
@@ -423,7 +423,7 @@ def test_a_file_of_half_a_node(tmp_path: Path) -> None:
 
 
 def test_a_file_that_holds_no_plan(tmp_path: Path) -> None:
-    """A file without a plan raises our error, and not an error of Python's reader."""
+    """A file that holds no plan is refused with autoshard's error."""
     (tmp_path / "list.json").write_text("[1, 2]")
     (tmp_path / "empty.json").write_text("")
     assert "list.json: This is not a plan that autoshard wrote" in refused(lambda: Plan.load(tmp_path / "list.json"))
@@ -453,7 +453,7 @@ def test_a_file_that_holds_no_plan(tmp_path: Path) -> None:
     ],
 )
 def test_price(model: nn.Module, options: dict[str, Any], words: str) -> None:
-    """Each mistaken argument of `price` is refused."""
+    """Each wrong argument of `price` is refused with its value."""
     given = {"model": model, "cluster": CLUSTER, "recipe": RECIPE, "example_inputs": (X,), "loss_fn": total, **options}
     assert words in refused(lambda: autoshard.price(**given))
 
@@ -472,13 +472,13 @@ def test_price(model: nn.Module, options: dict[str, Any], words: str) -> None:
     ],
 )
 def test_plan(model: nn.Module, options: dict[str, Any], words: str) -> None:
-    """Arguments that both kinds of search share are refused alike."""
+    """Each wrong argument that both kinds of search take is refused with its value."""
     given = {"example_inputs": (X,), "loss_fn": total, "optimizer": "adamw", **options}
     assert words in refused(lambda: autoshard.plan(model, CLUSTER, **given))
 
 
 def test_compile_and_check_plan(model: nn.Module) -> None:
-    """A missing file of a plan, and calls that cannot be compared, are refused."""
+    """A missing plan file, missing inputs, and a comparison of no steps are refused."""
     assert "'/no/such.json' cannot be read" in refused(lambda: autoshard.compile(model, MESH, plan="/no/such.json"))
     assert "example_inputs is a NoneType" in refused(lambda: check_plan(model, MESH, None))
     assert "steps='2' compares nothing" in refused(lambda: check_plan(model, MESH, (X,), steps="2"))

@@ -1,4 +1,4 @@
-"""SIGINT ends the command in separate processes, during its imports and afterwards."""
+"""SIGINT ends the command in a separate process, during its imports and afterwards."""
 
 from __future__ import annotations
 
@@ -47,17 +47,18 @@ def _run(program: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_ctrl_c_during_imports_ends_the_command() -> None:
-    """Ctrl-C during imports ends the command by the signal (130 in shells) without output, whatever is imported."""
+    """Ctrl-C during imports ends the command by the signal without output, although an import would swallow the
+    exception."""
     done = _run(_INTERRUPTED_IMPORT + _START)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_ctrl_c_is_pythons_own_once_everything_is_imported() -> None:
-    """The command line handles Ctrl-C once all imports are done."""
+    """After the imports, the handler of SIGINT is Python's own."""
     assert "default_int_handler" in _run(_STUB + _START).stdout
 
 
 def test_a_command_that_is_to_ignore_ctrl_c_does() -> None:
-    """A command in a shell's background ignores Ctrl-C, as the shell asks."""
+    """A command that a shell starts in the background, with SIGINT ignored, keeps ignoring it."""
     ignored = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
     assert _run(ignored + _STUB + _START).stdout.strip() == str(signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""`autoshard.calibrate` measures this machine with autoshard's own operators, in the form of compiled programs."""
+"""`autoshard.calibrate` measures this machine with autoshard's own operators, as compiled programs run them."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def test_own_operators_are_measured():
 
 
 def test_own_operators_are_measured_on_the_kernels_that_run():
-    """Autoshard's operators are measured by their running kernels, and not by their definitions."""
+    """The sample of attention runs the native kernel, not the definition of the operator."""
     attention = next(sample for sample in semantic_samples() if sample.name == "attention")
     run = attention.prepare()
     with Observed() as seen:
@@ -51,7 +51,7 @@ def check_a_size_that_ranks_do_not_divide_is_measured() -> None:
 
 
 def test_three_ranks_are_measured():
-    """The messages of any number of ranks are cut into equal parts."""
+    """Three ranks measure each collective, for a size that three does not divide, cut to equal parts."""
     checks = {"check": check_a_size_that_ranks_do_not_divide_is_measured}
     report(run_checks(checks, ranks=3), "check")
 

@@ -1,6 +1,6 @@
-"""`autoshard.calibrate(step)` corrects the hardware of a step by the step's profile.
+"""`autoshard.calibrate(step)` corrects the step's hardware by its profile.
 
-The measured steps are predictions for other hardware here, so no test depends on this machine's time.
+The measured steps are predictions for other hardware here, so that no test depends on this machine's speed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def truth(cluster: PricedCluster, factors: dict[str, float], launch: float) -> P
 
 
 def profile_of(real: PredictedSteps, cluster: PricedCluster) -> Profile:
-    """A profile that measured `real` on both ranks, beside the prediction for `cluster`."""
+    """A profile that measured `real` on both ranks, compared with the prediction for `cluster`."""
     return Profile(((real.steps[0],),) * 2, predict_steps(program(), cluster), (0, 0))
 
 
@@ -70,7 +70,7 @@ def ratio(predicted: PredictedSteps, real: PredictedSteps) -> float:
 def test_the_calibrated_prediction_is_nearer(
     node: str, memory: float, matmul: float, link: float, launch: float
 ) -> None:
-    """A table with wrong constants predicts the measured step within a few per cent after one profile."""
+    """After one profile, a table with wrong constants predicts the measured step within 10 %."""
     cluster = NODES[node]
     real = truth(cluster, {"memory": memory, "matmul.f32": matmul, "link.intra": link}, launch)
     profile = profile_of(real, cluster)
@@ -81,7 +81,8 @@ def test_the_calibrated_prediction_is_nearer(
 
 
 def test_another_plan_is_found_after_calibration(tmp_path: Path) -> None:
-    """On links that a profile shows to be slow, planning again says how much faster another plan is."""
+    """On links that a profile shows to be slow, a new search prints how much faster its plan is than
+    the previous plan."""
     options: dict[str, Any] = {
         "example_inputs": (torch.zeros(64, 512, device="meta"),),
         "loss_fn": lambda outputs: outputs.square().mean(),
@@ -106,7 +107,7 @@ def test_another_plan_is_found_after_calibration(tmp_path: Path) -> None:
 
 
 def test_memory_and_names_are_kept() -> None:
-    """The device keeps its memory unless the caller gives another; measurements have the names of constants."""
+    """Calibration keeps the device's memory, or takes a given one, and names measurements by constants."""
     cluster = NODES["cpu_laptop"]
     profile = profile_of(truth(cluster, {"memory": 2.0}, 1.0), cluster)
     found = learned_from(profile, "mine")
@@ -118,7 +119,7 @@ def test_memory_and_names_are_kept() -> None:
 
 
 def test_a_step_without_a_profile_is_refused() -> None:
-    """Also a step whose ranks were simulated, and an object that is no step."""
+    """A step without a profile, an object that is no step, and a profile of simulated ranks are refused."""
     model = nn.Linear(4, 4)
     step = autoshard.compile(model, Mesh({"data": 2}), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(NotAvailableError, match="the step has no profile"):

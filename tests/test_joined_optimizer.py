@@ -1,4 +1,4 @@
-"""Joined optimizers are one optimizer over the groups and the state of all."""
+"""Several optimizers joined as one, with the groups and the state of all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _step(layer: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
 
 
 def test_a_step_is_that_of_each() -> None:
-    """Each optimizer updates its parameters, with one shared state, and a schedule of one changes the group of all."""
+    """A joined step equals a step of each optimizer, and a schedule of one part changes the joined group."""
     layer = nn.Linear(4, 4)
     other = copy.deepcopy(layer)
     joined = _joined(layer)
@@ -44,7 +44,7 @@ def test_a_step_is_that_of_each() -> None:
 
 
 def test_state_dicts_go_on() -> None:
-    """A state dict of one joined optimizer continues in another one, whose parts keep sharing state and groups."""
+    """A state dict loaded into another joined optimizer, or copied with it, continues with equal updates."""
     layer = nn.Linear(4, 4)
     joined = _joined(layer)
     _step(layer, joined)
@@ -62,7 +62,8 @@ def test_state_dicts_go_on() -> None:
 
 
 def test_groups_are_added_to_a_part() -> None:
-    """A group that one of the optimizers gets after some steps is trained by compiled steps, traced or not."""
+    """A group that one part gets after some steps is trained by compiled steps. Without a part, adding a group is
+    refused."""
     for kind in (torch.optim.AdamW, torch.optim.Adagrad):
         layer = nn.Linear(4, 4)
         joined = JoinedOptimizer(torch.optim.Muon([layer.weight]), kind([layer.bias]))
@@ -96,7 +97,8 @@ def test_joined_optimizers_may_be_joined() -> None:
 
 
 def test_wrong_parts_are_refused() -> None:
-    """A parameter of two optimizers, names in one alone, something that is no optimizer, and no optimizer at all."""
+    """Parts that share a parameter, mix named and plain parameters, or are no optimizers are refused, and so is no
+    part."""
     layer = nn.Linear(4, 4)
     with pytest.raises(TraceError, match="Give each parameter to one of the optimizers"):
         JoinedOptimizer(torch.optim.Muon([layer.weight]), torch.optim.AdamW(layer.parameters()))

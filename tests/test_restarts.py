@@ -1,4 +1,4 @@
-"""Runs that go on by themselves after kills, errors, hangs and signals, on the ranks that are there."""
+"""Runs that continue after kills, errors, hangs and signals, on the ranks that are available."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SEED = 238
 def start(
     folder: Path, ranks: int | None, *, steps: int = STEPS, fates: Sequence[tuple[int, int, str]] = ()
 ) -> subprocess.Popen[str]:
-    """Start the script, under torchrun or alone."""
+    """Start the script under torchrun, or alone if `ranks` is None."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "3", "--nproc-per-node", str(ranks)]
     script = ["-m", "tests.restarted", str(folder), str(steps), json.dumps(fates)]
     command = [sys.executable, *(launcher if ranks is not None else []), *script]
@@ -47,7 +47,7 @@ def start(
 
 
 def finish(process: subprocess.Popen[str], status: int | None = 0) -> str:
-    """The output of a process that ended with a status; None: any but 0."""
+    """The output of a process. The process must end with `status`, or with any status but 0 if it is None."""
     try:
         out, _ = process.communicate(timeout=DEADLINE_S)
     finally:
@@ -57,7 +57,7 @@ def finish(process: subprocess.Popen[str], status: int | None = 0) -> str:
 
 
 def steps_of(found: Sequence[Loss]) -> dict[int, float]:
-    """The last loss of each step."""
+    """The loss of each step, the last one if a step was repeated."""
     return {item.step: float.fromhex(item.loss) for item in found}
 
 
@@ -71,7 +71,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 def test_a_kill(tmp_path: Path, whole: dict[int, float]) -> None:
-    """After a kill, the run goes on with the bits of a run that never stopped, and takes each batch at its step."""
+    """After a kill, losses equal those of a run that never stopped bit for bit, and each step takes its own batch."""
     finish(start(tmp_path, 2, fates=[(1, 6, "kill")]))
     found = losses(tmp_path)
     assert steps_of(found) == whole
@@ -82,7 +82,8 @@ def test_a_kill(tmp_path: Path, whole: dict[int, float]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_kills_at_drawn_moments(tmp_path: Path, whole: dict[int, float], seed: int) -> None:
-    """Ranks die while they meet, plan, load, train or save, and one comes late: the launcher goes on without help."""
+    """With two kills at random times and one late rank, the launcher restarts the run, whose losses are those of
+    an unstopped run."""
     draw = random.Random(seed)
     kills = [(draw.randrange(2), -1, f"{AFTER}{draw.uniform(0, 5)}") for _ in range(2)]
     finish(start(tmp_path, 2, fates=[*kills, (draw.randrange(2), -1, f"{LATE}1")]))
@@ -91,7 +92,8 @@ def test_kills_at_drawn_moments(tmp_path: Path, whole: dict[int, float], seed: i
 
 @pytest.mark.slow
 def test_an_error_and_a_hang(tmp_path: Path, whole: dict[int, float]) -> None:
-    """A rank without memory, and a rank that hangs, are named; the run goes on with the same bits."""
+    """After an error and after a hang of a rank, each named in the output, losses equal an unstopped
+    run's bit for bit."""
     out = finish(start(tmp_path, 2, fates=[(0, 6, "memory"), (1, 9, "hang")]))
     found = losses(tmp_path)
     assert steps_of(found) == whole
@@ -102,7 +104,7 @@ def test_an_error_and_a_hang(tmp_path: Path, whole: dict[int, float]) -> None:
 
 @pytest.mark.slow
 def test_a_signal_and_other_ranks(tmp_path: Path, whole: dict[int, float]) -> None:
-    """After SIGTERM, nothing is lost, and the next starts go on with three ranks, and with one."""
+    """SIGTERM saves the last step, and runs on three ranks and on one continue from there."""
     process = start(tmp_path, 2, steps=10**6)
     end = time.monotonic() + DEADLINE_S
     while not (tmp_path / "losses").exists() and time.monotonic() < end:
@@ -130,7 +132,8 @@ def test_a_signal_and_other_ranks(tmp_path: Path, whole: dict[int, float]) -> No
     ],
 )
 def test_drawn_kills(name: str, count: int, tmp_path: Path) -> None:
-    """After kills in drawn places, on drawn numbers of ranks, each start goes on where it should."""
+    """After kills at random places, on random numbers of ranks, each start continues from the latest checkpoint
+    with the right losses."""
     assert campaign(count, seed=SEED, folder=tmp_path, name=name).kills == count
 
 
@@ -155,7 +158,8 @@ def make_step() -> autoshard.TrainStep:
 
 
 def test_the_last_step_is_saved(tmp_path: Path) -> None:
-    """The last step is saved although it is not due; a run that is finished makes no steps, and returns a result."""
+    """The last step is saved although `every` is larger. A finished run makes no step, and returns the function's
+    result."""
     handler, checkpoints = signal.getsignal(signal.SIGTERM), autoshard.Checkpoints(tmp_path, every=EVERY)
 
     def train(run: autoshard.Run) -> list[int]:
@@ -169,7 +173,7 @@ def test_the_last_step_is_saved(tmp_path: Path) -> None:
 
 
 def test_a_training_function_may_end_early(tmp_path: Path) -> None:
-    """A loop that the user leaves keeps the checkpoints that were due."""
+    """If the function ends before `until`, the last checkpoint is the last due one."""
     checkpoints = autoshard.Checkpoints(tmp_path, every=2)
 
     def train(run: autoshard.Run) -> int:
@@ -185,7 +189,7 @@ def test_a_training_function_may_end_early(tmp_path: Path) -> None:
 
 
 def test_a_data_loader_keeps_its_place(tmp_path: Path) -> None:
-    """A run in three parts, over epochs of three batches, has the losses of a run in one part."""
+    """A run in three parts over several epochs has the losses of a run in one part."""
 
     def losses_until(folder: Path, until: int) -> list[float]:
         def train(run: autoshard.Run) -> list[float]:
@@ -204,7 +208,7 @@ def test_a_data_loader_keeps_its_place(tmp_path: Path) -> None:
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    """Arguments of other types are named."""
+    """A wrong `train`, `checkpoints` or `until` is refused by its name and type."""
     checkpoints = autoshard.Checkpoints(tmp_path)
     with pytest.raises(NotAvailableError, match=r"train=3 is a int; pass a function of one argument\."):
         autoshard.run(3, checkpoints=checkpoints)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ def mape(log_errors: Sequence[float]) -> float:
 
 
 def bias(log_errors: Sequence[float]) -> float:
-    """Return predicted over measured in the geometric mean, minus one."""
+    """The geometric mean of predicted over measured, minus one."""
     return math.expm1(float(np.mean(log_errors)))
 
 

@@ -1,4 +1,4 @@
-"""Predicted times of one attention, of a fused kernel and of separate operators, to hold beside measurements."""
+"""Predicted times of attention by a fused kernel and by separate operators, for comparison with measurements."""
 
 from __future__ import annotations
 

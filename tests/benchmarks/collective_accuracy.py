@@ -46,7 +46,7 @@ Links = Mapping[str, Link]  # by fabric or network of the data files
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A measurement, and the files that its links come from."""
+    """A measurement, with its node type and the names of its fabric and network files."""
 
     node: NodeType
     nodes: int
@@ -62,12 +62,12 @@ class Row:
 
     @property
     def is_small(self) -> bool:
-        """Whether latency decides."""
+        """Whether the message is below 1 MiB, so that latency decides its time."""
         return self.size_bytes < MIB
 
     @property
     def links(self) -> set[str]:
-        """The fabric and, across nodes, the network."""
+        """The names of the fabric and, if there are several nodes, of the network."""
         return {self.fabric, self.network} if self.nodes > 1 else {self.fabric}
 
 
@@ -109,7 +109,7 @@ def predict_s(row: Row, links: Links | None = None) -> float:
 
 
 def _with_links(row: Row, links: Links) -> NodeType:
-    """Return the row's node with other constants on links of the same nominal bandwidth."""
+    """The row's node with the constants of `links` on its fabric and network, at their own nominal bandwidth."""
 
     def change(link: Link, name: str) -> Link:
         return replace(links[name], bandwidth_bytes_per_s=link.bandwidth_bytes_per_s) if name in links else link
@@ -137,7 +137,7 @@ def counted(rows: Iterable[Row]) -> list[Row]:
 
 
 def fit_links(rows: Sequence[Row]) -> dict[str, Link]:
-    """Fit links to rows: fabrics to rows of one node, then networks to rows of several nodes."""
+    """The fabrics fitted to rows of one node, and then the networks fitted to rows of several nodes, by name."""
     fitted: dict[str, Link] = {}
     for name in sorted({row.fabric for row in rows}):
         inside = [row for row in rows if row.fabric == name and row.nodes == 1 and row.collective != "sendrecv"]
@@ -152,7 +152,8 @@ def fit_links(rows: Sequence[Row]) -> dict[str, Link]:
 
 
 def _descend(rows: Sequence[Row], others: Links, name: str, link: Link) -> Link:
-    """Fit by coordinate descent the constants that the rows determine: latencies alone without large rows."""
+    """A link whose constants are fitted to the rows by coordinate descent. Without rows of 1 MiB, latencies alone
+    are fitted."""
     large = any(not row.is_small for row in rows)
     link = _neutral(link)
     moves = (*_moves_of_latency(link), *(_moves_of_bandwidth(link) if large else ()))
@@ -216,14 +217,16 @@ def _scale_latencies(link: Link, factor: float) -> Link:
 
 
 def _moves_of_latency(link: Link) -> tuple[_Move, ...]:
-    """Return steps for latencies: a fabric's starts with many short messages, a network's hops by one factor."""
+    """The changes that a fit of latencies tries: a fabric's starts and those of its protocols, or a network's
+    starts and hops."""
     if link.latency_s > LONG_HOP_S:
         return _scale("start_s"), _scale_latencies
     return _scale("start_s"), _scale_protocols("start_s")
 
 
 def _moves_of_bandwidth(link: Link) -> tuple[_Move, ...]:
-    """Return steps for bandwidths: saturation, and the reach of large messages on fabrics and reducing switches."""
+    """The changes that a fit of bandwidths tries: saturation, and on fabrics the efficiency of links or of the
+    reducing switch."""
     if link.latency_s > LONG_HOP_S:
         return (_scale("ramp_bytes"),)
     field = "in_network_efficiency" if link.in_network_efficiency > 0 else "efficiency"

@@ -68,13 +68,13 @@ class Pricer:
     table: LayerTable
 
     def predict(self, row: Row, step: InStep | None) -> Prediction:
-        """Predict a row's recipe."""
+        """The prediction for a row's recipe."""
         recipe = recipe_of(row)
         model = self.table.model(model_shape(row), RecipeKind.of(recipe))
         return predict_recipe(model, recipe, _cluster(row, step))
 
     def seconds(self, row: Row, step: InStep | None) -> float:
-        """Predict a row's step, or the forward and backward of one timed block, in seconds."""
+        """Predicted seconds of a row's step, or of the forward and backward of one timed block."""
         if row["kind"] != "layer":
             return self.predict(row, step).step_time_s
         recipe, cluster = recipe_of(row), _cluster(row, step)
@@ -86,7 +86,7 @@ class Pricer:
 
 
 def _cluster(row: Row, step: InStep | None) -> Cluster:
-    """Return a row's machines, with other factors than in the data file."""
+    """A row's machines. With `step`, its factors replace those of the data file."""
     found = cluster_of(row)
     return found if step is None else Cluster(found.node, found.nodes, found.devices_per_node, step)
 
@@ -142,9 +142,8 @@ def why_refused(pricer: Pricer, row: Row) -> str:
 
 
 def left_out_results(pricer: Pricer, rows: Sequence[Row], extra: Sequence[Row]) -> Evaluation:
-    """Return results of `rows`, each source by a fit to the other sources; of `extra`, by the full fit; and the full
-    fit.
-    """
+    """Three results: `rows`, each source priced by a fit to the other sources, then `extra`, priced by the full
+    fit, then the full fit."""
     sources = [row["source"]["key"] for row in rows]
     start = START
     runs = Runs(sources, [measured_s(row) for row in rows], lambda index, model: _time(pricer, rows[index], model))
@@ -162,7 +161,8 @@ def quick_results(pricer: Pricer, rows: Sequence[Row], extra: Sequence[Row]) -> 
 
 
 def further_results(pricer: Pricer, model: InStep, refused: dict[str, str]) -> Mapping[bool, list[Result]]:
-    """Return results of `more_rows` by a fit, grouped by 16 bits or not; rows without a price go to `refused`."""
+    """Results of `more_rows` by a fit, separately for 16 bits (True) and other rows (False). Rows without a price
+    are added to `refused`."""
     rows = sorted(timed_rows(more_rows()), key=lambda row: str(model_shape(row)))
     refused |= {row["id"]: reason for row in rows if (reason := why_refused(pricer, row))}
     priced = [row for row in rows if row["id"] not in refused]
@@ -197,7 +197,8 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def group_of(row: Row) -> tuple[object, ...]:
-    """Rows of one group share model, sequence length and cluster, and differ in plan."""
+    """The key of a row's group. Rows of a group have the same model, sequence length and cluster, and differ in
+    their plans."""
     hardware = row["hardware"]
     model = row["model"]
     name = f"{model['name']} (layer)" if row["kind"] == "layer" else model["name"]
@@ -285,7 +286,7 @@ def _limits(items: Sequence[Result]) -> str:
 
 
 def beside_tensors(recipe: Execution) -> dict[str, int]:
-    """Return the bytes of a device besides PyTorch's tensors, as counted by the driver (nvidia-smi).
+    """The bytes that a device holds besides PyTorch's tensors, as counted by the driver (nvidia-smi).
 
     The bytes are NCCL's buffers, for one communicator of all ranks and one per group of the recipe, and the CUDA
     context.
@@ -325,7 +326,8 @@ def memory_report(pricer: Pricer, rows: Sequence[Row]) -> list[str]:
 
 
 def write_fit(model: InStep, results: Sequence[Result], eight: Sequence[Result], unweighed: Sequence[Result]) -> None:
-    """Write the data files of the step model and of intervals: full, in 8 bits, and of parts alone (`unweighed`)."""
+    """Write the data files of the step model and of the intervals: of the full fit, of 8-bit rows, and without any
+    fit (`unweighed`)."""
     sources = [item.source for item in results]
     source = f"fit to 16-bit rows of tests/data/published_runs.jsonl: {', '.join(dict.fromkeys(sources))}"
     date = time.strftime("%Y-%m-%d")
@@ -346,7 +348,7 @@ def write_fit(model: InStep, results: Sequence[Result], eight: Sequence[Result],
 
 
 def main(arguments: Sequence[str]) -> str:
-    """The report; see the module's docstring."""
+    """Print the report that the module's docstring describes, with the options in `arguments`."""
     rows = sorted(timed_rows(read_rows()), key=lambda row: str(model_shape(row)))
     pricer = Pricer(LayerTable(recount="--recount" in arguments))
     refused = {row["id"]: reason for row in rows if (reason := why_refused(pricer, row))}

@@ -58,7 +58,7 @@ class DecoderShape:
 
 
 class Decoder(nn.Module):
-    """tokens [B, S], targets [B, S] -> mean cross-entropy."""
+    """A decoder from tokens [B, S] and targets [B, S] to the mean cross-entropy."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Decoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and beside a residual."""
+    """A block of attention and feed-forward, each after a norm and with a residual connection."""
 
     def __init__(self, shape: DecoderShape, index: int) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Attention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Queries, keys and values come out of low-rank projections; part of each head is rotary."""
+    """Attention whose queries, keys and values come out of low-rank projections. A part of each head is rotary."""
 
     def __init__(self, shape: DecoderShape, latent: Latent) -> None:
         super().__init__()
@@ -215,7 +215,8 @@ def _attend_near(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 def _rotated(x: Tensor) -> Tensor:
-    """Rotary position embedding of [B, N, S, D] (Su et al. 2021), halves form; the tables are inputs in practice."""
+    """The rotary position embedding of [B, N, S, D] (Su et al. 2021), which pairs the two halves of D. In practice
+    the tables are inputs."""
     half = x.shape[-1] // 2
     steps = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)
     frequency = torch.arange(half, device=x.device, dtype=torch.float32)

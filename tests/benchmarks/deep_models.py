@@ -32,7 +32,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model on a mesh, 8 devices in a node; `batch` sequences in a step."""
+    """A model on a mesh with 8 devices in each node, for `batch` sequences in a step."""
 
     shape: DecoderShape
     mesh: Mesh
@@ -144,7 +144,7 @@ def measure(name: str, case: Case, backend: str = "auto") -> Measured:
 
 
 def table(rows: list[Measured], backend: str) -> Table:
-    """One line for each case."""
+    """The table of the measured cases, with a line for each."""
     stages = ("tracing s", "enumeration s", "search s", "total s", "CPU s")
     columns = ("model", *stages, "memory GiB", "gap %", "step s", "peak GiB")
     title = f"From a module on meta to a plan of a step with AdamW, bf16 mixed precision, backend={backend!r}"
@@ -157,7 +157,7 @@ def table(rows: list[Measured], backend: str) -> Table:
 
 
 def measure_apart(name: str, backend: str) -> Measured:
-    """Measure in a separate process."""
+    """Measure a case in a separate process."""
     options = ["--models", name, "--backend", backend, "--json"]
     command = [sys.executable, "-m", "tests.benchmarks.deep_models", *options]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout

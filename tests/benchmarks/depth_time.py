@@ -42,7 +42,7 @@ class Seconds:
 
 
 def _specs(layers: int) -> Seconds:
-    """Time the search over specs."""
+    """Time the search over specs of a model with so many layers."""
     shape = replace(deep_models.LLAMA_8B, layers=layers)
     case = deep_models.Case(shape, Mesh({"data": 8, "model": 8}), 32, "b200")
     measured = deep_models.measure(str(layers), case)
@@ -50,7 +50,7 @@ def _specs(layers: int) -> Seconds:
 
 
 def _recipes(device: str, layers: int) -> Seconds:
-    """Time the search over recipes."""
+    """Time the search over recipes, without tracing and counting."""
     with torch.device("meta"):
         model = recipe_time.llama(4096, 14336, layers, 32).bfloat16()
         tokens = torch.zeros(1, 8192, dtype=torch.int64)
@@ -88,7 +88,7 @@ def _cells(by_depth: Sequence[Sequence[float]]) -> list[str]:
 
 
 def _apart(search: str, layers: int) -> Seconds:
-    """Measure in a separate process."""
+    """Measure a search in a separate process."""
     command = [sys.executable, "-m", "tests.benchmarks.depth_time", "--one", search, "--layers", str(layers)]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return Seconds(**json.loads(output.splitlines()[-1]))

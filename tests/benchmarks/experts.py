@@ -1,4 +1,4 @@
-"""Mixtures of experts of the published runs."""
+"""Mixtures of experts as in the published runs."""
 
 from __future__ import annotations
 
@@ -61,11 +61,12 @@ class MixtureOfExperts(nn.Module):
         return mixed if self.shared is None else mixed + self.shared(x)
 
     def _apart(self, done: Tensor, inverse: Tensor) -> Tensor:
-        """Results [E, T * K / E, H] by token and expert: [T, K, H]."""
+        """Results [E, T * K / E, H] of experts, reordered by token and chosen expert: [T, K, H]."""
         return done.flatten(0, 1).index_select(0, inverse).unflatten(0, (-1, self.experts.active))
 
     def _run(self, grouped: Tensor, shares: Tensor) -> Tensor:
-        """Experts, weighed [E, T * K / E, 1] as Megatron-LM does: hidden units and last biases."""
+        """The results of the experts, whose hidden units and last biases are multiplied by shares [E, T * K / E,
+        1] as in Megatron-LM."""
         if not self.experts.biased:
             return torch.bmm(self.act(torch.bmm(grouped, self.up), shares), self.down)
         hidden = self.act(torch.baddbmm(self.up_bias, grouped, self.up), shares)
@@ -73,7 +74,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class GatedUnit(nn.Module):
-    """Gate one half of [..., 2 * F] by the second half with weights, to [..., F]."""
+    """A gated unit: one half of [..., 2 * F] times SiLU of the second half, weighted, to [..., F]."""
 
     def forward(self, x: Tensor, shares: Tensor) -> Tensor:
         up, gate = x.chunk(2, -1)
@@ -81,7 +82,7 @@ class GatedUnit(nn.Module):
 
 
 class ClampedUnit(nn.Module):
-    """The gated unit of gpt-oss, weighed."""
+    """The weighted gated unit of gpt-oss, with clamped halves."""
 
     def __init__(self) -> None:
         super().__init__()

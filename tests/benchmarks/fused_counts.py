@@ -35,7 +35,7 @@ _MATRIX_PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
 
 
 class Block(nn.Module):
-    """A decoder layer with its rotary embedding, and a scalar for a loss."""
+    """A decoder layer with its rotary embedding, whose output is summed to a loss."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 def llama_block_program(hidden: int = 4096, length: int = 2048, dtype: torch.dtype = torch.bfloat16) -> Program:
-    """One Llama 3 block, traced; other sizes keep its ratios."""
+    """The traced program of one Llama 3 block. Other hidden sizes keep the ratios of its sizes."""
     config = LlamaConfig(
         hidden_size=hidden, intermediate_size=hidden * 7 // 2, num_attention_heads=hidden // 128,
         num_key_value_heads=max(1, hidden // 512), max_position_embeddings=length, attn_implementation="sdpa",
@@ -58,7 +58,7 @@ def llama_block_program(hidden: int = 4096, length: int = 2048, dtype: torch.dty
 
 
 def llama_block(hidden: int = 4096, length: int = 2048, dtype: torch.dtype = torch.bfloat16) -> LoweredProgram:
-    """Its lowered program for one device."""
+    """The lowered program of one Llama 3 block for one device."""
     program, mesh = llama_block_program(hidden, length, dtype), Mesh({"x": 1})
     plan = plan_program(program, mesh, h100s(mesh), PlanOptions(with_baselines=False))
     return lower_program(program, plan).lowered

@@ -1,4 +1,5 @@
-"""Attention cases of `tests.benchmarks.gpu_kernels`, beside torch's backends, which are chosen during the timing."""
+"""Attention cases of `tests.benchmarks.gpu_kernels`, compared with the backends of torch, which are selected while
+a case is timed."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ LENGTHS = (2048, 4096, 8192)
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of a block; Llama 3 8B's."""
+    """Sizes of a block, by default of Llama 3 8B."""
 
     hidden: int = 4096
     inner: int = 14336
@@ -52,7 +52,7 @@ def make_block(length: int, sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -
 
 
 def compile_ours(block: nn.Module, inputs: tuple[Tensor, ...]) -> autoshard.ShardedModule:
-    """Return a copy of the block by `autoshard.compile`; this process is the one rank of a process group."""
+    """A copy of the block, compiled by `autoshard.compile`. This process is the only rank of its process group."""
     kind = inputs[0].device.type
     if not dist.is_initialized():
         backend = "nccl" if kind == "cuda" else "gloo"
@@ -64,7 +64,7 @@ def compile_ours(block: nn.Module, inputs: tuple[Tensor, ...]) -> autoshard.Shar
 
 
 def step_of(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Callable[[], Any], list[Tensor]]:
-    """Return one forward and backward, and the tensors whose gradients are dropped before each run."""
+    """A function that runs one forward and backward, and the tensors whose gradients are dropped before each run."""
 
     def step() -> Any:
         loss = module(*inputs)
@@ -106,7 +106,8 @@ def _generated_case(kernel: GeneratedKernel) -> Case:
 
 
 def flops_of(length: int, sizes: Sizes) -> float:
-    """Operations of a step's products, three times the forward's, and half of attention's, 3.5 times the forward's."""
+    """FLOPs of a step: three times the forward's for products, and 3.5 times the forward's causal half
+    for attention."""
     depth = sizes.hidden // sizes.heads
     weights = 2 * sizes.hidden * (sizes.hidden + sizes.groups * depth) + 3 * sizes.hidden * sizes.inner
     return 6 * weights * length + 3.5 * 2 * sizes.hidden * length**2

@@ -22,7 +22,7 @@ TOKENS, HIDDEN, INNER, HEADS, SIZE, CLASSES = 8192, 4096, 14336, 32, 128, 128256
 
 
 class Kind(Enum):
-    """The bound of a case, which decides its measure."""
+    """The resource that bounds a case, which decides how the case is judged."""
 
     MEMORY = "memory"
     PRODUCTS = "products"
@@ -60,14 +60,15 @@ class Case:
 
     @property
     def kind(self) -> Kind:
-        """The bound of this case."""
+        """The kind of resource that bounds this case."""
         if self.attention is not None:
             return Kind.ATTENTION
         return Kind.PRODUCTS if self.products else Kind.MEMORY
 
     @property
     def flops(self) -> float:
-        """Operations of its products; an attention counts no masked part."""
+        """FLOPs of the case's products. Attention counts half for a causal mask, and 2.5 times the forward for a
+        backward."""
         if self.attention is None:
             return sum(shape.flops for shape in self.products)
         shape = self.attention
@@ -83,13 +84,13 @@ class Case:
         return device.launch_latency_s + memory_time(self.moved_bytes, device)
 
     def run_plain(self, plain: Callable[[], Any]) -> Any:
-        """Run `plain`, or a compiled form, with its gradients on request."""
+        """Run `plain`, or a compiled form of it, and also its gradients if the case has leaves."""
         result = plain()
         return torch.autograd.grad(result, self.leaves, self.grad) if self.leaves else result
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Normal numbers, on the default device."""
+    """Normally distributed numbers, on the default device."""
     return torch.randn(shape, dtype=dtype)
 
 
@@ -99,5 +100,5 @@ def bytes_of(*tensors: Tensor) -> int:
 
 
 def form(operator: Any, index: int = 0) -> Callable[..., Any]:
-    """A form of a fused kernel, as a function."""
+    """The form with this index of a fused kernel, as a function."""
     return next(kernel for kernel in FUSED if kernel.operator is operator).forms[index].compose

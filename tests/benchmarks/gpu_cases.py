@@ -266,7 +266,7 @@ def _split_cross_entropy(ranks: int = 8) -> Iterator[Case]:
 
 
 def _dequantize() -> Iterator[Case]:
-    """Weights of a layer in NF4 with bytes as scales, beside the definition."""
+    """A case of one layer's NF4 weights with bytes as scales, compared with the reference."""
     weights = HIDDEN * INNER
     packed, absmax = (torch.randint(0, 256, (count,), dtype=torch.uint8) for count in (weights // 2, weights // 64))
     scales = draw(SCALE_VALUES + 1 + absmax.numel() // GROUP, dtype=_F32).view(torch.uint8)

@@ -80,7 +80,7 @@ class Bench:
         self._notes: list[str] = []
 
     def measure(self, case: Case) -> Row:
-        """One comparison; attention's eager time is that of torch's fastest backend."""
+        """Time one case. For attention, the eager time is that of torch's fastest backend."""
         ours = self._time("ours", lambda: case.ours)
         eager = self._fastest_backend(case) if case.kind is Kind.ATTENTION else self._plain("eager", case, lambda x: x)
         compiles = case.compiles and case.kind is not Kind.ATTENTION
@@ -98,7 +98,7 @@ class Bench:
         )
 
     def measure_block(self, length: int, sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Row:
-        """A block's forward and backward."""
+        """Time a block's forward and backward."""
         block, inputs = make_block(length, sizes, dtype)
         ours = self._step("ours", lambda: compile_ours(block, inputs), inputs)
         compiled = self._step("torch.compile", lambda: self._compiler(block), inputs)
@@ -188,7 +188,7 @@ def check(case: Case) -> None:
 
 
 def all_cases(priced: Device) -> Iterator[Case]:
-    """Hand-written kernels, then those generated for a block."""
+    """The cases of hand-written kernels, then of kernels generated for a block."""
     yield from cases()
     yield from generated_cases(priced)
 
@@ -210,7 +210,7 @@ def _rows(bench: Bench, priced: Device, only: str) -> Iterator[Row]:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure and write the page, or list the cases."""
+    """Measure and write the page, or with `--dry-run` list the cases."""
     parser = argparse.ArgumentParser(description=__doc__)
     day = time.strftime("%Y-%m-%d")
     parser.add_argument("--output", type=Path, default=_RESULTS / f"gpu_kernels_{day}.md", help="the page")

@@ -43,7 +43,7 @@ class Liger:
     with_forward: bool = False
 
     def check(self) -> None:
-        """Raise `TypeError` where the installed function does not take these arguments."""
+        """Raise `TypeError` if the installed function does not take these arguments."""
         inspect.signature(self._function.forward).bind(None, *self.arguments)
 
     def prepare(self) -> Callable[[], Any]:

@@ -26,7 +26,7 @@ _COLUMNS = ("kernel", *_TIMES, "rate", "of copy", "targets")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A target: `reached` is to be `least` or more."""
+    """A target, which is met if `reached` is at least `least`."""
 
     name: str
     reached: float
@@ -34,7 +34,7 @@ class Verdict:
 
     @property
     def is_met(self) -> bool:
-        """Whether the target is met."""
+        """Whether `reached` is at least `least`."""
         return self.reached >= self.least
 
     def __str__(self) -> str:
@@ -69,20 +69,21 @@ class Row:
 
     @property
     def rate(self) -> float | None:
-        """Bytes per second where memory bounds, else FLOPs per second."""
+        """Bytes per second for a case that memory bounds, FLOPs per second for another case, and None
+        without a time."""
         if self.ours_ms is None:
             return None
         return (self.moved_bytes if self.kind is Kind.MEMORY else self.flops) / (self.ours_ms / 1e3)
 
     @property
     def copy_share(self) -> float | None:
-        """The rate as a share of the copy's, where memory bounds."""
+        """The rate as a share of a copy's, or None for a case that memory does not bound or that has no time."""
         if self.kind is not Kind.MEMORY or self.rate is None or not self.copy_bytes_per_s:
             return None
         return self.rate / self.copy_bytes_per_s
 
     def verdicts(self) -> tuple[Verdict, ...]:
-        """Return the targets that can be judged."""
+        """The targets for which the row has measurements."""
         return tuple(self._verdicts())
 
     def _verdicts(self) -> Iterator[Verdict]:
@@ -99,7 +100,7 @@ class Row:
                 yield Verdict(name, theirs_ms / self.ours_ms, least)
 
     def cells(self) -> tuple[str, ...]:
-        """A line of the table."""
+        """The cells of a row in the table."""
         times = (self.ours_ms, self.predicted_ms, self.compiled_ms, self.eager_ms, self.liger_ms)
         unit, scale = ("GB/s", 1e9) if self.kind is Kind.MEMORY else ("TFLOP/s", 1e12)
         rate = "" if self.rate is None else f"{self.rate / scale:.0f} {unit}"

@@ -114,7 +114,7 @@ def _by_hand(model: nn.Module, forward: Callable[..., Any]) -> Step:
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """Our step, with the interface of the other contenders."""
+    """Our step, called with a batch like the steps of the other contenders."""
 
     step: Any
 
@@ -145,7 +145,7 @@ CONTENDERS: Mapping[str, Callable[[nn.Module], Step]] = {
 
 
 class Race:
-    """Contenders on one model, in turns.
+    """A race of contenders on one model, which run in turns.
 
     Args:
         training: the model and its batches.
@@ -162,7 +162,8 @@ class Race:
         self.found: dict[str, Found] = {}
 
     def enter(self, name: str) -> None:
-        """Make a contender and run four steps; the last two's memory counts, where graphs are recorded too."""
+        """Make a contender and run four steps. Its peak memory is that of the last two, in which graphs are
+        recorded too."""
         found = self.found[name] = Found()
         gc.collect()
         start, before = time.perf_counter(), self._allocated()
@@ -208,7 +209,7 @@ class Race:
 
 
 def table(name: str, training: Training, found: Mapping[str, Found]) -> list[str]:
-    """One model's contenders, as Markdown."""
+    """The measures of one model's contenders, as Markdown."""
     lines = [
         f"## {name}: {training.batch} x {training.tokens} tokens",
         "",
@@ -229,7 +230,7 @@ def table(name: str, training: Training, found: Mapping[str, Found]) -> list[str
 
 
 def main(arguments: list[str]) -> None:
-    """Race, and write the page anew after each contender."""
+    """Run the race, and write the page anew after each contender."""
     parser = argparse.ArgumentParser(description=__doc__)
     day = time.strftime("%Y-%m-%d")
     parser.add_argument("--output", type=Path, default=_RESULTS / f"gpu_training_{day}.md", help="the page")

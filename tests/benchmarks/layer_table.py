@@ -53,7 +53,7 @@ class LayerTable:
     _built: dict[DecoderShape, Decoder] = field(default_factory=dict)
 
     def model(self, shape: DecoderShape, kind: RecipeKind) -> CountedModel:
-        """A model for recipes of one kind.
+        """The counted model for recipes of one kind.
 
         Raises:
             TraceError: the model cannot be traced.

@@ -91,7 +91,7 @@ _WEIGHTS = {"gpt": "transformer.h.*.c_*.weight", "llama": "model.layers.*_proj.w
 
 
 def layouts(model: str, ranks: int) -> list[Layout]:
-    """The layouts that a model is run in."""
+    """The layouts in which a model runs on so many ranks."""
     tensor, table, weights = _TENSOR[model], _TABLES[model], _WEIGHTS[model]
     line, whole = Mesh({"x": ranks}), {"*.weight": P(), "*.bias": P()} if model == "gpt" else {"*.weight": P()}
     batch, sharded = {"input:*": P("x")}, {weights: P("x"), table: P("x")}
@@ -154,7 +154,8 @@ def choose_layout(program: Program, layout: Layout, cluster: autoshard.Cluster) 
 
 
 def _garbled(planning: PlanningProblem, seed: int) -> PlanningProblem:
-    """The problem with every cost multiplied by a factor of its own: log-normal, as wide as the seed says."""
+    """The problem with each cost multiplied by a random factor. The factors are log-normal, and wider for a larger
+    seed."""
     draw = np.random.default_rng(seed)
 
     def garble(costs: Floats) -> Floats:
@@ -166,7 +167,7 @@ def _garbled(planning: PlanningProblem, seed: int) -> PlanningProblem:
 
 
 def _least_bytes(planning: PlanningProblem, allowed: Mapping) -> float:
-    """The smallest limit that a plan fits in."""
+    """The smallest memory limit that a plan fits."""
     try:
         Search(1.0, control=SearchControl.within(SEARCH_S))(planning, allowed)
     except DoesNotFitError as error:

@@ -124,14 +124,14 @@ def measure(model: str, part: tuple[int, int], budget_s: float) -> list[dict[str
 
 
 def _shared(of_first: Any) -> Any:
-    """Return the first rank's object, on every rank."""
+    """The object that the first rank has, on every rank."""
     said = [of_first]
     dist.broadcast_object_list(said)
     return said[0]
 
 
 def _chosen(name: str, wanted: Sequence[Layout], cluster: autoshard.Cluster) -> list[tuple[Layout, ChosenLayout]]:
-    """Choose a plan for each layout, and leave out repeated plans."""
+    """A plan for each layout, without repetitions of a plan."""
     model, inputs = MODELS[name]()
     program = tracing.trace(model, (), inputs, grad=True)
     found: dict[tuple[str, tuple[int, ...]], tuple[Layout, ChosenLayout]] = {}
@@ -172,7 +172,7 @@ def _time_of(step: Callable[[], None]) -> float:
 
 
 def _maximum(value: float) -> Any:
-    """The largest over the ranks, in the type of `value`."""
+    """The largest value over the ranks, as a number of the type of `value`."""
     found = torch.tensor(value)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found.item()
@@ -190,13 +190,13 @@ def _busy_s() -> tuple[float, float, float]:
 
 
 def _others_share(before: tuple[float, float, float], after: tuple[float, float, float]) -> float:
-    """Share of the machine's cores that other processes had."""
+    """The share of the machine's cores that other processes used between two times."""
     clock, busy, ours = (late - early for early, late in zip(before, after, strict=True))
     return max(0.0, busy - ours) / clock / (os.cpu_count() or 1)
 
 
 def run_on(ranks: int, model: str, part: tuple[int, int] = (1, 1), budget_s: float = 15.0) -> list[Row]:
-    """The rows of the plans of a part on so many local processes."""
+    """The rows of the plans of a part, measured on so many local processes."""
     os.environ["OMP_NUM_THREADS"] = "1"
     keep_freed_memory()
     config = LaunchConfig(
@@ -207,7 +207,8 @@ def run_on(ranks: int, model: str, part: tuple[int, int] = (1, 1), budget_s: flo
 
 
 def summary(rows: Sequence[Row]) -> dict[str, float]:
-    """Rank correlation and errors over `rows`; the rank of the measured best among the predicted."""
+    """Rank correlation and errors over `rows`, and the rank that the prediction gives to the plan
+    measured as fastest."""
     predicted, measured = [row.predicted_s for row in rows], [row.measured_s for row in rows]
     best = min(range(len(rows)), key=measured.__getitem__)
     lowered = [abs(row.lowered_bytes / row.measured_bytes - 1) for row in rows if row.lowered_bytes]
@@ -238,7 +239,7 @@ def _ranks(values: Sequence[float]) -> np.ndarray:
 
 
 def table_of(rows: Iterable[Row]) -> Table:
-    """All plans, predicted beside measured."""
+    """A table of all plans with predicted and measured time and memory."""
     table = Table(
         "model", "mesh", "layout", "predicted", "measured", "ratio", "memory", "measured", "ratio", "lowered", "others"
     )

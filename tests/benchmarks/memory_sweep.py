@@ -89,7 +89,7 @@ def model_problem(cluster: Cluster, sequence: int, layers: int) -> PlanningProbl
 def sweep(
     planning: PlanningProblem, shares: Sequence[float], time_budget_s: float, *, apart: bool = False
 ) -> Iterator[Row]:
-    """Return a row for each share of the fastest plan's memory, the smallest first; `apart`: see the module."""
+    """A row for each share of the fastest plan's memory, smallest first. With `apart`, each search is independent."""
     options = PlanOptions()
     largest = float(planning.usage(solve(planning, options, {}).solution.choice).max())
     for share in sorted(shares):
@@ -129,7 +129,7 @@ def _layouts(plan: Plan) -> str:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """The rows for a person."""
+    """The rows as a table for the terminal."""
     found = Table("limit", "peak", "step", "objective", "gap", "layouts", "recomputed", "offloaded")
     for row in rows:
         if row.step_s is None or row.objective_s is None:
@@ -154,7 +154,7 @@ class RecipeRow:
 
 
 def sweep_recipes(cluster: Cluster, sequence: int, limits: int) -> Iterator[RecipeRow]:
-    """Return a row for a limit that is too small, and for several limits from the least need to plenty."""
+    """A row for a limit that is too small, and rows for limits from the least need to the fastest recipe's need."""
     model, tokens = llama(32, sequence, 1)
     base = Execution(global_batch=8 * cluster.size)
     problem = recipe_problem(
@@ -177,7 +177,7 @@ _TOO_SMALL = 0.9
 
 
 def recipe_table(rows: Sequence[RecipeRow]) -> Table:
-    """The rows for a person."""
+    """The rows of recipes as a table for the terminal."""
     found = Table("limit", "peak", "step", "recipe")
     for row in rows:
         if row.step_s is None:

@@ -158,7 +158,7 @@ def prove(family: str, layout: str) -> Proven:
 
 
 def proven(family: str, phased: PhasedProgram, traced: Program) -> Proven:
-    """The same of any program of a family."""
+    """A proven program of a family, with its trace and its results on random inputs."""
     verify_preparation(traced, phased.lowered.traced)
     verify_program(phased.lowered.traced, phased.lowered, phased.carried)
     verify_phases(phased)
@@ -180,7 +180,7 @@ OF_COMPILING = Campaign(
 
 
 def main(arguments: list[str], campaign: Campaign = OF_COMPILING) -> int:
-    """Run a campaign; 0 if there is no hole."""
+    """Run a campaign, and return 0 if the verifier accepted no mutant that computes other numbers."""
     options = _parser(campaign).parse_args(arguments)
     families = [family for family in campaign.families if options.family in ("", family)]
     parts = list(product(families, options.layout or campaign.layouts))
@@ -230,7 +230,7 @@ _COUNTED = ("drawn", "accepted", "run", "changing")
 
 
 def report(parts: list[Part], seed: int, campaign: Campaign) -> str:
-    """The page of results."""
+    """The page of results in Markdown."""
     total = {name: sum((getattr(part, name) for part in parts), Counter()) for name in _COUNTED}
     sums = {name: sum(counts.values()) for name, counts in total.items()}
     holes = [hole for part in parts for hole in part.holes]

@@ -1,12 +1,13 @@
-"""Wrong programs of the overlap passes against the verifier: no mutant with other numbers or a hang is accepted.
+"""Wrong programs of the overlap passes: the verifier accepts no mutant that computes other numbers or hangs.
 
 Run: python -m tests.benchmarks.overlap_campaign --count 2000 --seed 0 [--jobs 2] [--family gpt] [--layout ZeRO-1 ...]
      [--folder FOLDER] [--out PAGE]
 
-The campaign is `tests.benchmarks.mutation_campaign` for programs with the fewest buckets and the latest waits. Mutants
-(`tests.passes.overlap_mutants`) are wrong in their phases, in the in-place update, or on one rank alone. They run
-beside the right program with guarded messages (`tests.passes.in_flight`): early reads, and messages from overwritten
-memory, are NaN. A rank that sends another message in its turn would hang or get a wrong answer, and counts as changed.
+The campaign is `tests.benchmarks.mutation_campaign` for programs with the fewest buckets and the latest waits.
+Mutants (`tests.passes.overlap_mutants`) are wrong in their phases, in the in-place update, or on one rank alone.
+They run beside the right program with guarded messages (`tests.passes.in_flight`). Early reads, and messages from
+overwritten memory, are NaN. A rank that sends another message in its turn would hang or get a wrong answer, and
+counts as changed.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ PLANS: Mapping[str, tuple[Mesh, str]] = {
 
 
 def plain(family: str, plan: str) -> PhasedProgram:
-    """The program before the passes of overlap."""
+    """The program of a family before the passes of overlap."""
     return plain_on(*PLANS[plan], family, torch.bfloat16 if plan == _NARROW else None)
 
 
 @cache
 def with_buckets(family: str, plan: str) -> PhasedProgram:
-    """The program that mutants are drawn of."""
+    """The program of a family with buckets, from which mutants are drawn."""
     return in_buckets(plain(family, plan))
 
 

@@ -77,7 +77,7 @@ class InFlight:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Within this context, a count follows each task of a step."""
+        """Within this context, memory in flight is counted after each task of a step."""
         count, saved = self._count, ProgramRun.run_task
 
         def run_task(self: ProgramRun, task: StageTask) -> None:
@@ -156,7 +156,7 @@ def _of_llama(name: str, folder: Path) -> None:
 
 
 def measure_llama(ranks: int, names: Sequence[str]) -> dict[str, list[Memory]]:
-    """Memory of each rank, by schedule."""
+    """The memory of each rank, by the name of the schedule."""
     with tempfile.TemporaryDirectory() as folder:
         checks = {name: partial(_of_llama, name, Path(folder)) for name in names}
         outcomes = run_checks(checks, ranks=ranks, deadline_s=3600.0)
@@ -167,7 +167,7 @@ def measure_llama(ranks: int, names: Sequence[str]) -> dict[str, list[Memory]]:
 
 
 def table_of(found: Mapping[int, Mapping[str, Sequence[Memory]]]) -> str:
-    """All ranks, predicted beside measured, in Markdown."""
+    """A Markdown table of all ranks, with predicted and measured memory."""
     rows = [
         "| ranks | schedule | rank | predicted peak | measured | ratio | predicted in flight | measured | ratio |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -179,7 +179,7 @@ def table_of(found: Mapping[int, Mapping[str, Sequence[Memory]]]) -> str:
 
 
 def _cells(memory: Memory) -> str:
-    """Mebibytes and ratios."""
+    """The cells of a rank: mebibytes, and ratios of predicted to measured memory."""
     cells = [str(memory.rank)]
     for predicted, measured in (
         (memory.predicted_peak, memory.measured_peak),
@@ -190,7 +190,7 @@ def _cells(memory: Memory) -> str:
 
 
 def main() -> int:
-    """Print the table; 1 if a rank is not as predicted."""
+    """Print the table, and return 1 if a rank's memory differs by more than 5 %."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))

@@ -118,16 +118,16 @@ class PlanCase:
 
     @property
     def file(self) -> str:
-        """The name of the file that its plan is saved as."""
+        """The name of the file in which its plan is saved."""
         return f"{self.name.replace('/', '_').replace(':', '-')}.json"
 
     @property
     def cluster(self) -> Cluster:
-        """The devices."""
+        """The devices of the case."""
         return Cluster(self.node, self.nodes, 8)
 
     def built(self) -> tuple[nn.Module, Any]:
-        """The model on meta, and its inputs of one sequence."""
+        """The model on the meta device, and its inputs of one sequence."""
         with torch.device("meta"):
             if self.model not in _DECODERS:
                 return _OTHERS[self.model]()
@@ -153,7 +153,7 @@ _MEMORY = (1.0, 0.6, 0.35)
 
 
 def cases() -> list[PlanCase]:
-    """All cases."""
+    """All cases: on clusters, and on fixed meshes."""
     free = [PlanCase(*space, memory=memory) for space in _SPACES for memory in _MEMORY]
     fixed = [
         PlanCase("llama3-8b", "h100_sxm", 8, 64, memory=memory, axes=axes) for axes in _MESHES for memory in _MEMORY
@@ -163,9 +163,10 @@ def cases() -> list[PlanCase]:
 
 @dataclass(frozen=True, slots=True)
 class PlannedCase:
-    """A planned case: seconds of the step, bytes of a device, CPU seconds and bytes of planning.
+    """The figures of a planned case: seconds of the step, bytes of a device, and CPU seconds and bytes of
+    planning.
 
-    `words` are of its recipe, or of the error that there is in place of a plan.
+    `words` describe the recipe, or the error if there is no plan.
     """
 
     name: str
@@ -179,7 +180,7 @@ class PlannedCase:
 
 
 def plan_case(case: PlanCase, plans: Path | None = None) -> PlannedCase:
-    """Plan a case in this process; the plan is saved in the folder `plans`."""
+    """Plan a case in this process. If `plans` is given, the plan is saved in this folder."""
     model, inputs = case.built()
     cluster = case.cluster
     target = cluster.mesh(Mesh(dict(case.axes))) if case.axes else cluster
@@ -210,7 +211,7 @@ def _peak() -> int:
 
 
 def _apart(name: str, plans: Path | None) -> PlannedCase:
-    """A case in a process of its own."""
+    """Plan a case in its own process."""
     command = [sys.executable, "-m", "tests.benchmarks.plan_cases", "--one", name]
     command += [] if plans is None else ["--plans", str(plans)]
     try:
@@ -228,7 +229,7 @@ def read_cases(path: Path) -> dict[str, PlannedCase]:
 
 
 def table(rows: Mapping[str, PlannedCase], beside: Mapping[str, PlannedCase]) -> Table:
-    """Return a line for each case, with the other tree's step and CPU seconds beside."""
+    """A table with a line for each case, with the step and the CPU seconds of the other tree."""
     result = Table("case", "step s", "of other", "peak GiB", "MFU", "CPU s", "other CPU s", "planner GiB", "plan")
     for name, row in rows.items():
         other = beside.get(name)

@@ -60,7 +60,7 @@ THREE_AXES = Mesh({"data": 2, "model": 2, "expert": 2})
 
 @dataclass(slots=True)
 class Times:
-    """Seconds by stage, and sizes of the plan."""
+    """CPU seconds by stage, and sizes of the problem and the plan."""
 
     name: str
     seconds: dict[str, float] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Times:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time the code inside."""
+        """Time the code within this context as a stage."""
         gc.collect()
         start = time.process_time()
         yield
@@ -103,7 +103,7 @@ def time_stages(name: str, make: Callable[[], tuple[nn.Module, dict[str, Any]]],
 
 
 def time_problem(times: Times, program: Program, mesh: Mesh) -> PlanningProblem:
-    """The stages from a traced program to the problem that the search is given."""
+    """Run and time the stages from a traced program to the search problem."""
     space = time_enumeration(times, program, mesh)
     with times.stage("fold"):
         representatives = fold_blocks(space)
@@ -115,7 +115,7 @@ def time_problem(times: Times, program: Program, mesh: Mesh) -> PlanningProblem:
 
 
 def time_enumeration(times: Times, program: Program, mesh: Mesh) -> SearchSpace:
-    """The stages from a traced program to the strategies of all its nodes."""
+    """Run and time the stages from a traced program to the strategies of its nodes."""
     with times.stage("prepare"):
         prepared = prepare(program)
     times.nodes = len(prepared.graph.nodes)
@@ -126,7 +126,7 @@ def time_enumeration(times: Times, program: Program, mesh: Mesh) -> SearchSpace:
 
 
 class Uneven(nn.Module):
-    """Layers of products as in attention, each of another width."""
+    """Layers with products as in attention, each with another width."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -146,13 +146,13 @@ class Uneven(nn.Module):
 
 
 def trace_uneven(layers: int) -> Program:
-    """About 78 nodes a layer."""
+    """The traced program of `Uneven`, with about 78 nodes for each layer."""
     with torch.device("meta"):
         return trace(Uneven(layers), (torch.zeros(16, 64, 64),), {})
 
 
 def trace_llama(layers: int) -> Program:
-    """About 210 nodes a layer."""
+    """The traced program of a Llama, with about 210 nodes for each layer."""
     config = transformers.LlamaConfig(
         vocab_size=32000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=layers, num_attention_heads=16,
         num_key_value_heads=8,
@@ -164,7 +164,7 @@ def trace_llama(layers: int) -> Program:
 
 
 def table(title: str, rows: list[Times]) -> Table:
-    """One line for each program."""
+    """A table with a line for each program."""
     stages = list(dict.fromkeys(stage for row in rows for stage in row.seconds))
     result = Table("program", "nodes", "strategies", "variables", "pairs", *stages, "sum", "objective s", title=title)
     for row in rows:
@@ -180,7 +180,7 @@ def table(title: str, rows: list[Times]) -> Table:
 
 
 def time_large(llama_layers: int, uneven_layers: int) -> list[Times]:
-    """Programs of over 10,000 nodes: trace, prepare, enumerate."""
+    """Time tracing, preparation and enumeration of two programs with over 10,000 nodes."""
     rows = []
     for name, make, layers in (("llama", trace_llama, llama_layers), ("all distinct", trace_uneven, uneven_layers)):
         times = Times(f"{name}, {layers} layers")

@@ -47,7 +47,7 @@ _GONE = ("forecast",)
 
 
 def read_plan(path: Path) -> Plan:
-    """Return the plan of a file, also of an older tree, without the prediction in the file."""
+    """The plan of a file, without its prediction. The file may be from an older tree."""
     return Plan.from_json(_of_this_tree(json.loads(path.read_text())))
 
 

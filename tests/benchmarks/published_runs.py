@@ -124,13 +124,14 @@ def read_rows(path: Path = ROWS) -> list[Row]:
 
 
 def more_rows() -> list[Row]:
-    """Rows of further sources whose micro-batch is said."""
+    """Rows of further sources that give the micro-batch."""
     known = [row for row in read_rows(MORE) if row["micro_batch"] is not None and row["source"]["key"] in FRAMEWORKS]
     return [*known, *(row for path in VTRAIN for row in _vtrain_rows(path))]
 
 
 def _vtrain_rows(path: Path) -> Iterator[Row]:
-    """The file has no word on recomputation: blocks are taken to be computed again, which fits times twice as well."""
+    """The rows of a file of vTrain. Recomputation, which the file does not mention, is assumed full, because times
+    then fit twice as well."""
     for number, cells in enumerate(csv.reader(path.read_text().splitlines())):
         if number == 0:
             continue
@@ -153,7 +154,7 @@ def _vtrain_rows(path: Path) -> Iterator[Row]:
 
 
 def framework_of(row: Row) -> Framework:
-    """The behaviour of the row's software."""
+    """The behaviour of the framework that ran the row."""
     return FRAMEWORKS[row["source"]["key"]]
 
 
@@ -163,7 +164,7 @@ def is_16_bit(row: Row) -> bool:
 
 
 def model_shape(row: Row) -> DecoderShape:
-    """The row's model."""
+    """The shape of the row's model."""
     model, framework = row["model"], framework_of(row)
     moe, mla = model.get("moe"), model.get("mla")
     return DecoderShape(
@@ -196,7 +197,7 @@ def model_shape(row: Row) -> DecoderShape:
 
 
 def _is_biased(row: Row) -> bool:
-    """Whether experts have biases and clamps."""
+    """Whether the experts of the row's model have biases and clamps."""
     return row["model"]["name"].startswith("gpt-oss")
 
 
@@ -229,7 +230,8 @@ def recipe_of(row: Row) -> Execution:
 
 
 def _zero(row: Row) -> int:
-    """With a pipeline, Llama 3's FSDP and NeMo Automodel's keep parameters gathered and reduce gradients once a step.
+    """The ZeRO stage of a row. With a pipeline, Llama 3 and NeMo Automodel gather parameters and reduce gradients
+    once a step, as in stage 1.
 
     Automodel: components/distributed, defer_fsdp_grad_sync. Llama 3: its step has no time to reduce gradients of
     float32 for each micro-batch.
@@ -240,7 +242,7 @@ def _zero(row: Row) -> int:
 
 
 def _runtime(row: Row, framework: Framework) -> Runtime:
-    """Return the runtime of the row's framework."""
+    """The runtime that the row's framework had."""
     plan = row["plan"]
     return Runtime(
         name=row["source"]["key"],
@@ -287,7 +289,8 @@ def _precision(row: Row) -> str:
 
 
 def _recompute(said: str | None) -> str:
-    """Return the recomputation; single modules that a row names are ignored, because they are few."""
+    """The recomputation that a row gives: "full", "selective", or "none" for other words, such as names of single
+    modules."""
     return said if said in ("full", "selective") else "none"
 
 
@@ -313,7 +316,7 @@ _JEAN_ZAY_HOST = {"A100-80GB": 64_000_000_000, "V100-32GB": 48_000_000_000}
 
 
 def _host_bytes(row: Row) -> float:
-    """Host memory for each device."""
+    """Bytes of host memory for each device of a row."""
     gpu = row["hardware"]["gpu"]
     if row["id"].startswith("bigscience"):
         return _JEAN_ZAY_HOST[gpu]

@@ -31,7 +31,7 @@ _WARM_UP, _LOSSES = 3, 3
 
 
 class WorkerError(Exception):
-    """A run that ended with an error; the message is its last line."""
+    """A run ended with an error. The message is the last line of the run's error."""
 
 
 def run_order(
@@ -88,7 +88,7 @@ def serve(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
 def take_turns(
     steps: Mapping[str, Callable[[Any], Any]], batches: Sequence[Any], rounds: int, loss_of: Callable[[Any], float]
 ) -> dict[str, Any]:
-    """Times, processor times of each rank, and first losses of contenders."""
+    """Times, processor times of each rank, and first losses of contenders that run in turns."""
     found: dict[str, Any] = {name: {"times_s": [], "cpu_s": []} for name in steps}
     for name, step in steps.items():
         found[name]["losses"] = [loss_of(step(batch)) for batch in islice(cycle(batches), _LOSSES)]
@@ -122,7 +122,7 @@ def paired_quartiles(mine_s: Sequence[float], theirs_s: Sequence[float]) -> list
 
 
 def mesh_along(axis: str) -> Any:
-    """All ranks along one axis."""
+    """A device mesh of all ranks along one axis."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -130,7 +130,7 @@ def mesh_along(axis: str) -> Any:
 
 
 def parser_of(description: str | None, rounds: int) -> argparse.ArgumentParser:
-    """A parser that prints the module's docstring, with the number of rounds."""
+    """A parser with this description and an option for the number of rounds."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds)
     return parser
@@ -145,11 +145,11 @@ def versions() -> str:
 
 
 def commit() -> str:
-    """The checkout's, or "unknown"."""
+    """The short commit of the checkout, or "unknown"."""
     asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=False, capture_output=True, text=True)
     return asked.stdout.strip() or "unknown"
 
 
 def date() -> str:
-    """Now, in UTC."""
+    """The present date and time in UTC."""
     return datetime.now(UTC).strftime("%Y-%m-%d %H:%M")

@@ -61,7 +61,8 @@ class Phase:
 
 @dataclass(slots=True)
 class Life:
-    """The phases of a rank so far, each with its peak; an inner phase does not count in its outer phase."""
+    """The phases of a rank so far, each with its peak memory and seconds. The peak of an inner phase does not
+    count in its outer phase."""
 
     peaks: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -69,7 +70,7 @@ class Life:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Within this context, memory and time belong to phase `name`."""
+        """Within this context, peak memory and time belong to the phase `name`."""
         start = time.monotonic()
         self._count()
         self._open.append(name)
@@ -102,7 +103,7 @@ class Life:
 
 
 def peak_bytes() -> int:
-    """The most resident memory of this process since `forget_peak`."""
+    """The largest resident memory of this process since `forget_peak`."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None, "Linux says so"
     return int(found[1]) * 1024
@@ -122,13 +123,13 @@ def built(name: str) -> nn.Module:
 
 
 def batch(sequences: int, tokens: int) -> dict[str, torch.Tensor]:
-    """Tokens to train on."""
+    """A batch of tokens for training."""
     numbers = (torch.arange(sequences * tokens) % 64).view(sequences, tokens)
     return {"input_ids": numbers, "labels": numbers}
 
 
 def compiled(name: str, life: Life) -> Any:
-    """A step, with the phases of compiling told apart."""
+    """A compiled step, with the phases of compiling recorded in `life`."""
     ranks = dist.get_world_size()
     with life.phase("construct"):
         model = built(name)
@@ -151,7 +152,7 @@ def compiled(name: str, life: Life) -> Any:
 
 
 def train(name: str, life: Life, folder: Path) -> Any:
-    """From meta to a checkpoint and exported weights."""
+    """Compile a model from meta, initialise and train it, save a checkpoint, and export the weights."""
     step = compiled(name, life)
     with life.phase("init_weights"):
         step.init_weights(0)
@@ -160,7 +161,7 @@ def train(name: str, life: Life, folder: Path) -> Any:
 
 
 def _train_and_write(step: Any, life: Life, run: Path, exported: Path) -> None:
-    """The life of a step whose weights have values."""
+    """Train a step whose weights have values, save a checkpoint, and export the weights."""
     for number in range(STEPS):
         with life.phase(f"step {number + 1}"):
             step(**batch(dist.get_world_size(), 16))
@@ -175,7 +176,7 @@ def _train_and_write(step: Any, life: Life, run: Path, exported: Path) -> None:
 
 
 def resume(name: str, life: Life, folder: Path) -> Any:
-    """From a checkpoint."""
+    """Compile a model, load a checkpoint, and run a step."""
     step = compiled(name, life)
     with life.phase("load"):
         assert autoshard.Checkpoints(folder / f"{name} run").load(step) == 1
@@ -197,7 +198,8 @@ LIVES: Mapping[str, Callable[[str, Life, Path], Any]] = {"train": train, "resume
 
 
 def live(kind: str, name: str, folder: Path) -> None:
-    """Live a model's life on this rank, after a tiny model's life, and write the phases."""
+    """Run a kind of life on this rank, first with a tiny model and then with the named model. The phases are
+    written to a file."""
     LIVES[kind]("tiny", Life(), folder)
     gc.collect()
     forget_peak()
@@ -211,7 +213,7 @@ def live(kind: str, name: str, folder: Path) -> None:
 
 
 def measure(name: str, ranks: Mapping[str, int], folder: Path, deadline_s: float = 300.0) -> dict[str, list[Phase]]:
-    """The phases of all ranks, by the kind of life; `ranks` says how many each kind has."""
+    """The phases of all ranks, by the kind of life. `ranks` gives the number of ranks of each kind."""
     found = {}
     for kind, count in ranks.items():
         report(run_checks({kind: partial(live, kind, name, folder)}, ranks=count, deadline_s=deadline_s), kind)

@@ -38,7 +38,8 @@ def llama(hidden: int, ffn: int, layers: int, heads: int) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A model, tokens of a sequence, nodes of eight H100s, and sequences of a step."""
+    """A planning task: a model, the tokens of a sequence, the number of nodes of eight H100s, and the sequences of
+    a step."""
 
     build: Callable[[], nn.Module]
     tokens: int
@@ -47,7 +48,7 @@ class Task:
 
     @property
     def cluster(self) -> Cluster:
-        """Its nodes."""
+        """The nodes of the task."""
         return Cluster("h100_sxm", self.nodes, 8)
 
 
@@ -77,7 +78,7 @@ class Timed:
 
 
 def time_task(name: str, task: Task, budget_s: float) -> Timed:
-    """Plan a task."""
+    """Plan a task, and measure time and memory."""
     cluster = task.cluster
     wall, cpu = time.monotonic(), time.process_time()
     with torch.device("meta"):
@@ -104,7 +105,7 @@ def time_task(name: str, task: Task, budget_s: float) -> Timed:
 
 
 def recipe_table(rows: Sequence[Timed]) -> Table:
-    """One line for each task."""
+    """A table with a line for each task."""
     names = ("model", "devices", "CPU s", "wall s", "of it search", "GiB", "step s", "gap", "recipe")
     result = Table(*names, title="Planning over recipes, from a module on meta to a plan")
     for row in rows:
@@ -117,7 +118,7 @@ def recipe_table(rows: Sequence[Timed]) -> Table:
 
 
 def time_apart(name: str, budget_s: float) -> Timed:
-    """Measure in a separate process."""
+    """Measure a task in a separate process."""
     options = ["--tasks", name, "--seconds", str(budget_s), "--json"]
     command = [sys.executable, "-m", "tests.benchmarks.recipe_time", *options]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout

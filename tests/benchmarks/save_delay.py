@@ -37,14 +37,14 @@ TOKENS = 128
 
 
 def _timed(run: Callable[[], object]) -> tuple[float, float]:
-    """Seconds of a call by the machine's time, and of this thread's processor."""
+    """Seconds of a call by the clock, and by the processor time of this thread."""
     wall, thread = time.perf_counter(), time.thread_time()
     run()
     return time.perf_counter() - wall, time.thread_time() - thread
 
 
 def _copy(step: TrainStep, ranks: Ranks) -> Callable[[], list[torch.Tensor]]:
-    """A plain copy of the tensors that `save` copies."""
+    """A function that copies the tensors that `save` copies."""
     parts = take(TrainingState(step, {}).parts(0), ranks, copies=False)
     tensors = {
         item.value.data_ptr(): item.value for part in parts for item in part.items.values() if item.source is not None
@@ -57,7 +57,7 @@ def _copy(step: TrainStep, ranks: Ranks) -> Callable[[], list[torch.Tensor]]:
 
 
 def measure(model: str, plan: str, rounds: int, room: str) -> None:
-    """Save and train in turns; the first rank writes medians down."""
+    """Save and train in turns. The first rank writes the medians to a file."""
     case = next(case for case in CASES if (case.model, case.tokens) == (model, TOKENS))
     made, (batch,) = make_model(case), make_batches(case, 1)
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-4, fused=True)

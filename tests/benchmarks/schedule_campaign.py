@@ -1,10 +1,10 @@
-"""Wrong orders of pipelines against the check of schedules: drawn, refused and harmful orders.
+"""Wrong pipeline orders for the check of schedules: how many are drawn, refused and harmful.
 
 Run: python -m tests.benchmarks.schedule_campaign [--count 400] [--seed 7]
 
-Every kind of mutation (`tests.passes.schedule_mutations`) is drawn COUNT times, from all schedules of torch in turn.
-The orders have two to four ranks with 4 to 12 micro-batches, and run in numbers (`tests.passes.pipeline_numbers`). The
-exit status is 1 if a harmful order is accepted, or a right order refused.
+Every kind of mutation (`tests.passes.schedule_mutations`) is drawn COUNT times, from all schedules of torch in
+turn. The orders have two to four ranks with 4 to 12 micro-batches, and run in numbers
+(`tests.passes.pipeline_numbers`). The exit status is 1 if a harmful order is accepted, or a right order refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from tests.passes.schedule_mutations import SCHEDULE_MUTATIONS, is_refused
 
 
 def draw_order(schedule: str, random: Random) -> PipelineOrder:
-    """A right order, of a shape that the schedule admits."""
+    """A right order of the schedule, with a random number of ranks, micro-batches and stages that the
+    schedule admits."""
     while True:
         shape = (schedule, random.randint(2, 4), random.randint(4, 12), random.randint(1, 3))
         if admits(*shape):
@@ -32,7 +33,7 @@ def draw_order(schedule: str, random: Random) -> PipelineOrder:
 
 
 def main(arguments: list[str]) -> int:
-    """Print a table; 0 if nothing wrong was accepted, and nothing right refused."""
+    """Print a table, and return 0 if no harmful order was accepted and no right order refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=400, help="mutants of each kind")
     parser.add_argument("--seed", type=int, default=7)

@@ -27,7 +27,7 @@ _MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One model on batches of one shape; `tokens` of an image are its patches and the class token."""
+    """One model on batches of one shape. For images, `tokens` are the patches and the class token."""
 
     model: str
     tokens: int
@@ -65,9 +65,9 @@ def _make_batch(case: Case, seed: int) -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A plan of ours against rivals, each with its target ratio of step times.
+    """A plan of ours and its rivals, each with the target for the ratio of step times.
 
-    With `best` (a target) our plan is compared with the fastest rival instead.
+    With `best` (a target), our plan is compared with the fastest rival alone.
     """
 
     ours: str
@@ -77,7 +77,7 @@ class Comparison:
 
     @property
     def contenders(self) -> list[str]:
-        """All that run, ours first."""
+        """The names of all contenders, ours first."""
         return [self.ours, *self.rivals]
 
 

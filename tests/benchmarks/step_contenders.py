@@ -71,7 +71,7 @@ def _by_hand(
     part: Callable[[Batch], Batch] = lambda batch: batch,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Step:
-    """The loop that a user writes."""
+    """A training step as a user writes it."""
     optimizer = _adamw(parameters)
 
     def step(batch: Batch) -> Tensor:
@@ -121,7 +121,7 @@ def _blocks_of(model: nn.Module) -> nn.ModuleList:
 
 
 def _dtensor(case: Case, head: str) -> Step:
-    """Tensor parallelism by `parallelize_module`."""
+    """A step with tensor parallelism by `parallelize_module`."""
     model, around = parallelize(make_model(case), mesh_along("model"), head)
     return _by_hand(model, model.parameters(), around=around)
 
@@ -132,7 +132,8 @@ def _ours(
     specs: Callable[[nn.Module], Mapping[str, autoshard.PartitionSpec]] | None = None,
     backend: str = "auto",
 ) -> Step:
-    """The compiled step; parameters and inputs lie as `specs` says, else as the planner likes."""
+    """The compiled step. Parameters and inputs have the layouts that `specs` returns, or the planner chooses
+    without it."""
     model = make_model(case)
     constraints = None if specs is None else specs(model)
     step = autoshard.compile(
@@ -150,7 +151,7 @@ def _data_specs(model: nn.Module) -> dict[str, autoshard.PartitionSpec]:
 
 
 def _sharded_specs(model: nn.Module) -> dict[str, autoshard.PartitionSpec]:
-    """Every parameter that divides is split over its first dim."""
+    """Constraints that split the inputs, and each parameter whose first dim the ranks divide, along that dim."""
     ranks = dist.get_world_size()
     names = [name for name, parameter in model.named_parameters() if parameter.shape[0] % ranks == 0]
     return {"input:*": P("data"), **{name: P("data") for name in names}}

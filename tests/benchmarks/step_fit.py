@@ -30,7 +30,7 @@ Predict = Callable[[int, InStep], float]
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Measured runs: sources, times, and a function of their predictions."""
+    """Measured runs: their sources, their times, and a function that predicts them."""
 
     sources: Sequence[str]
     measured_s: Sequence[float]
@@ -43,7 +43,7 @@ class Runs:
 
 
 def fit_all(runs: Runs, start: InStep, rounds: int = 3) -> tuple[InStep, Floats, Floats]:
-    """The model fitted to all runs, with the errors and their derivatives in the logarithms of the numbers there."""
+    """The model fitted to all runs, the errors there, and their derivatives by the logarithms of the numbers."""
     x = _logarithms(start)
     for _ in range(rounds):
         errors, slopes = _linearise(runs, _model(start, x))
@@ -79,7 +79,7 @@ def _linearise(runs: Runs, model: InStep) -> tuple[Floats, Floats]:
 
 
 def _move(errors: Floats, slopes: Floats, weights: Floats, x: Floats, prior: Floats) -> Floats:
-    """One step of Gauss and Newton on the reweighted squares."""
+    """One Gauss-Newton step on the reweighted squares."""
     robust = weights * np.minimum(1.0, _HUBER / np.maximum(np.abs(errors), 1e-9))
     pull = _PRIOR * robust.sum()
     matrix = slopes.T @ (robust[:, None] * slopes) + pull * np.eye(len(x))

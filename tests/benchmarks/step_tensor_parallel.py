@@ -1,7 +1,8 @@
-"""Megatron's tensor parallelism of the cases' models: by torch's `parallelize_module`, and as constraints for a plan.
+"""Megatron's tensor parallelism of the cases' models, by torch's `parallelize_module` and as constraints of a
+plan.
 
-Projections into heads and into the wide layer are split by columns, those back by rows (Shoeybi et al. 2019,
-section 3).
+Projections into heads and into the wide layer are split by columns, and projections back by rows (Shoeybi et al.
+2019, section 3).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _fits(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def tensor_specs(model: nn.Module) -> dict[str, PartitionSpec]:
-    """Constraints: matrices are split over "model" as Megatron does, inputs are whole."""
+    """Constraints that split matrices over "model" as Megatron does, and keep inputs whole."""
     specs = {"input:*": P()}
     for name, parameter in model.named_parameters():
         owner = name.rpartition(".")[0]
@@ -86,14 +87,15 @@ def parallelize(
 
 
 def _tied(model: nn.Module, heads: Sequence[str]) -> dict[str, str]:
-    """Tie heads to the embeddings whose weights they share."""
+    """The embedding whose weight each head shares, by the name of the head. Heads with their own weight are absent."""
     words = {id(module.weight): name for name, module in model.named_modules() if _fits(name, _WORDS)}
     found = {head: words.get(id(model.get_submodule(head).weight)) for head in heads}
     return {head: name for head, name in found.items() if name is not None}
 
 
 def _replace_conv1d(model: nn.Module, ranks: int) -> None:
-    """Make GPT-2's `Conv1D` linear for `parallelize_module`, and its heads' projection splittable."""
+    """Replace GPT-2's `Conv1D` by linear layers for `parallelize_module`, with rows of the heads' projection
+    grouped by rank."""
     for name, module in list(model.named_modules()):
         if not isinstance(module, Conv1D):
             continue

@@ -48,7 +48,8 @@ Found = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One contender: median step time and processor time, received bytes in a step, peak memory, collectives."""
+    """The figures of one contender: medians of step and processor time, received bytes of a step, peak memory, and
+    collectives."""
 
     step_s: float
     cpu_s: float
@@ -60,9 +61,9 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One plan of ours and one rival; `ratio` is the median of paired ratios, with its quartiles.
+    """One plan of ours and one rival. `ratio` is the median of paired ratios, with its quartiles.
 
-    `rival` is "best of ..." where the fastest of several counts. `error` says why there is nothing else.
+    `rival` is "best of ..." if the fastest of several counts. `error` is the reason for missing figures.
     """
 
     model: str
@@ -102,7 +103,7 @@ class Row:
 
 
 def expected(cases: Sequence[Case] = CASES, names: Iterable[str] = COMPARISONS, link: str = LOOPBACK) -> list[Row]:
-    """Return rows without figures for all measurements; a mesh of one has no link."""
+    """Rows without figures for all measurements. On a link there are no rows for a mesh of one."""
     rows = []
     for case in cases:
         for comparison in map(COMPARISONS.__getitem__, names):
@@ -115,7 +116,7 @@ def expected(cases: Sequence[Case] = CASES, names: Iterable[str] = COMPARISONS, 
 
 
 def fill(row: Row, comparison: Comparison, found: Found, peaks: Mapping[str, int]) -> dict[str, Any]:
-    """The figures of a row, as its fields."""
+    """The figures of a row: rounds, ratio, both sides, and an error if the first losses differ."""
     sides = {name: _side(found[name], peaks.get(name)) for name in comparison.contenders}
     rival = row.rival if row.rival in sides else min(comparison.rivals, key=lambda name: sides[name].step_s)
     low, middle, high = paired_quartiles(found[row.ours]["times_s"], found[rival]["times_s"])
@@ -144,7 +145,7 @@ def _side(found: Mapping[str, Any], peak_bytes: int | None) -> Side:
 
 
 def read_rows() -> list[Row]:
-    """Return all saved rows."""
+    """All rows of the file of results."""
     return [_row(saved) for saved in json.loads(RESULTS.read_text())["rows"]] if RESULTS.exists() else []
 
 
@@ -166,7 +167,7 @@ _HEAD = ("case", "ours", "rival", "target", "ratio", "met", "ms", "CPU ms", "MB"
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The page of all rows."""
+    """The page of all rows in Markdown."""
     ran = [row for row in rows if row.ratio is not None]
     memory = [row.memory_ratio for row in ran if row.memory_ratio is not None]
     lines = [
@@ -210,7 +211,7 @@ def _cells(row: Row) -> list[str]:
 def measure(
     case: Case, comparison: Comparison, empty: Sequence[Row], hosts: TwoHosts | None, rounds: int, weighs: bool
 ) -> list[Row]:
-    """The rows of one comparison of a case, filled."""
+    """The rows of one comparison of a case with their figures, or with the error of a failed run."""
 
     def run(contenders: Sequence[str], *, memory: bool = False) -> dict[str, Any]:
         order = {"case": asdict(case), "contenders": contenders, "rounds": rounds, "memory": memory}

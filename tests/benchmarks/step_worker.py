@@ -105,7 +105,7 @@ def _maximum(value: int) -> int:
 
 
 def _mean_loss(loss: Any) -> float:
-    """A loss may be of a rank's own part."""
+    """The mean of the ranks' losses, each of which may be of its own rows."""
     import torch.distributed as dist
 
     total = loss.detach().double()

@@ -1,4 +1,4 @@
-"""The GPU benchmark of kernels runs without a GPU: its cases are dry-run, and measured with a stand-in clock."""
+"""The GPU benchmark of kernels runs without a GPU: in a dry run, and with a fake timer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Calls(TorchDispatchMode):
 
 
 def test_every_case_is_measured() -> None:
-    """Every case is measured on the meta device with a stand-in clock, without failure, and every kernel has a case."""
+    """On the meta device with a fake timer, every case is measured without failure, and every kernel has a case."""
 
     def once(function: Callable[[], Any], grad_to_none: Any = None) -> float:
         function()
@@ -67,7 +67,7 @@ def test_the_dry_run_lists_every_case() -> None:
 
 
 def test_results_of_other_shapes_are_found() -> None:
-    """A case whose kernel computes something else is named."""
+    """A case whose kernel gives another shape than its reference is refused by name."""
     with torch.device("meta"):
         case = next(cases())
         wrong = Case(case.name, lambda: case.ours()[0], case.plain, case.moved_bytes)
@@ -85,7 +85,7 @@ def _own_process_group() -> Iterator[None]:
 @pytest.mark.usefixtures("_own_process_group")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has no interpreter")
 def test_a_block_is_what_it_is_in_eager() -> None:
-    """Loss and input gradient of a small block in a process group of one equal eager."""
+    """A small block, compiled on one rank, has the loss and input gradient of eager."""
     torch.manual_seed(0)
     block, inputs = make_block(8, Sizes(64, 96, 4, 2), torch.float32)
     ours, x = compile_ours(block, inputs), inputs[0]
@@ -118,12 +118,12 @@ def _row(kind: Kind, **known: Any) -> Row:
     ],
 )
 def test_targets_are_judged(row: Row, expected: list[str]) -> None:
-    """Targets compare the share of a copy's bandwidth, and the speed against each measured rival."""
+    """Each row is judged by its share of a copy's bandwidth, and by its speed against each measured rival."""
     assert [str(verdict) for verdict in row.verdicts()] == expected
 
 
 def test_the_page_counts_what_is_met() -> None:
-    """The page shows facts, a line for each row, and the failures."""
+    """The page has the facts, the number of met targets, a line for each row, and the failures."""
     rows = [_row(Kind.ATTENTION, eager_ms=0.5), _row(Kind.MEMORY, compiled_ms=2.0)]
     text = page({"torch": "2.13", "Liger-Kernel": "not installed"}, rows)
     assert "* targets: 2 of 3 met, 2 rows" in text
@@ -145,7 +145,7 @@ class _Scaled(torch.autograd.Function):
 
 
 def test_a_function_of_ligers_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Liger function runs forward, backward or both, and wrong arguments raise."""
+    """A function of Liger runs forward, backward or both, and `check` refuses wrong arguments."""
     module = ModuleType("liger_kernel.ops")
     module.Scaled = _Scaled  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
@@ -161,7 +161,7 @@ def test_a_function_of_ligers_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_liger_a_case_is_measured_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package is optional."""
+    """Without Liger-Kernel, a case has no time for it and no note."""
     monkeypatch.setattr(gpu_liger, "version", lambda: None)
     case = Case("case", lambda: None, lambda: None, 1, liger=Liger("Missing", ()))
     row = gpu_kernels.Bench(H200, lambda function, grad_to_none: 1.0, lambda plain: plain).measure(case)
@@ -169,7 +169,7 @@ def test_without_liger_a_case_is_measured_all_the_same(monkeypatch: pytest.Monke
 
 
 def test_what_fails_is_noted() -> None:
-    """A failing case is noted, and the remaining cases are timed."""
+    """A kernel that fails leaves a note and no time, and its rival is still timed."""
 
     def fail() -> None:
         raise RuntimeError("out of memory\nand more")

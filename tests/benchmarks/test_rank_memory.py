@@ -1,4 +1,4 @@
-"""`tests.benchmarks.rank_memory` runs on a small model."""
+"""The measurements of `tests.benchmarks.rank_memory`, on a small model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def assert_within(phases: list[Phase]) -> None:
 
 @pytest.mark.slow
 def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
-    """No rank holds the whole model from meta through steps, a checkpoint and exported weights, on two ranks."""
+    """On two ranks, no phase from meta through steps, a checkpoint and an export takes more than its limit."""
     phases = measure("small", {"train": 2}, tmp_path)["train"]
     assert {"trace", "place", "init_weights", "step 1", "new shape", "save"} <= {phase.name for phase in phases}
     assert_within(phases)
@@ -43,7 +43,7 @@ def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_no_rank_holds_the_whole_model_when_it_is_loaded(tmp_path: Path) -> None:
-    """No rank holds the whole model when two ranks load four ranks' checkpoint, or four load exported weights."""
+    """No phase takes more than its limit if two ranks load four ranks' checkpoint, or four load exported weights."""
     for phases in measure("small", {"train": 4, "resume": 2, "begin": 4}, tmp_path).values():
         assert_within(phases)
 
@@ -93,7 +93,8 @@ def compiled(model: nn.Module) -> nn.Module:
 
 
 def check_mapped(file: Path) -> None:
-    """A rank copies its shards of memory-mapped weights one at a time."""
+    """A rank that compiles a model of memory-mapped weights copies only its shards, and holds one whole weight at
+    a time."""
     compiled(layers(1))
     gc.collect()
     with torch.device("meta"):
@@ -110,6 +111,7 @@ def check_mapped(file: Path) -> None:
 
 
 def test_mapped_weights_are_not_copied(tmp_path: Path) -> None:
-    """Private memory grows by the shards alone, while digests read every page of the file."""
+    """On two ranks, private memory grows by the shards of memory-mapped weights, although digests read
+    the whole file."""
     torch.save(layers(LAYERS).state_dict(), tmp_path / "weights.pt")
     report(run_checks({"mapped": partial(check_mapped, tmp_path / "weights.pt")}, ranks=2, deadline_s=200), "mapped")

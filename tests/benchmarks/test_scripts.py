@@ -1,4 +1,4 @@
-"""Scripts that no other test imports are not out of date."""
+"""Scripts that no other test imports."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from pathlib import Path
 
 
 def test_every_script_imports() -> None:
-    """The names that scripts import exist. Collection leaves out modules without tests."""
+    """Each script of benchmarks can be imported and has a docstring."""
     for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
         assert import_module(f"tests.benchmarks.{path.stem}").__doc__

@@ -49,7 +49,7 @@ Built = tuple[nn.Module, dict[str, torch.Tensor]]
 
 
 def _built(name: str, tokens: int, **sizes: int) -> Built:
-    """Return a causal model of transformers, and one sequence."""
+    """A causal model of transformers, and one sequence as its inputs."""
     import transformers
 
     torch.manual_seed(0)
@@ -69,17 +69,17 @@ FAST, SLOW, SLOWEST = Link(2e-4, 1e9), Link(1e-3, 5e7), Link(2e-3, 1e7)
 
 
 class ThreadClock:
-    """A clock of the seconds that this thread has worked and waited."""
+    """A clock of the seconds that this thread has worked or waited."""
 
     def __init__(self) -> None:
         self._waited_s = 0.0
 
     def now_s(self) -> float:
-        """Seconds."""
+        """The seconds so far."""
         return time.thread_time() + self._waited_s
 
     def sleep(self, seconds: float) -> None:
-        """Count the seconds as waited."""
+        """Add `seconds` as waited."""
         self._waited_s += seconds
 
 
@@ -99,7 +99,7 @@ class Tiny:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the cluster."""
+        """The number of ranks of the cluster."""
         return self.nodes * self.devices
 
     def cluster(self, device: Device) -> Cluster:
@@ -109,13 +109,13 @@ class Tiny:
         return Cluster(node, self.nodes, self.devices)
 
     def mesh(self, axes: Mesh, clock: ThreadClock) -> DeviceMesh:
-        """The mesh of the processes; ranks inside a box are consecutive."""
+        """The mesh of the processes. Ranks of one node are consecutive."""
         links = dict.fromkeys(axes.axis_names, self.inter)
         return delayed_mesh(dict(axes.axes), links, box=(self.devices, self.intra), clock=clock)
 
 
 def _priced(link: Link) -> topology.Link:
-    """Translate a link that delays messages into the cost models' link."""
+    """The cost models' link for a link that delays messages."""
     return topology.Link(
         *(link.bandwidth_bytes_per_s, 1.0, 0.0),
         latency_s=0.0, start_s=link.latency_s, ramp_bytes=0.0, reduce_scatter_phases=1.0,
@@ -137,7 +137,7 @@ WAYS = ("data", "tensor", "context", "expert", "pipeline")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A cluster's plan, with predicted and measured seconds of a step and of its waits."""
+    """The predicted and measured seconds of a step for a cluster's plan, and the predicted seconds of its parts."""
 
     name: str
     plan: str
@@ -147,12 +147,12 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured."""
+        """Predicted seconds divided by measured seconds."""
         return self.predicted_s / self.measured_s
 
 
 def _measured(budget_s: float) -> Calibration:
-    """Measure the machine with all ranks busy, by the work of their threads."""
+    """Measure the machine with all ranks busy, by the processor time of their threads."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     with patch("cost_models.calibration.time.perf_counter", time.thread_time):
@@ -160,7 +160,7 @@ def _measured(budget_s: float) -> Calibration:
 
 
 def _trained(name: str, passed: Calibration, steps: int) -> tuple[Any, list[float]]:
-    """Return the plan of a cluster, and the times of its steps, on every rank."""
+    """On every rank, train with the plan of a cluster, and return the plan and the times of its steps."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     tiny, clock = TINY[name], ThreadClock()
@@ -185,7 +185,7 @@ def _trained(name: str, passed: Calibration, steps: int) -> tuple[Any, list[floa
 
 
 def _largest(value: float) -> float:
-    """Over the ranks."""
+    """The largest value of all ranks."""
     found = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found.item()
@@ -205,7 +205,7 @@ def _launch(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def measure(name: str, steps: int) -> Row:
-    """Calibrate, plan and train, and calibrate anew; the plan is priced for the mean of both calibrations."""
+    """Calibrate, plan, train, and calibrate again. The plan is priced for the mean of both calibrations."""
     before = _launch(TINY[name].ranks, _measured, 10.0)
     plan, times_s = _launch(TINY[name].ranks, _trained, name, before, steps)
     after = _launch(TINY[name].ranks, _measured, 10.0)
@@ -246,7 +246,7 @@ def _head(command: str, rows: Sequence[Row]) -> list[str]:
 
 
 def main() -> int:
-    """Measure, print, write the page."""
+    """Measure the clusters, print the results, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(TINY), choices=list(TINY), metavar="NAME")
     parser.add_argument("--steps", type=int, default=9)

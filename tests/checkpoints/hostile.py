@@ -1,4 +1,4 @@
-"""Checkpoints of somebody who means harm: whole by their checksums, with other contents."""
+"""Edits of checkpoints by an attacker: their checksums fit, and their contents are harmful."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoshard.checkpoints.manifest import Manifest, sums_of
 
 
 class RunsCode:
-    """A pickle that makes a file when it is loaded."""
+    """An object whose pickle makes a file when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -22,14 +22,14 @@ class RunsCode:
 
 
 def replace(folder: Path, name: str, data: bytes) -> None:
-    """Put a file into a checkpoint, with the checksums that fit."""
+    """Write a file of a checkpoint, and put its checksums into the manifest."""
     (folder / name).write_bytes(data)
     found = Manifest.read(folder)
     Manifest(found.step, found.ranks, found.mesh, {**found.files, name: sums_of(data)}).write(folder)
 
 
 def edit_table(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    """Change the table of contents."""
+    """Change the table of contents, and its checksums in the manifest."""
     table = json.loads((folder / "metadata.json").read_text())
     edit(table)
     replace(folder, "metadata.json", json.dumps(table).encode())

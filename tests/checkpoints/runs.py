@@ -1,4 +1,4 @@
-"""Small runs to save, stop and continue: a model with the hard parts of states, under several plans."""
+"""Small training runs to save, stop and continue: a model whose state is hard to save, under several plans."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Net(nn.Module):
-    """Sizes that ranks do not divide, a tied weight, a scalar, dropout, batch statistics."""
+    """A model with dims that ranks do not divide, a tied weight, a scalar, dropout, and batch statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def net(seed: int) -> Net:
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Two groups with options of their own."""
+    """Two groups of an optimizer, of which the biases have their own learning rate."""
     named = dict(model.named_parameters())
     biases = [item for name, item in named.items() if name.endswith("bias")]
     others = [item for name, item in named.items() if not name.endswith("bias")]
@@ -64,7 +64,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Run:
-    """A training run; `kind` selects the optimizer."""
+    """A training run, whose optimizer `kind` selects."""
 
     kind: str
     mesh: Mesh
@@ -85,7 +85,7 @@ class Run:
         self.step, self.schedule = made, StepLR(optimizer, 2, 0.7)
 
     def train(self, start: int, end: int) -> list[float]:
-        """Losses of the steps from `start` to before `end`."""
+        """Train the steps from `start` to before `end`, and return their losses."""
         losses = []
         for number in range(start, end):
             losses.append(self.step(*batch(number)).item())
@@ -93,7 +93,7 @@ class Run:
         return losses
 
     def values(self) -> dict[str, Tensor]:
-        """The whole saved state."""
+        """All values of the run that a checkpoint saves."""
         model, optimizer = self.step.sharded, self.step.optimizer
         found = {f"model.{name}": whole(item) for name, item in model.state_dict().items() if name != "_extra_state"}
         names = {id(item): name for name, item in model.named_parameters()}
@@ -105,14 +105,14 @@ class Run:
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Bit by bit."""
+    """The values have the same names and are equal bit for bit."""
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     differing = [name for name in expected if not torch.equal(found[name], expected[name])]
     assert not differing
 
 
 class Counter:
-    """Something of the user's own with a state."""
+    """An object of the user with a state."""
 
     def __init__(self, value: Any = 0) -> None:
         self.value = value

@@ -1,4 +1,5 @@
-"""Saved on four ranks under one plan; loaded on four, on two under another plan, by the simulator, by one device."""
+"""Checkpoints that four ranks save load on four ranks, on two under another plan, on the
+simulator, and on one device."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ LOADERS: dict[str, tuple[Any, Any]] = {"traced": (PAIR, ZERO_1), "momentum": (PA
 
 
 def check_saving(folder: Path, name: str) -> None:
-    """A checkpoint is of one step while training goes on; a run that loads it under its plan is equal bit by bit."""
+    """A checkpoint has the values of its step although training goes on. A run that loads it under the same plan
+    is equal bit for bit."""
     run = Run(*SAVERS[name])
     checkpoints = Checkpoints(folder / name)
     assert checkpoints.load(run.step, schedule=run.schedule) == 0
@@ -65,7 +67,8 @@ def check_saving(folder: Path, name: str) -> None:
 
 
 def check_loading(folder: Path, name: str, where: tuple[Any, Any], *, planned: bool = True) -> None:
-    """Parameters, state and seeds equal the saved ones; the next losses equal those of a run without a stop."""
+    """Loaded parameters, state and seeds equal the saved ones, and the next losses equal those of the run that did
+    not stop."""
     values, losses = torch.load(folder / f"{name}.expected")
     run = Run(SAVERS[name][0], *where, seed=2, planned=planned)
     assert Checkpoints(folder / name).load(run.step, schedule=run.schedule) == SAVED
@@ -74,7 +77,7 @@ def check_loading(folder: Path, name: str, where: tuple[Any, Any], *, planned: b
 
 
 def check_from_one(folder: Path) -> None:
-    """Shards load the checkpoint that one process saved."""
+    """Two ranks load the checkpoint that one process saved, and train on with its losses."""
     values, losses = torch.load(folder / "one.expected")
     run = Run("traced", PAIR, ZERO_3, seed=2)
     assert Checkpoints(folder / "one").load(run.step, schedule=run.schedule) == SAVED
@@ -102,12 +105,12 @@ def check_state_lies_as_planned(folder: Path) -> None:
 
 
 def check_loading_before_a_plan(folder: Path) -> None:
-    """A step that is not compiled yet loads whole tensors, and continues equally."""
+    """A step that is not compiled yet loads whole tensors, and trains on with the losses of the saved run."""
     check_loading(folder, "traced", LOADERS["traced"], planned=False)
 
 
 def check_own_states(folder: Path) -> None:
-    """State that all ranks hold alike is saved once; a rank's own state comes back to that rank."""
+    """A state that is equal on all ranks, and a state that differs on each rank, come back to each rank."""
     run = Run("momentum", LINE, {})
     alike, own = Counter("alike"), Counter(f"rank {dist.get_rank()}")
     checkpoints = Checkpoints(folder / "states")
@@ -119,7 +122,7 @@ def check_own_states(folder: Path) -> None:
 
 
 def check_own_states_elsewhere(folder: Path) -> None:
-    """States of four ranks are refused on two, by name; without these states the checkpoint loads."""
+    """States that differ on four ranks are refused on two, by name. Without them the checkpoint loads."""
     run = Run("momentum", PAIR, {})
     alike, own = Counter(), Counter()
     checkpoints = Checkpoints(folder / "states")
@@ -130,7 +133,7 @@ def check_own_states_elsewhere(folder: Path) -> None:
 
 
 def check_each_byte_is_written_once(folder: Path) -> None:
-    """Each rank writes a share of the values that all ranks hold."""
+    """No rank writes more than half of the values that all four ranks hold."""
     step = autoshard.compile(net(0), LINE, constraints={"*": P()}, example_inputs=(batch(0)[0],))
     Checkpoints(folder / "shared", asynchronous=False).save(step, at=0)
     dist.barrier()
@@ -140,7 +143,7 @@ def check_each_byte_is_written_once(folder: Path) -> None:
 
 
 def check_own_loop(folder: Path) -> None:
-    """A model without a traced step, with its optimizer by keyword, is saved and loaded on four ranks."""
+    """A model and an optimizer of a user's own loop are saved and loaded on four ranks."""
     loss = own_loop(folder, LINE, load=False)
     assert own_loop(folder, LINE, load=True) == loss
 
@@ -172,7 +175,7 @@ def own_loop(folder: Path, mesh: Any, *, load: bool) -> float:
 
 
 def check_ranks_that_save_different_steps(folder: Path) -> None:
-    """Ranks that save different steps raise one error on every rank."""
+    """Ranks that save different steps get an error on every rank."""
     run = Run("momentum", PAIR, {})
     checkpoints = Checkpoints(folder / "different")
     checkpoints.save(run.step, at=dist.get_rank())
@@ -214,20 +217,20 @@ def outcomes(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", [*FOUR, *TWO])
 def test_on_processes(outcomes: dict[str, str], name: str) -> None:
-    """The check passes on every rank."""
+    """The check of this name passes on every rank."""
     report(outcomes, name)
 
 
 @pytest.mark.parametrize("name", SAVERS)
 @pytest.mark.parametrize("mesh", [ONE, PAIR], ids=str)
 def test_on_one_device(outcomes: dict[str, str], folder: Path, name: str, mesh: Any) -> None:
-    """One process loads the checkpoint of four ranks: as one device, and as a simulated mesh."""
+    """One process loads the checkpoint of four ranks, on one device and on a simulated mesh."""
     report(outcomes, f"saving {name}")
     check_loading(folder, name, (mesh, {}))
 
 
 def test_a_plain_module_loads(outcomes: dict[str, str], folder: Path) -> None:
-    """A plain module and an optimizer of torch load a checkpoint."""
+    """A plain module and an optimizer of torch load the checkpoint of four ranks."""
     report(outcomes, "saving traced")
     values, _ = torch.load(folder / "traced.expected")
     model = net(3)
@@ -240,7 +243,7 @@ def test_a_plain_module_loads(outcomes: dict[str, str], folder: Path) -> None:
 
 
 def test_the_library_reads_the_files(outcomes: dict[str, str], folder: Path) -> None:
-    """`torch.distributed.checkpoint` loads a checkpoint through our reader."""
+    """`torch.distributed.checkpoint` loads a checkpoint with autoshard's reader."""
     report(outcomes, "saving traced")
     values, _ = torch.load(folder / "traced.expected")
     state = {"model": net(3).state_dict()}
@@ -250,7 +253,7 @@ def test_the_library_reads_the_files(outcomes: dict[str, str], folder: Path) -> 
 
 
 def test_the_plan_is_in_the_checkpoint(tmp_path: Path) -> None:
-    """`compile(plan=)` takes the plan of a checkpoint, on the same mesh."""
+    """A checkpoint has the plan of its step in `plan.json`."""
     run = Run("traced", PAIR, {})
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(run.step, at=1)
@@ -260,7 +263,7 @@ def test_the_plan_is_in_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_random_numbers_go_on(tmp_path: Path) -> None:
-    """Random numbers of torch, Python and NumPy go on in this process."""
+    """After a load, the generators of torch, Python and NumPy draw the numbers that followed the save."""
     import random
 
     import numpy as np

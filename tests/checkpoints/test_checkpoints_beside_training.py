@@ -1,4 +1,4 @@
-"""Saving beside training: blocking, copies, one save at a time; and models whose weights have no values yet."""
+"""Saving beside training, and models whose weights have no values yet."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.checkpoints.runs import PAIR, Run, assert_same, batch, net
 
 
 def test_save_returns_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training goes on beside a blocked disk, and the checkpoint has the values of its step."""
+    """`save` returns while the disk blocks, and the checkpoint has the values of its step although training goes on."""
     goes_on, write = threading.Event(), Writer.write
 
     def write_late(writer: Writer, items: Any) -> Written:
@@ -41,7 +41,7 @@ def test_save_returns_while_it_is_written(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_one_is_written_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next save waits for the previous one."""
+    """A save begins to write after the previous one has ended, and `keep` checkpoints stay."""
     seen, write = [], Writer.write
 
     def write_and_tell(writer: Writer, items: Any) -> Written:
@@ -60,7 +60,7 @@ def test_one_is_written_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_is_copied() -> None:
-    """Each memory is copied once, even with tied weights; synchronous saves copy nothing."""
+    """An asynchronous save copies a tied weight once, and a synchronous save copies nothing."""
     model = net(0)
     (part,) = take(TrainingState(model, {}).parts(0)[:1], Ranks(), copies=True)
     tied = [part.items[f"model.{name}.weight"].value for name in ("first", "third")]
@@ -88,7 +88,7 @@ def meta_net() -> nn.Module:
 
 
 def test_a_model_from_meta(tmp_path: Path) -> None:
-    """Such a model loads in place after its weights are placed, and is not saved before it has values."""
+    """A model from the meta device loads once it is compiled, and is not saved before it has values."""
     saved, checkpoints = net(0), Checkpoints(tmp_path, asynchronous=False)
     checkpoints.save(saved, at=1)
     mesh, inputs = Mesh({"data": 2}), (batch(0)[0],)
@@ -105,7 +105,7 @@ def test_a_model_from_meta(tmp_path: Path) -> None:
 
 
 def test_a_plain_module_on_meta_is_refused(tmp_path: Path) -> None:
-    """Such a module has no memory to load into, and no values to save."""
+    """A plain module on the meta device is neither saved nor loaded, and the error names a tensor."""
     checkpoints = Checkpoints(tmp_path, asynchronous=False)
     with pytest.raises(CheckpointError, match=r"'model.scale' is on the meta device"):
         checkpoints.save(meta_net(), at=1)

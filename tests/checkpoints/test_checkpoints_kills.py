@@ -1,4 +1,4 @@
-"""A run that ends at any operation in its folder continues from the latest complete checkpoint."""
+"""A run that dies at any file operation of a save continues from a complete checkpoint."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.scandir"
 
 
 class Crash(BaseException):
-    """The end of a process, which no handler catches."""
+    """The simulated end of a process, which no handler catches."""
 
 
 class Fate:
-    """Raises `Crash` once `left` operations are done; None: never."""
+    """Raises `Crash` at the operation after `left` more, or never if `left` is None."""
 
     left: int | None = None
 
@@ -50,7 +50,7 @@ def ending_after(count: int) -> Iterator[None]:
 
 @pytest.fixture
 def _counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count the operations on files: those that Python tells, writes, and waits for the disk."""
+    """Count file operations: audit events of Python, writes, and calls of fsync."""
     add, fsync = Summer.add, os.fsync
     monkeypatch.setattr(Summer, "add", lambda summer, data: FATE.meet() or add(summer, data))
     monkeypatch.setattr(os, "fsync", lambda descriptor: FATE.meet() or fsync(descriptor))
@@ -58,7 +58,7 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Filled(nn.Module):
-    """A module whose every element, with the optimizer's state, is the number of steps done."""
+    """A module whose parameters and optimizer state have the number of steps as every element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Filled(nn.Module):
 
 
 def loaded(folder: Path) -> int:
-    """Load the latest checkpoint, check that its values are of its step, and return the step."""
+    """The step of the latest checkpoint, after a load and a check that its values are of this step."""
     model = Filled()
     step = Checkpoints(folder).load(model, optimizer=model.optimizer)
     assert model.values() == {step}
@@ -95,7 +95,7 @@ def check_each(folder: Path, alone: Path) -> None:
 
 @pytest.mark.usefixtures("_counted")
 def test_a_save_may_end_at_any_operation(tmp_path: Path) -> None:
-    """Two saves, of which one is kept, end at each of their operations; the next run saves over the remains."""
+    """Two saves, of which one is kept, crash at each of their file operations, and all complete checkpoints load."""
     folder, latest, ends = tmp_path / "run", 0, 0
     while True:
         model, checkpoints = Filled(), Checkpoints(folder, keep=1, asynchronous=False)

@@ -1,4 +1,4 @@
-"""Checkpoints of a stranger run no code; they raise one error that leaves the model unchanged."""
+"""Checkpoints of an attacker run no code, and raise one error that leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def saved(folder: Path) -> Path:
 
 
 def refused(folder: Path, words: str) -> None:
-    """One CheckpointError; the model is as before."""
+    """Loading raises CheckpointError with these words, and the model does not change."""
     model = nn.Linear(3, 2)
     before = {name: item.clone() for name, item in model.state_dict().items()}
     with pytest.raises(CheckpointError, match=words):
@@ -32,7 +32,7 @@ def refused(folder: Path, words: str) -> None:
 
 
 def test_nothing_is_pickled(tmp_path: Path) -> None:
-    """No file is a pickle or an archive with a pickle; the tensors are stored as their bytes."""
+    """No file of a checkpoint is a pickle or an archive with a pickle."""
     folder = saved(tmp_path)
     for path in folder.iterdir():
         data = path.read_bytes()
@@ -44,7 +44,7 @@ def test_nothing_is_pickled(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["metadata.json", "__0_0.distcp"])
 def test_code_in_a_checkpoint_does_not_run(tmp_path: Path, name: str) -> None:
-    """A pickle in the place of a file is refused."""
+    """A pickle in place of a file is refused, and its code does not run."""
     replace(saved(tmp_path), name, pickle.dumps(RunsCode(tmp_path / "ran")))
     refused(tmp_path, "not a table of contents|names bytes that no file")
     assert not (tmp_path / "ran").exists()
@@ -75,7 +75,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("name", TABLES)
 def test_tables_that_lie(tmp_path: Path, name: str) -> None:
-    """Tables with false places, shapes or dtypes of tensors are refused."""
+    """A table of contents with a wrong place, shape or dtype of a tensor is refused."""
     folder = saved(tmp_path)
     edit_table(folder, TABLES[name])
     refused(tmp_path, r"metadata\.json is damaged, or Checkpoints did not write it")
@@ -97,7 +97,7 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_manifests_that_lie(tmp_path: Path, name: str) -> None:
-    """Manifests with false files or false versions are refused."""
+    """A manifest with wrong files or a wrong version is refused."""
     edit_manifest(saved(tmp_path), MANIFESTS[name])
     refused(tmp_path, r"was not written by Checkpoints|does not list metadata.json|has version=")
 
@@ -105,7 +105,7 @@ def test_manifests_that_lie(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["checkpoint.json", "metadata.json", "__0_0.distcp"])
 @pytest.mark.parametrize("text", [b"[" * 200_000, b'{"a":' * 200_000, b"9" * 10_000, b"\xff\xfe", b""])
 def test_texts_without_end(tmp_path: Path, name: str, text: bytes) -> None:
-    """Deep, long and empty texts raise one error each."""
+    """Files of deep, long, empty or undecodable text are refused with one error."""
     folder = saved(tmp_path)
     if name == "checkpoint.json":
         (folder / name).write_bytes(text)
@@ -115,7 +115,7 @@ def test_texts_without_end(tmp_path: Path, name: str, text: bytes) -> None:
 
 
 def test_a_state_of_another_kind_is_refused(tmp_path: Path) -> None:
-    """The bytes of a state are no state."""
+    """Bytes that are no state, in place of a state, are refused."""
     folder = saved(tmp_path)
     extent = json.loads((folder / "metadata.json").read_text())["states"]["state:model"]
     data = bytearray((folder / "__0_0.distcp").read_bytes())

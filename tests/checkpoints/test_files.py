@@ -1,4 +1,4 @@
-"""Damage is refused by the names of file and tensor; a full disk raises one error, and training goes on."""
+"""Damaged files are refused by the names of file and tensor. A full disk raises one error, and training goes on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def model(width: int = 40, seed: int = 0) -> nn.Sequential:
 
 
 def saved(folder: Path, steps: int = 1) -> Path:
-    """A checkpoint of a trained model and its optimizer."""
+    """The folder of the latest checkpoint of a trained model and its optimizer."""
     trained = model()
     optimizer = torch.optim.AdamW(trained.parameters())
     checkpoints = Checkpoints(folder)
@@ -48,7 +48,7 @@ def load(folder: Path, **options: Any) -> int:
 
 
 def refused(folder: Path, name: str, words: str) -> None:
-    """The checkpoint is refused with the file's name; the model is as before."""
+    """The checkpoint is refused with the file's name, and the model does not change."""
     fresh = model(seed=1)
     before = {key: item.clone() for key, item in fresh.state_dict().items()}
     with pytest.raises(CheckpointError, match=words) as raised:
@@ -75,7 +75,7 @@ def remove(path: Path, draw: random.Random) -> None:
 def test_damage_is_refused_by_the_name_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path, random.Random], None]
 ) -> None:
-    """Drawn bytes of drawn files are damaged, with blocks small enough that files have many."""
+    """A file with a changed byte, a cut file or a missing file is refused by its name, for 60 random places."""
     monkeypatch.setattr(manifest, "BLOCK_BYTES", 1000)
     monkeypatch.setattr("autoshard.checkpoints.files.BLOCK_BYTES", 1000)
     whole = saved(tmp_path / "whole")
@@ -90,7 +90,7 @@ def test_damage_is_refused_by_the_name_of_the_file(
 
 
 def test_damage_names_the_tensor(tmp_path: Path) -> None:
-    """A file with a changed byte or cut off is refused by the tensor's name."""
+    """The error of a changed, cut or missing file also names the tensor that could not be read."""
     folder = saved(tmp_path)
     path = folder / "__0_0.distcp"
     data = path.read_bytes()
@@ -119,7 +119,7 @@ def load_weight(folder: Path) -> bytes:
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
-    """All that differs is named at once; nothing is loaded."""
+    """A model with other parameters, shapes or dtypes is refused with the names, and nothing is loaded."""
     saved(tmp_path)
     with pytest.raises(CheckpointError, match=r"another model: '0.weight' is torch.float32 \[50, 41\] in the model"):
         load(tmp_path, width=41)
@@ -130,7 +130,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
-    """An optimizer of another kind, over other parameters, or with impossible groups is refused."""
+    """An optimizer of another class, or over other parameters, or of a name that was not saved, is refused."""
     saved(tmp_path)
     checkpoints, fresh = Checkpoints(tmp_path), model()
     with pytest.raises(CheckpointError, match=r"'optimizer' is a SGD, and the checkpoint has the state of a AdamW"):
@@ -142,7 +142,8 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_groups_may_be_others(tmp_path: Path) -> None:
-    """Options follow parameters into any group."""
+    """The options of an optimizer's groups follow the parameters into other groups, and are refused if a group
+    would mix them."""
     first = model()
     groups = [{"params": [*first[0].parameters()], "lr": 0.5}, {"params": [*first[1:].parameters()], "lr": 0.25}]
     Checkpoints(tmp_path, asynchronous=False).save(first, at=1, optimizer=torch.optim.AdamW(groups))
@@ -157,7 +158,7 @@ def test_groups_may_be_others(tmp_path: Path) -> None:
 
 
 def test_a_group_without_parameters_keeps_its_options(tmp_path: Path) -> None:
-    """A model without biases leaves the group that does not decay empty. A second empty group is new."""
+    """An empty group gets the saved options of the empty group, and a second empty group keeps its own."""
     first, checkpoints = nn.Linear(2, 2), Checkpoints(tmp_path, asynchronous=False)
     groups = [{"params": [*first.parameters()]}, {"params": [], "lr": 0.25}]
     checkpoints.save(first, at=1, optimizer=torch.optim.AdamW(groups))
@@ -170,7 +171,7 @@ def test_a_group_without_parameters_keeps_its_options(tmp_path: Path) -> None:
 
 
 class CountingSGD(torch.optim.SGD):
-    """An optimizer with state of no parameter."""
+    """An optimizer with state that belongs to no parameter."""
 
     def step(self, closure: Any = None) -> Any:
         self.state["counts"]["calls"] = self.state["counts"].get("calls", 0) + 1
@@ -178,7 +179,7 @@ class CountingSGD(torch.optim.SGD):
 
 
 def test_state_of_no_parameter_is_saved(tmp_path: Path) -> None:
-    """torch allows an optimizer any keys in its state."""
+    """Optimizer state under a key that is no parameter is saved and loaded."""
     first, fresh, checkpoints = nn.Linear(2, 2), nn.Linear(2, 2), Checkpoints(tmp_path, asynchronous=False)
     trained, optimizer = CountingSGD(first.parameters()), CountingSGD(fresh.parameters())
     trained.step()
@@ -188,7 +189,7 @@ def test_state_of_no_parameter_is_saved(tmp_path: Path) -> None:
 
 
 class FullDisk:
-    """A disk with room for some bytes more."""
+    """A disk with room for a number of bytes more."""
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -215,7 +216,8 @@ OPEN = Path.open
 
 
 def check_full_disk(folder: Path) -> None:
-    """One error on every rank, that names file and tensor; the checkpoint before stays, and the next save works."""
+    """A full disk raises one error on every rank with file and tensor, keeps the previous checkpoint, and the next
+    save works."""
     trained, checkpoints = model(width=10_000), Checkpoints(folder, keep=1)
     checkpoints.save(trained, at=1)
     checkpoints.wait()
@@ -243,12 +245,12 @@ SPACE = (
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """A full disk raises an error in one process."""
+    """In one process, a full disk raises one error and keeps the previous checkpoint."""
     check_full_disk(tmp_path)
 
 
 def check_missing_shard(folder: Path) -> None:
-    """A shard that one rank misses is one error on every rank."""
+    """A damaged file that one rank reads, and a missing file, are errors on every rank."""
     trained, checkpoints = model(), Checkpoints(folder)
     checkpoints.save(trained, at=1)
     checkpoints.wait()
@@ -265,7 +267,7 @@ def check_missing_shard(folder: Path) -> None:
 
 
 def test_on_two_processes(tmp_path: Path) -> None:
-    """An error of one rank is the same error on every rank."""
+    """The checks of a full disk and of a missing file pass on two processes."""
     checks = {name: partial(check, tmp_path / name) for name, check in PAIR_CHECKS.items()}
     outcomes = run_checks(checks, ranks=2, deadline_s=100)
     for name in checks:
@@ -276,7 +278,7 @@ PAIR_CHECKS = {"full disk": check_full_disk, "missing shard": check_missing_shar
 
 
 def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path) -> None:
-    """Wrong arguments raise one error each."""
+    """Each wrong argument is refused with its name and value."""
     checkpoints = Checkpoints(tmp_path)
     for name in ("every", "keep"):
         with pytest.raises(CheckpointError, match=f"{name}=0: pass a whole number"):

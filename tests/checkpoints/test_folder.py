@@ -1,4 +1,4 @@
-"""Names in the folder: complete checkpoints, remains of crashes, and the number of kept checkpoints."""
+"""The folder of checkpoints: complete checkpoints, remains of crashes, and the number that is kept."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def written(folder: Path, step: int) -> Path:
 
 
 def test_steps_are_numbers(tmp_path: Path) -> None:
-    """Step 10 comes after step 9; other names are nobody's."""
+    """Checkpoints are ordered by the number of their step, and other names are ignored."""
     (tmp_path / "step-11.bak").mkdir()
     (tmp_path / "logs").mkdir()
     assert folders.latest(tmp_path) is None
@@ -39,7 +39,8 @@ def test_steps_are_numbers(tmp_path: Path) -> None:
 
 
 def test_a_symbolic_link_goes_and_its_target_stays(tmp_path: Path) -> None:
-    """Links may be kept, replaced, deleted or left over; a broken link, or a file of such a name, does not count."""
+    """A symbolic link to a checkpoint is kept or deleted as a checkpoint, and its target stays. Broken links and
+    plain files do not count."""
     target, runs = tmp_path / "old" / "step-1", tmp_path / "runs"
     target.mkdir(parents=True)
     runs.mkdir()
@@ -62,7 +63,7 @@ def test_a_symbolic_link_goes_and_its_target_stays(tmp_path: Path) -> None:
 def test_what_cannot_be_removed_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Saving goes on."""
+    """Remains that cannot be removed are a warning, and the save succeeds."""
 
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
@@ -75,7 +76,7 @@ def test_what_cannot_be_removed_is_a_warning(
 
 
 def test_it_is_complete_at_once(tmp_path: Path) -> None:
-    """A checkpoint without its name does not count."""
+    """A checkpoint counts from the moment when it gets its final name."""
     path = written(tmp_path, 5)
     assert folders.latest(tmp_path) is None
     assert folders.commit(path, 5) == folders.latest(tmp_path)
@@ -83,14 +84,15 @@ def test_it_is_complete_at_once(tmp_path: Path) -> None:
 
 
 def test_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:
-    """The new one stays, the old one goes."""
+    """A second checkpoint of the same step replaces the first."""
     for _ in range(2):
         folders.commit(written(tmp_path, 5), 5)
     assert names(tmp_path) == ["step-5"]
 
 
 def test_a_crash_amid_replacing_leaves_the_old_one(tmp_path: Path) -> None:
-    """The old checkpoint counts while there is no new one, and gets its name back."""
+    """If a crash interrupts a replacement, the old checkpoint counts while there is no new one, and
+    gets its name back."""
     (tmp_path / ".step-5.replaced").mkdir()
     assert folders.latest(tmp_path) == tmp_path / ".step-5.replaced"
     folders.sweep(tmp_path)
@@ -102,7 +104,7 @@ def test_a_crash_amid_replacing_leaves_the_old_one(tmp_path: Path) -> None:
 
 
 def test_what_a_crash_left_is_removed(tmp_path: Path) -> None:
-    """The next save removes the remains; complete checkpoints and foreign files stay."""
+    """The next save removes remains of crashes, and keeps complete checkpoints and foreign files."""
     made(tmp_path, 5)
     (tmp_path / ".step-6.writing-0123abcd").mkdir()
     (tmp_path / ".step-4.deleted-0123abcd").mkdir()
@@ -112,14 +114,14 @@ def test_what_a_crash_left_is_removed(tmp_path: Path) -> None:
 
 
 def test_a_later_one_is_not_overtaken(tmp_path: Path) -> None:
-    """A new run in the folder of another run is refused, because its checkpoints would never be the latest."""
+    """A save of an earlier step than the folder's latest is refused, because the later one would stay the latest."""
     made(tmp_path, 5)
     with pytest.raises(CheckpointError, match=r"holds a checkpoint of step 5, .* and would stay the latest"):
         folders.begin(tmp_path, 3)
 
 
 def test_the_latest_stay(tmp_path: Path) -> None:
-    """`keep` checkpoints stay; None keeps all."""
+    """The `keep` latest checkpoints stay, and None keeps all."""
     made(tmp_path, 1, 2, 10, 20)
     folders.keep_latest(tmp_path, None)
     folders.keep_latest(tmp_path, 5)

@@ -1,4 +1,4 @@
-"""A rank that ends or hangs during a save is named on every other rank; a working rank is waited for."""
+"""A rank that ends or hangs during a save is named on every other rank, and a slow rank is waited for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RANKS, TIMEOUT_S, DEADLINE_S = 3, 2.0, 120.0
 
 
 def work(rank: int, room: str, port: int, doomed: int, kind: int) -> None:
-    """Save once, slowly on one rank; then a rank gets a signal while it writes, and others report how they ended."""
+    """A rank that saves twice. The rank `doomed` is slow at first, and gets the signal `kind` in the second save."""
     join_ranks(port, rank, RANKS)
     checkpoints, model = Checkpoints(Path(room, "run"), timeout_s=TIMEOUT_S), nn.Linear(8, 8)
     write = files.Writer.write
@@ -58,7 +58,8 @@ def work(rank: int, room: str, port: int, doomed: int, kind: int) -> None:
     ids=["one hangs", "the first hangs", "one ends"],
 )
 def test_it_is_named_on_every_other_rank(doomed: int, kind: int, tmp_path: Path) -> None:
-    """The error comes within the time limit instead of Gloo's half hour; the old checkpoint stays the latest."""
+    """The other ranks get an error with the rank's number within the time limit, and the first checkpoint stays
+    the latest."""
     store = held_store()
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -84,7 +85,7 @@ def test_it_is_named_on_every_other_rank(doomed: int, kind: int, tmp_path: Path)
 
 
 def work_apart(rank: int, room: str, ports: list[int]) -> None:
-    """Use the same checkpoints before, within and after two process groups."""
+    """A rank that uses the same `Checkpoints` object before, within and after two process groups."""
     checkpoints = Checkpoints(Path(room, "run"))
     assert checkpoints.load(nn.Linear(2, 2)) == 0
     for step, port in enumerate(ports, 1):
@@ -98,7 +99,8 @@ def work_apart(rank: int, room: str, ports: list[int]) -> None:
 
 
 def test_ranks_are_those_of_the_present_group(tmp_path: Path) -> None:
-    """Checkpoints that were used before the ranks met, or in an earlier group, are saved by all ranks of the group."""
+    """A `Checkpoints` object that was used before, or in an earlier process group, saves with all ranks of the
+    present group."""
     context, stores = mp.get_context("forkserver"), [held_store(), held_store()]
     context.set_forkserver_preload(PRELOADED)
     ports = [store.port for store in stores]
@@ -112,6 +114,6 @@ def test_ranks_are_those_of_the_present_group(tmp_path: Path) -> None:
 
 
 def test_one_process_waits_for_nobody() -> None:
-    """There is no group, and nothing to meet over."""
+    """Without a process group there is one rank and no channel."""
     ranks = Ranks.of(nn.Linear(2, 2))
     assert (ranks.rank, ranks.size, ranks.channel) == (0, 1, None)

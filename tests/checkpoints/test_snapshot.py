@@ -1,4 +1,4 @@
-"""Snapshots: which rank writes a tensor, and which tensors share a copy."""
+"""Snapshots of a state: which rank writes a tensor, and which tensors share a copy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoshard.checkpoints.snapshot import Part, take
 
 
 class OneOfTwo:
-    """The number of a rank among two, without a process group."""
+    """One of two ranks, without a process group."""
 
     size = 2
 
@@ -21,21 +21,22 @@ class OneOfTwo:
 
 
 def written(rank: int, *states: Any) -> set[str]:
-    """The names of a rank's items, if the objects with these states are alike on both ranks."""
+    """The names of the items that a rank writes, if the objects with these states are equal on both ranks."""
     ranks: Any = OneOfTwo(rank)
     parts = [Part(f"object{number}", state) for number, state in enumerate(states)]
     return {name for part in take(parts, ranks, copies=True) for name, _ in part.to_write(ranks, differs=False)}
 
 
 def test_an_object_of_another_size_on_each_rank_moves_no_other_tensor() -> None:
-    """Each tensor of the second object is written by one rank."""
+    """If an object has different sizes on two ranks, each tensor of the next object is still written by exactly
+    one rank."""
     alike = {"a": torch.ones(50), "b": torch.ones(50)}
     both = [written(rank, {"own": torch.zeros(size)}, alike) for rank, size in enumerate((100, 10))]
     assert {"object1.a", "object1.b"} <= both[0] ^ both[1]
 
 
 def test_a_view_of_other_values_has_a_copy_of_its_own() -> None:
-    """A conjugate and its imaginary part read the memory of the original with another sign."""
+    """Conjugated and negated views of a tensor are saved with their own values."""
     whole = torch.tensor([1 + 2j])
     ranks: Any = OneOfTwo(0)
     state = {"whole": whole, "conjugate": whole.conj(), "part": whole.imag, "negated": whole.conj().imag}
@@ -45,7 +46,7 @@ def test_a_view_of_other_values_has_a_copy_of_its_own() -> None:
 
 
 def test_every_device_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies from several GPUs of one process are complete when the snapshot returns."""
+    """The snapshot waits for each GPU from which it copies."""
 
     def copy(part: Part, choice: Any, known: dict[Any, torch.Tensor], *, copies: bool) -> None:
         known.update({(0, torch.device(name), ()): torch.ones(1) for name in ("cuda:0", "cuda:1", "cpu")})

@@ -1,4 +1,4 @@
-"""Loading the states of a run: places of tensors, and extra state of modules."""
+"""Loading states of a run: tensors that share memory, and extra state of modules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Held:
 
 
 def test_tensors_that_share_memory_load_different_values(tmp_path: Path) -> None:
-    """An average that begins as the weights themselves does not change them, nor does a tensor under two names."""
+    """Tensors of a state that share memory, with each other or with a weight, are loaded with their own values."""
     model, shared = nn.Linear(2, 2), torch.zeros(2)
     bias = model.bias.detach().clone()
     saved = {"average": torch.ones(2), "first": torch.full((2,), 2.0), "second": torch.full((2,), 3.0)}
@@ -40,7 +40,7 @@ def test_tensors_that_share_memory_load_different_values(tmp_path: Path) -> None
 
 
 def test_a_place_holds_each_element(tmp_path: Path) -> None:
-    """Tensors without memory of their own, expanded or on meta, are loaded into new ones."""
+    """A tensor that is expanded or on the meta device is replaced by a new tensor with the saved values."""
     model, checkpoints = nn.Linear(2, 2), Checkpoints(tmp_path, asynchronous=False)
     checkpoints.save(model, at=1, held=Held(a=torch.arange(2.0), b=torch.ones(2)))
     fresh = Held(a=torch.zeros(1).expand(2), b=torch.ones(2, device="meta"))
@@ -67,7 +67,7 @@ class Scales(nn.Module):
 
 @pytest.mark.parametrize("now", [None, {"a": torch.zeros(2)}, {"a": torch.zeros(3)}], ids=["none", "same", "other"])
 def test_tensors_in_extra_state_are_loaded(now: Any, tmp_path: Path) -> None:
-    """Within a dict, of a module within another one, and of any shape before."""
+    """Extra state of modules is loaded, whether the module had None, tensors of the same shape, or of another."""
     checkpoints = Checkpoints(tmp_path, asynchronous=False)
     checkpoints.save(nn.Sequential(Scales({"a": torch.ones(2)}), Scales(torch.ones(1))), at=1)
     fresh = nn.Sequential(Scales(now), Scales(torch.ones(4)))
@@ -76,7 +76,8 @@ def test_tensors_in_extra_state_are_loaded(now: Any, tmp_path: Path) -> None:
 
 
 def test_extra_state_of_a_compiled_model_is_loaded(tmp_path: Path) -> None:
-    """A compiled model has its seeds beside the extra state of the user's module, which takes its own alone."""
+    """A compiled model loads its module's extra state and its seeds, and a plain module loads its own extra state
+    from it."""
     inputs, checkpoints = (torch.ones(2, 2),), Checkpoints(tmp_path, asynchronous=False)
     saved, fresh = (
         autoshard.compile(Scales(extra), autoshard.Mesh({"data": 2}), example_inputs=inputs)
@@ -99,7 +100,7 @@ class Odd(torch.optim.SGD):
 
 
 def test_a_state_dict_of_another_form_is_refused(tmp_path: Path) -> None:
-    """The error names the optimizer and the keys that it has."""
+    """An optimizer whose state dict has no 'state' is refused with its class and its keys."""
     model = nn.Linear(2, 2)
     with pytest.raises(autoshard.CheckpointError, match=r"Odd has the keys \['mine'\], without 'state'"):
         Checkpoints(tmp_path, asynchronous=False).save(model, at=1, optimizer=Odd(model.parameters(), lr=0.1))

@@ -1,4 +1,4 @@
-"""States as tensors with names, and the rest."""
+"""States split into named tensors and a rest, and joined again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoshard.checkpoints.values import Slot, packed, unpacked
 
 
 def test_split_and_join() -> None:
-    """Containers, their order and values without tensors come back; equal names are told apart."""
+    """A joined state has the order, the containers and the values of the split state, and equal names get a suffix."""
     state: dict[str, Any] = {
         "b": OrderedDict(x=torch.ones(2), y="text"),
         "a": [torch.zeros(3), (4, torch.arange(2))],
@@ -31,7 +31,7 @@ def test_split_and_join() -> None:
 
 
 def test_dicts_with_defaults_stay_so() -> None:
-    """Their factory is kept if it is a type of Python; a dict with another factory becomes a plain dict."""
+    """A dict with a default factory keeps a factory that is a Python type, and otherwise becomes a plain dict."""
     state = {
         "counts": Counter("aab"),
         "seen": defaultdict(list, a=[torch.ones(2)]),
@@ -46,6 +46,6 @@ def test_dicts_with_defaults_stay_so() -> None:
 
 
 def test_own_slots() -> None:
-    """A value without sharding has the name of its rank."""
+    """The slot of a value that is not sharded gets the suffix of its rank."""
     rest = own_slots({"a": Slot("k.a", is_sharded=False), "b": Slot("k.b", is_sharded=True)}, "@3")
     assert [slot.name for slot in slots_in(rest)] == ["k.a@3", "k.b"]

@@ -1,4 +1,4 @@
-"""States as JSON: plain values come back, and reading runs no code."""
+"""States as JSON: values are read back equal, and reading runs no code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PLAIN = st.recursive(
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal, of the same kinds and in the same order."""
+    """Whether two values are equal, of equal types and in equal order."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
@@ -53,7 +53,7 @@ def same(one: Any, other: Any) -> bool:
 
 @given(PLAIN)
 def test_plain_values_come_back(value: Any) -> None:
-    """Plain values come back with the same kinds, in the same order, exact to the bit."""
+    """Plain values are read back with the same types, order and bits."""
     assert same(unpacked(packed(value)), value)
 
 
@@ -74,27 +74,27 @@ def test_plain_values_come_back(value: Any) -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_states_of_libraries_come_back(value: Any) -> None:
-    """Generators of Python and NumPy, torch's own kinds, and numbers that JSON has no text for."""
+    """States of random generators, torch's own types, and numbers without JSON text are read back equal."""
     assert same(unpacked(packed(value)), value)
 
 
 def test_nan_comes_back() -> None:
-    """NaN comes back, though it equals nothing."""
+    """NaN is read back as NaN."""
     assert np.isnan(unpacked(packed([float("nan")]))[0])
 
 
 def test_sparse_tensors_come_back() -> None:
-    """Sparse tensors come back through `weights_only`."""
+    """A sparse tensor is read back equal."""
     assert torch.equal(unpacked(packed(torch.eye(3).to_sparse())).to_dense(), torch.eye(3))
 
 
 def test_text_is_json() -> None:
-    """Any JSON reader can read the text."""
+    """Any JSON reader can read the text of a state."""
     assert json.loads(packed({"a": [1, (2.5, None)]})) == {"dict": {"a": [1, {"tuple": [2.5, None]}]}}
 
 
 def test_equal_sets_have_one_text() -> None:
-    """Ranks compare texts, and their sets may have other orders."""
+    """Equal sets have one text, whatever their order."""
     assert packed({8, 16, "a"}) == packed({"a", 16, 8})
 
 
@@ -113,19 +113,19 @@ class Own:
     ],
 )
 def test_what_only_pickle_writes_is_refused(value: Any, name: str) -> None:
-    """A value that only pickle writes is refused with the name of its class, or its own name, and two ways out."""
+    """A value that only pickle could write is refused, and the error names its class and `add_safe_globals`."""
     with pytest.raises(CheckpointError, match=rf"{name}, which only pickle can read.*add_safe_globals\(\[{name}\]\)"):
         packed(value)
 
 
 def test_a_function_without_a_name_is_refused() -> None:
-    """No reader can find it, so it cannot be allowed."""
+    """A lambda is refused without advice to allow it, because no reader could find it."""
     with pytest.raises(CheckpointError, match=r"<lambda>, which only pickle can read.* in state_dict\.$"):
         packed(lambda: 0)
 
 
 def test_classes_that_the_user_allows() -> None:
-    """Classes that `torch.load(weights_only=True)` may read are read."""
+    """A class that the user has allowed with `safe_globals` is saved and read."""
     own = Own()
     own.number = 3  # type: ignore[attr-defined]
     with torch.serialization.safe_globals([Own]):
@@ -168,13 +168,13 @@ def test_a_state_that_holds_itself_is_refused() -> None:
     ids=lambda text: text[:20].decode(errors="replace"),
 )
 def test_other_texts_are_refused(text: bytes) -> None:
-    """Other texts are refused with one kind of error."""
+    """Text that is no state is refused with a ValueError."""
     with pytest.raises(ValueError, match=r"."):
         unpacked(text)
 
 
 def test_a_pickle_within_runs_no_code(tmp_path: Path) -> None:
-    """A pickle within a state is read by `weights_only`."""
+    """A pickle within a state is refused, and its code does not run."""
     import base64
     import io
 

@@ -33,7 +33,7 @@ def build(batch, seq):
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Run the command line in this process; its exit status."""
+    """Run the command line in this process, and return the exit status."""
     monkeypatch.setattr(sys, "argv", ["autoshard", *arguments])
     try:
         cli.main()
@@ -50,7 +50,7 @@ def model(tmp_path: Path) -> str:
 
 
 def test_plan_prints_a_table(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Parameters, and the cost of a step."""
+    """`plan` prints the parameters and the cost of a step."""
     status = _run(monkeypatch, "plan", model, "--cluster", "h100_sxm:1x4", "--batch", "8", "--seq", "16")
     text = capsys.readouterr().out
     assert status == 0
@@ -61,7 +61,7 @@ def test_plan_prints_a_table(model: str, monkeypatch: pytest.MonkeyPatch, capsys
 def test_plan_searches_recipes_for_a_global_batch(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """The recipe is part of the JSON; compile runs the plan, unless another runtime is named."""
+    """With `--global-batch`, the JSON has a recipe of this batch, and the runtime that `--runtime` names."""
     arguments = ("--cluster", "h100_sxm:1x4", "--global-batch", "8", "--seq", "16", "--json")
     for runtime in ("autoshard", "megatron"):
         assert _run(monkeypatch, "plan", model, *arguments, "--runtime", runtime) == 0
@@ -73,7 +73,7 @@ def test_plan_searches_recipes_for_a_global_batch(
 def test_the_plan_for_a_global_batch_runs_the_model_as_it_is(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Its inputs are those of `build`, in float32; the casts to bfloat16 are the plan's."""
+    """A plan for a global batch takes the float32 inputs of `build`, and has the precision bf16."""
     path = tmp_path / "plan.json"
     arguments = ("--cluster", "h100_sxm:1x2", "--global-batch", "8", "--seq", "16", "--out", str(path))
     assert _run(monkeypatch, "plan", model, *arguments) == 0
@@ -84,7 +84,7 @@ def test_the_plan_for_a_global_batch_runs_the_model_as_it_is(
 def test_plan_begins_with_the_recipe_of_another_plan(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """`--previous` starts from a file that `--out` wrote for another cluster, with an equal result."""
+    """`--previous` with a plan for another cluster gives the recipe that is found without it."""
     arguments = ("--global-batch", "8", "--runtime", "megatron", "--seq", "16", "--json")
     old, found = str(tmp_path / "old.json"), []
     assert _run(monkeypatch, "plan", model, "--cluster", "h100_sxm:1x2", *arguments, "--out", old) == 0
@@ -99,7 +99,7 @@ def test_plan_begins_with_the_recipe_of_another_plan(
 def test_price_confirms_a_plan_in_any_precision(
     precision: str, model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """`price` confirms a plan in any precision, because the model is priced in the recipe's type."""
+    """`price` of a plan's recipe and precision gives the plan's prediction."""
     cluster = ("--cluster", "h100_sxm:1x4", "--seq", "16")
     assert (
         _run(
@@ -127,7 +127,7 @@ def test_price_confirms_a_plan_in_any_precision(
 def test_plan_json_is_the_plan(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """`--json` prints the file of `--out`."""
+    """`--json` prints the file that `--out` writes."""
     out = tmp_path / "plan.json"
     arguments = ("plan", model, "--cluster", "h100_sxm:1x4", "--mesh", "data=2,model=2", "--json")
     assert _run(monkeypatch, *arguments, "--out", str(out)) == 0
@@ -138,7 +138,7 @@ def test_plan_json_is_the_plan(
 
 
 def test_plan_without_an_optimizer(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """`--optimizer none`, as its help says: forward and backward alone."""
+    """With `--optimizer none` the plan has no update of parameters."""
     arguments = ("plan", model, "--cluster", "h100_sxm:1x2", "--optimizer", "none", "--seq", "8", "--json")
     assert _run(monkeypatch, *arguments) == 0
     outputs = json.loads(capsys.readouterr().out)["outputs"]
@@ -146,7 +146,7 @@ def test_plan_without_an_optimizer(model: str, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_doctor_finds_this_machine_ready(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Every finding is good where the tests run."""
+    """`doctor` reports no fault on this machine."""
     assert _run(monkeypatch, "doctor", "--json") == 0
     findings = json.loads(capsys.readouterr().out)
     assert all(item["is_good"] for item in findings)
@@ -229,7 +229,8 @@ def test_the_version_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_price_says_whose_run_it_prices(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
 ) -> None:
-    """`price` takes `--runtime` and names the runtime, and our runtime is directed to `plan`."""
+    """`price` names the runtime that `--runtime` gives, and refuses autoshard's own runtime with a
+    pointer to `plan`."""
     command = ("price", model, "--cluster", "h100_sxm:1x2", "--seq", "8", "--recipe", "data=2")
     assert _run(monkeypatch, *command) == 0
     assert "runtime='megatron'" in capsys.readouterr().out
@@ -242,7 +243,7 @@ def test_price_says_whose_run_it_prices(
 def test_ctrl_c_before_there_is_a_plan_is_one_sentence(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ctrl-C is one sentence like a mistake, with the exit status of a process that SIGINT ended."""
+    """Ctrl-C during planning prints one sentence, with exit status 130."""
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -253,7 +254,8 @@ def test_ctrl_c_before_there_is_a_plan_is_one_sentence(
 
 
 def test_a_recipe_is_priced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str) -> None:
-    """`price` prints the plan of a recipe; a recipe for other devices is one sentence."""
+    """`price` prints the plan of a recipe, prices the given optimizer's state, and refuses a mistake
+    in one sentence."""
     command = ("price", model, "--cluster", "h100_sxm:1x2", "--seq", "8")
     assert _run(monkeypatch, *command, "--recipe", "data=2,zero=1", "--json") == 0
     adamw = json.loads(capsys.readouterr().out)
@@ -271,14 +273,14 @@ def test_a_recipe_is_priced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_the_package_runs_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The package runs as a module like the command."""
+    """`python -m autoshard` runs the command line."""
     monkeypatch.setattr("sys.argv", ["python -m autoshard", "price", "--help"])
     runpy.run_module("autoshard", run_name="__main__")
     assert "--optimizer" in capsys.readouterr().out
 
 
 def test_explain(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """`explain` prints every spec of a parameter as a table or data, and refuses an unknown name in a sentence."""
+    """`explain` prints every spec of a parameter as a table or as JSON, and refuses an unknown name in a sentence."""
     arguments = ("--cluster", "h100_sxm:1x2", "--mesh", "data=2", "--batch", "8", "--seq", "16")
     assert _run(monkeypatch, "explain", model, "up.weight", *arguments) == 0
     assert "chosen" in capsys.readouterr().out
@@ -360,7 +362,7 @@ def test_verify_reads_a_plan(
 def test_verify_that_fails_has_status_1(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """A pass that goes wrong is found."""
+    """If a pass lowers the program wrongly, `verify` fails with exit status 1."""
     right = Lower.__call__
 
     def wrong(self: Lower, program: Any) -> Any:
@@ -377,6 +379,6 @@ def test_verify_that_fails_has_status_1(
 def test_verify_is_told_what_to_prove(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """A cluster or a plan."""
+    """`verify` without a cluster and without a plan is refused."""
     assert _run(monkeypatch, "verify", model) == 1
     assert "pass --cluster, to plan and prove that, or --plan with a saved plan." in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`autoshard calibrate`."""
+"""`autoshard calibrate` measures local ranks, writes a cluster, and refuses impossible options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from autoshard.errors import MeshError, NotAvailableError
 
 @pytest.mark.slow
 def test_two_local_ranks_are_measured_and_written(tmp_path: Path) -> None:
-    """The written file is a cluster for `plan`, and the printed numbers state its fit."""
+    """Two measured ranks give a file that `plan` reads as a cluster of two devices, and the printed numbers
+    compare fit and measurement."""
     path = tmp_path / "mine.toml"
     result = CliRunner().invoke(app, ["calibrate", "--out", str(path), "--ranks", "2", "--budget-s", "1", "--json"])
     assert result.exit_code == 0, result.output
@@ -28,7 +29,7 @@ def test_two_local_ranks_are_measured_and_written(tmp_path: Path) -> None:
 
 
 def test_ranks_must_be_positive(tmp_path: Path) -> None:
-    """Zero processes are refused."""
+    """`--ranks 0` is refused."""
     with pytest.raises(MeshError, match="--ranks 0 must be at least 1"):
         CliRunner().invoke(
             app, ["calibrate", "--out", str(tmp_path / "mine.toml"), "--ranks", "0"], catch_exceptions=False
@@ -37,7 +38,7 @@ def test_ranks_must_be_positive(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("budget", ["0", "-1", "nan", "inf"])
 def test_measuring_takes_time(tmp_path: Path, budget: str) -> None:
-    """Refused before a process is started."""
+    """A budget that is no positive number of seconds is refused."""
     with pytest.raises(NotAvailableError, match=r"--budget-s (0|-1|nan|inf) must be a number of seconds above 0"):
         CliRunner().invoke(
             app, ["calibrate", "--out", str(tmp_path / "mine.toml"), "--budget-s", budget], catch_exceptions=False

@@ -40,7 +40,7 @@ def build_inferred(batch, seq):
 
 @pytest.fixture
 def model(tmp_path: Path, request: pytest.FixtureRequest, own_rules: None) -> Path:
-    """A model with a custom operator without a rule; rules of a test end with the test."""
+    """A file of a model with a custom operator that has no sharding rule."""
     path = tmp_path / "covered_model.py"
     path.write_text(_FILE.replace("{name}", request.node.name))
     return path
@@ -69,7 +69,7 @@ def test_operators_without_a_rule_are_named(
 def test_the_report_is_a_sentence_and_a_table(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """The report for people is a sentence and a table."""
+    """Without `--json`, the report has a sentence on operators without a rule, and a table."""
     _doctor(monkeypatch, f"{model}:build")
     text = capsys.readouterr().out
     assert "1 for want of a sharding rule" in text

@@ -1,4 +1,4 @@
-"""Hostfiles."""
+"""Hostfiles: names, slots and mistakes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def read(folder: Path, text: str, processes: int | None = None) -> tuple[Host, .
 
 
 def test_hosts_and_slots(tmp_path: Path) -> None:
-    """Comments and empty lines are left out; a user may stand in front of a name."""
+    """Comments and empty lines are skipped, and a name may have a user in front."""
     found = read(tmp_path, "# two hosts\n\nnode1 slots=8\nme@10.0.0.2   slots=4  # half\n")
     assert found == (Host("node1", 8), Host("me@10.0.0.2", 4))
     assert [host.address for host in found] == ["node1", "10.0.0.2"]
 
 
 def test_a_number_of_processes_replaces_slots(tmp_path: Path) -> None:
-    """With `--nproc`, slots may be missing."""
+    """`--nproc` replaces the slots of the hostfile, which may then be missing."""
     assert read(tmp_path, "a\nb slots=8\n", processes=2) == (Host("a", 2), Host("b", 2))
 
 

@@ -1,4 +1,4 @@
-"""Models named on the command line."""
+"""Models that are named on the command line: functions in files, and configs of transformers."""
 
 import json
 import sys
@@ -74,7 +74,7 @@ def model_file(tmp_path: Path) -> Path:
 
 
 def test_a_function_in_a_file_is_built_on_meta(model_file: Path) -> None:
-    """The function is told the batch, and nothing is allocated."""
+    """The function gets the batch, and the model is built on the meta device in the given type."""
     for dtype, found in ((None, torch.float32), (torch.bfloat16, torch.bfloat16)):
         named = _load(f"{model_file}:build", dtype)
         weight = named.model.get_parameter("weight")
@@ -83,7 +83,8 @@ def test_a_function_in_a_file_is_built_on_meta(model_file: Path) -> None:
 
 
 def test_a_transformers_config_gives_a_causal_language_model(tmp_path: Path) -> None:
-    """A folder with config.json, or the file itself, becomes a model with tokens and labels."""
+    """A folder with config.json, or the file itself, becomes a model on the meta device with labels
+    among its inputs."""
     config = LlamaConfig(
         vocab_size=32,
         hidden_size=16,
@@ -101,7 +102,7 @@ def test_a_transformers_config_gives_a_causal_language_model(tmp_path: Path) -> 
 
 
 def test_a_config_of_an_encoder_and_decoder(tmp_path: Path) -> None:
-    """A config of an encoder and a decoder becomes a model that predicts the labels."""
+    """The config of an encoder-decoder becomes a model that returns a loss for its inputs."""
     T5Config(
         d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=32, decoder_start_token_id=0
     ).save_pretrained(tmp_path)
@@ -110,7 +111,7 @@ def test_a_config_of_an_encoder_and_decoder(tmp_path: Path) -> None:
 
 
 def test_a_config_of_no_language_model(tmp_path: Path) -> None:
-    """A config of another model type, and a file without a config, are refused with the way out."""
+    """A config of a model that predicts no tokens is refused, and so is a file that is no config."""
     ViTConfig().save_pretrained(tmp_path)
     with pytest.raises(ModelReferenceError, match=r"model_type='vit' is none. Write a function"):
         _load(f"hf:{tmp_path}")
@@ -120,7 +121,7 @@ def test_a_config_of_no_language_model(tmp_path: Path) -> None:
 
 
 def test_code_beside_a_config_is_not_run(tmp_path: Path) -> None:
-    """Transformers builds its own types, and other types are refused with the option to run their code."""
+    """Code beside a config is not run: a known model type is built by transformers, and an unknown one is refused."""
     named = _load(_write_config(tmp_path, auto_map=_AUTO_MAP))
     assert type(named.model).__module__.startswith("transformers.models.llama")
     reference = _write_config(tmp_path, auto_map=_AUTO_MAP, model_type="drawn_own")
@@ -130,7 +131,7 @@ def test_code_beside_a_config_is_not_run(tmp_path: Path) -> None:
 
 
 def test_code_beside_a_config_is_run_when_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trusted code beside a config makes the model."""
+    """With `--trust-remote-code`, code beside a config makes the model."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     named = _load(_write_config(tmp_path, auto_map=_AUTO_MAP, model_type="drawn_own"), trust_remote_code=True)
@@ -165,7 +166,7 @@ def test_kernels_of_a_hub_are_not_fetched(
     ],
 )
 def test_an_absurd_config_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
-    """An absurd config is refused at once in one sentence."""
+    """A config with absurd numbers or text is refused in one sentence."""
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelReferenceError, match=sentence):
         _load(f"hf:{tmp_path}")
@@ -183,13 +184,13 @@ def test_an_absurd_config_is_refused(tmp_path: Path, text: str, sentence: str) -
     ],
 )
 def test_a_wrong_reference_says_what_is_missing(reference: str, sentence: str) -> None:
-    """Each mistake has its own sentence."""
+    """A reference without a function, file, module or attribute is refused with the missing part."""
     with pytest.raises(ModelReferenceError, match=sentence):
         _load(reference)
 
 
 def test_a_function_must_return_a_model_with_inputs(model_file: Path) -> None:
-    """A bare module is refused: its inputs are unknown."""
+    """A function that returns a module without inputs is refused."""
     with pytest.raises(ModelReferenceError, match=r"must return \(model, example_inputs\)"):
         _load(f"{model_file}:unfinished")
 
@@ -210,7 +211,7 @@ def test_a_function_that_cannot_be_called_is_named(model_file: Path, name: str, 
 def test_a_file_named_like_a_module_of_python_does_not_replace_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model in `queue.py` leaves the module `queue` as it is."""
+    """Loading a model from `queue.py` leaves Python's module `queue` as it is."""
     (tmp_path / "queue.py").write_text("from torch import nn\ndef build(): return nn.Linear(2, 2), ()\n")
     monkeypatch.chdir(tmp_path)
     before = sys.modules["queue"]
@@ -219,7 +220,7 @@ def test_a_file_named_like_a_module_of_python_does_not_replace_it(
 
 
 def test_a_file_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing import inside a file is told apart from a missing file."""
+    """A missing import or a syntax error inside the file is reported as such, with the line."""
     (tmp_path / "drawn_importer.py").write_text("import torch\nimport nothing_there\n")
     (tmp_path / "drawn_typo.py").write_text("def build(:")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Recipes as text."""
+"""Recipes and constraints as text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_fields_are_numbers_words_and_lists() -> None:
 
 
 def test_a_file_holds_the_same_fields(tmp_path: Path) -> None:
-    """JSON with the names of the fields."""
+    """A JSON file of fields is read as a recipe."""
     path = tmp_path / "recipe.json"
     path.write_text(json.dumps({"data": 4, "zero": 3}))
     assert parse_recipe(str(path)) == Recipe(data=4, zero=3)
@@ -44,7 +44,7 @@ def test_a_file_that_is_no_recipe(tmp_path: Path, text: str, message: str) -> No
 
 
 def test_mistakes_are_named() -> None:
-    """Text without "=", and an unknown field, are refused by name."""
+    """Text without "=", impossible values, an unknown field and a field given twice are refused by name."""
     with pytest.raises(RecipeError, match="must read FIELD=VALUE"):
         parse_recipe("data")
     with pytest.raises(RecipeError, match=r"data='9+' must be a whole number of at least 1"):
@@ -62,7 +62,8 @@ def test_mistakes_are_named() -> None:
 
 
 def test_constraints_are_values_or_specs() -> None:
-    """A field may have several values, and a parameter's name dots and stars."""
+    """A constraint has one or several values of a recipe's field, or the spec of parameters by a pattern of their
+    names."""
     texts = ["recompute=none,full", "sequence_parallel=yes", "zero_group=none", "layers.*.weight=P('data', None)"]
     assert parse_constraints(texts) == {
         "recompute": ("none", "full"), "sequence_parallel": (True,), "zero_group": (None,),

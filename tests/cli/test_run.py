@@ -1,4 +1,4 @@
-"""`autoshard run`: the command of each host, and the start of all."""
+"""`autoshard run`: the command of each host, and the start of all commands."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def torchrun_words(command: HostCommand) -> str:
 
 @pytest.mark.usefixtures("folder")
 def test_the_commands_of_two_hosts() -> None:
-    """All hosts meet at the first; each has its own number of processes."""
+    """All hosts meet at the first host, and each starts its own number of processes."""
     first, second = asked("node1 slots=8\nme@node2 slots=4\n")
     meeting = "--rdzv-backend c10d --rdzv-endpoint node1:29400 --rdzv-id train --max-restarts 3 train.py --lr 'a b'"
     assert torchrun_words(first) == f"--nnodes 2 --nproc-per-node 8 {meeting}"
@@ -91,7 +91,8 @@ def test_the_commands_of_two_hosts() -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_the_environment_of_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables of NCCL and of Python's path go along, and nothing else; each attempt has a store of its own."""
+    """A host's command passes NCCL's variables on, and not the user's other variables. Each attempt to start gets
+    its own store."""
     monkeypatch.setenv("NCCL_DEBUG", "INFO WARN")
     monkeypatch.setenv("SECRET", "x")
     (first,) = asked("node1 slots=8\n")
@@ -103,7 +104,7 @@ def test_the_environment_of_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_fewer_hosts_are_enough_if_asked() -> None:
-    """`--min-hosts` is torchrun's range of nodes."""
+    """`--min-hosts` becomes the lower end of torchrun's range of nodes."""
     first, _ = asked("node1 slots=8\nnode2 slots=8\n", min_hosts=1)
     assert torchrun_words(first).startswith("--nnodes 1:2 --nproc-per-node 8 ")
 
@@ -122,7 +123,7 @@ def test_fewer_hosts_are_enough_if_asked() -> None:
     ],
 )
 def test_what_is_refused(hosts: str | None, min_hosts: int | None, message: str) -> None:
-    """Each mistake is named before anything starts."""
+    """Each mistake is refused before anything starts."""
     with pytest.raises(AutoshardError, match=message):
         asked(hosts, min_hosts)
 
@@ -143,7 +144,7 @@ def autoshard_run(*words: str, path: str = "") -> subprocess.Popen[str]:
 
 
 def test_a_dry_run_starts_nothing(folder: Path) -> None:
-    """`--dry-run` prints a line for each host; `--json` prints them as data."""
+    """With `--dry-run --json` the commands of the hosts are printed, and nothing runs."""
     (folder / "hosts").write_text("node1 slots=1\nnode2 slots=1\n")
     out, err = autoshard_run("train.py", "--hosts", "hosts", "--dry-run", "--json").communicate(timeout=120)
     assert [item["host"] for item in json.loads(out)] == ["node1", "node2"], err
@@ -151,7 +152,7 @@ def test_a_dry_run_starts_nothing(folder: Path) -> None:
 
 
 def on_two_hosts(folder: Path, slots: int, *words: str) -> subprocess.Popen[str]:
-    """Start the script on two emulated hosts, the second of which has `slots`, behind a program in the place of ssh."""
+    """Start the script on two emulated hosts with a program in place of ssh. The second host has `slots`."""
     ssh = folder / "bin" / "ssh"
     ssh.parent.mkdir()
     ssh.write_text(_FAKE_SSH)
@@ -161,7 +162,7 @@ def on_two_hosts(folder: Path, slots: int, *words: str) -> subprocess.Popen[str]
 
 
 def test_two_hosts_meet(folder: Path) -> None:
-    """Two hosts add over three ranks."""
+    """Three ranks on two hosts add up a tensor of ones."""
     process = on_two_hosts(folder, 2, "--", "sum")
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
@@ -179,7 +180,7 @@ def test_a_failing_host_ends_the_run(folder: Path) -> None:
 
 
 def test_sigterm_lets_all_hosts_save(folder: Path) -> None:
-    """SIGTERM goes to the ranks of this machine, which tell the others; the run ends, although restarts are left."""
+    """After SIGTERM the ranks of both hosts save and the run ends, although restarts are left."""
     (folder / "train.py").write_text(_TOLD)
     process = on_two_hosts(folder, 1, "--max-restarts", "3")
     deadline = time.monotonic() + 120
@@ -193,7 +194,7 @@ def test_sigterm_lets_all_hosts_save(folder: Path) -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_a_machine_without_ssh_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands of this machine do not start either."""
+    """Without ssh no command is started, not even those of this machine."""
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a command was started"))
     with pytest.raises(AutoshardError, match="ssh is not installed here; start the lines of --dry-run yourself"):
@@ -207,7 +208,7 @@ def free_port() -> int:
 
 
 def test_a_command_that_cannot_be_started_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process is left behind, and the mistake is one sentence."""
+    """If a command cannot be started, the error is one sentence and the commands that run are terminated."""
     running: list[subprocess.Popen[bytes]] = []
     original = HostCommand.start
     monkeypatch.setattr(HostCommand, "start", lambda host: running.append(original(host)) or running[-1])

@@ -1,8 +1,8 @@
 """A cluster as a networkx graph, and the bandwidth of traffic routed over the graph.
 
-Nodes of the graph: ("device", rank), ("switch", node), ("host", node), ("card", node, i), ("leaf", pod), ("spine",).
-Edges carry `bytes_per_s`, the bandwidth of long transfers in each direction. `topology.group_links` has the same result
-in closed form. The graph routes every ring instead, for any placement.
+Nodes of the graph: ("device", rank), ("switch", node), ("host", node), ("card", node, i), ("leaf", pod),
+("spine",). Edges carry `bytes_per_s`, the bandwidth of long transfers in each direction. `topology.group_links`
+computes the same bandwidth by formulas, and the graph routes every ring for any placement.
 """
 
 from __future__ import annotations

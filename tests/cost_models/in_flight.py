@@ -1,4 +1,4 @@
-"""The reference for `most_in_flight`: the micro-batches that a rank holds, action by action."""
+"""The reference for `most_in_flight`: counts the micro-batches that a rank holds, action by action."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from cost_models.schedule_orders import ActionKind, Slot
 
 
 def peak_in_flight(order: Iterable[Slot]) -> int:
-    """Most micro-batches that a rank holds at once: from F to B, or to W where the backward is cut."""
+    """The most micro-batches that a rank holds at once. One is held from its forward to its backward, or to W if
+    the backward is split."""
     held = peak = 0
     for action in (action for slot in order for action in slot):
         if action.kind is ActionKind.FORWARD:

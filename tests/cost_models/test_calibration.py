@@ -1,4 +1,4 @@
-"""tests cost_models/calibration.py."""
+"""Calibration of a cluster: measurements, and the constants that are fitted to them."""
 
 import itertools
 
@@ -13,7 +13,8 @@ from cost_models.topology import GroupLinks, Link, MeasuredCollective
 
 
 def test_calibration_of_one_rank_gives_a_cluster_that_survives_saving(tmp_path):
-    """Without a process group one rank is measured; every number is positive and the file reads back equal."""
+    """Calibration without a process group measures one rank. All numbers are positive, and the saved cluster is
+    loaded equal."""
     found = calibrate(name="here", memory_bytes=2**30, budget_s=0.2)
     unit = found.cluster.device
     assert (found.cluster.size, unit.memory_bytes) == (1, 2**30)
@@ -40,7 +41,8 @@ def test_an_action_runs_until_its_share_of_the_time_is_over(monkeypatch):
     phases=st.floats(1, 3),
 )
 def test_fitting_predicted_collectives_gives_the_link_back(bandwidth, latency, start, phases):
-    """Two group sizes tell start from latency; sizes are large enough to see the bandwidth."""
+    """Collectives that the model predicts for a link, for groups of two and four, are fitted with the
+    link's constants."""
     link = Link(bandwidth, 1.0, 0.0, latency, start, 0.0, phases)
     measured = {
         f"{name}.{n}.{size}": time(size, GroupLinks(n, n, 1, link, None))
@@ -60,7 +62,7 @@ def test_fitting_predicted_collectives_gives_the_link_back(bandwidth, latency, s
     bandwidth=st.floats(1e8, 1e11),
 )
 def test_fitting_measured_collectives_gives_them_back(start, latency, bandwidth):
-    """Fitting measured collectives returns each collective's constants; with one group size the rest is start time."""
+    """Fitted curves of each collective give its measured seconds, also with one size of groups."""
     curves = [MeasuredCollective(name, start * (i + 1), latency, bandwidth) for i, name in enumerate(COLLECTIVES)]
     for groups in ((2, 4), (2,)):
         measured = {
@@ -78,7 +80,7 @@ def test_fitting_measured_collectives_gives_them_back(start, latency, bandwidth)
 
 
 def test_collectives_get_no_negative_numbers():
-    """Times that fall with size are fitted with a start alone."""
+    """Times that fall with size are fitted with a positive start, and with no negative constant."""
     measured = {f"{name}.2.{size}": 1e-3 - size * 1e-11 for name in COLLECTIVES for size in (4096, 2**21, 2**23)}
     for curve in _fit_link(measured, 2).measured:
         assert curve.start_s > 0
@@ -86,14 +88,14 @@ def test_collectives_get_no_negative_numbers():
 
 
 def test_a_bandwidth_that_hides_in_noise_stays_finite():
-    """Large collectives measured no slower than small ones still give a finite bandwidth."""
+    """Large collectives that take as long as small ones are fitted with a finite bandwidth."""
     measured = {f"{name}.2.{size}": 1e-3 for name in COLLECTIVES for size in (4096, 2**23)}
     assert _fit_link(measured, 2).bandwidth_bytes_per_s < 1e12
 
 
 @pytest.mark.slow
 def test_pooled_calibrations_are_the_fit_of_their_mean():
-    """Pooled calibrations of two passes, one twice as slow, fit the mean time."""
+    """Two pooled calibrations, of which one is twice as slow, have the constants of their mean times."""
     fast = calibrate(name="here", memory_bytes=2**30, budget_s=0.2)
     slow = Calibration(fast.cluster, {key: 2 * value for key, value in fast.measured_s.items()}, {}, fast.date)
     found = pooled([fast, slow]).cluster

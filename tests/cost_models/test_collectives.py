@@ -1,4 +1,4 @@
-"""tests cost_models/collectives.py."""
+"""Times of collectives: bounds, monotony, and agreement with published measurements."""
 
 import dataclasses
 
@@ -61,27 +61,27 @@ GROUPS = st.builds(with_spine, st.builds(group, st.integers(1, 16), st.integers(
 @pytest.mark.parametrize("time", TIMES)
 @given(size=SIZES, intra=LINKS, inter=LINKS)
 def test_a_group_of_one_costs_nothing(time, size, intra, inter):
-    """One rank has nobody to talk to."""
+    """A collective of one rank takes no time."""
     assert time(size, group(1, 1, intra, inter)) == 0.0
 
 
 @pytest.mark.parametrize("time", TIMES)
 @given(links=GROUPS, small=SIZES, more=SIZES)
 def test_more_bytes_never_take_less_time(time, links, small, more):
-    """Time is monotone in bytes."""
+    """A collective of more bytes takes at least as long."""
     assert time(small, links) <= time(small + more, links) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("time", [all_gather_time, reduce_scatter_time, all_to_all_time])
 @given(size=SIZES, n=st.integers(1, 63), link=LINKS)
 def test_a_larger_ring_never_takes_less_time(time, size, n, link):
-    """On one level, time increases with the group's size for equal full bytes."""
+    """On one level and for equal full bytes, a larger group takes at least as long."""
     assert time(size, group(n, 1, link, link)) <= time(size, group(n + 1, 1, link, link)) * (1 + 1e-12)
 
 
 @given(size=SIZES, n=st.integers(2, 64), link=LINKS)
 def test_ring_all_reduce_is_reduce_scatter_plus_all_gather(size, n, link):
-    """A ring all-reduce costs a reduce-scatter and an all-gather, on one level without a reducing switch."""
+    """On one level without a reducing switch, an all-reduce takes a reduce-scatter and an all-gather."""
     links = group(n, 1, dataclasses.replace(link, in_network_efficiency=0.0), link)
     parts = reduce_scatter_time(size, links) + all_gather_time(size, links)
     assert all_reduce_time(size, links) == pytest.approx(parts, rel=1e-12)
@@ -89,7 +89,7 @@ def test_ring_all_reduce_is_reduce_scatter_plus_all_gather(size, n, link):
 
 @given(size=SIZES, links=GROUPS)
 def test_all_reduce_never_exceeds_reduce_scatter_plus_all_gather(size, links):
-    """Other all-reduce algorithms are used only if faster than reduce-scatter plus all-gather."""
+    """An all-reduce takes at most a reduce-scatter and an all-gather."""
     parts = reduce_scatter_time(size, links) + all_gather_time(size, links)
     assert all_reduce_time(size, links) <= parts * (1 + 1e-12)
 
@@ -98,7 +98,7 @@ def test_all_reduce_never_exceeds_reduce_scatter_plus_all_gather(size, links):
 @pytest.mark.parametrize("level", ["intra", "inter", "spine"])
 @given(size=SIZES, links=GROUPS, factor=st.floats(1, 10))
 def test_a_faster_link_never_slows(time, level, size, links, factor):
-    """More bandwidth or less latency on any level never costs time."""
+    """More bandwidth and less latency on any level never take longer."""
     link = getattr(links, level)
     assume(link is not None)
     faster = dataclasses.replace(
@@ -108,7 +108,7 @@ def test_a_faster_link_never_slows(time, level, size, links, factor):
 
 
 def test_a_long_ring_all_gather_reaches_the_link_bandwidth():
-    """8 GiB on 8 H100 move at 7/8 of the bytes over the reached bandwidth, within 5 %."""
+    """An all-gather of 8 GiB on 8 H100 takes at most 5 % longer than 7/8 of the bytes at the link's bandwidth."""
     link = node_type("h100_sxm").intra
     ideal = 7 / 8 * 2**33 / link.reached_bytes_per_s
     assert ideal < all_gather_time(2**33, group(8, 1, link, link)) < 1.05 * ideal
@@ -121,14 +121,14 @@ def test_point_to_point_counts_start_latency_and_bytes():
 
 
 def test_negative_bytes_are_refused():
-    """A negative size is an error, not a negative time."""
+    """A negative size is refused."""
     link = node_type("h100_sxm").intra
     with pytest.raises(CostArgumentError, match="negative"):
         all_reduce_time(-1, group(8, 1, link, link))
 
 
 def test_point_to_point_takes_the_faster_protocol():
-    """A short message takes protocol LL, a long message takes Simple."""
+    """A short message has the time of protocol LL, and a long message that of Simple."""
     quick = Protocol("LL", bandwidth_share=0.5, latency_s=1e-6, start_s=1e-6)
     link = Link(1e9, 1.0, 0.0, 2e-6, 3e-6, 0.0, 1.0, (quick,))
     assert point_to_point_time(100, link) == pytest.approx(2e-6 + 2e-7)
@@ -136,7 +136,7 @@ def test_point_to_point_takes_the_faster_protocol():
 
 
 def test_a_protocol_that_one_link_lacks_is_not_used():
-    """LL in the node alone leaves Simple for a group across the network."""
+    """A group across nodes takes the protocol Simple if only the links within nodes have LL."""
     quick = (Protocol("LL", bandwidth_share=0.5, latency_s=0.0, start_s=0.0),)
     slow = Link(1e9, 1.0, 0.0, 2e-6, 3e-6, 0.0, 1.0)
     intra = dataclasses.replace(slow, protocols=quick)
@@ -146,7 +146,7 @@ def test_a_protocol_that_one_link_lacks_is_not_used():
 
 
 def test_the_switch_reduces_large_tensors_fastest():
-    """NVLS reduces large tensors fastest on eight H100, and A100 has no NVLS."""
+    """For 1 GiB on eight H100 the reducing switch is the fastest algorithm, and A100 has no such algorithm."""
     h100, a100 = node_type("h100_sxm").intra, node_type("a100_sxm_80gb").intra
     times = all_reduce_algorithms(2**30, group(8, 1, h100, h100))
     assert min(times, key=times.get) == "switch"
@@ -154,28 +154,29 @@ def test_the_switch_reduces_large_tensors_fastest():
 
 
 def test_a_tree_beats_the_ring_for_short_messages_on_many_nodes():
-    """A tree takes log2(32) hops each way, and a ring 31 hops in each phase."""
+    """On 32 nodes a short all-reduce by a tree takes less than half the ring's time, because its hops grow by the
+    logarithm."""
     intra, inter = node_type("h100_sxm").intra, node_type("h100_sxm").inter
     times = all_reduce_algorithms(1024, group(8, 32, intra, inter))
     assert times["tree"] < times["ring"] / 2
 
 
 def test_a_tree_of_more_than_two_nodes_crosses_each_nodes_network_twice():
-    """In a tree of more than two nodes, inner nodes send the tensor up and down; in a tree of two nodes each once."""
+    """On four nodes a tree takes twice the time of two nodes, because inner nodes send the tensor up and down."""
     near, far = (Link(speed, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0) for speed in (1e12, 1e9))
     two, four = (_tree(1e9, group(2, nodes, near, far)) for nodes in (2, 4))
     assert four == pytest.approx(2 * two)
 
 
 def test_an_all_to_all_is_bound_by_the_network_share():
-    """Sixteen ranks on two nodes: half of each operand crosses the network."""
+    """For 16 ranks on two nodes, an all-to-all takes the time of the network for half of each operand, within 10 %."""
     intra, inter = node_type("h100_sxm").intra, node_type("h100_sxm").inter
     ideal = 0.5 * 2**30 / inter.reached_bytes_per_s
     assert ideal < all_to_all_time(2**30, group(8, 2, intra, inter)) < 1.1 * ideal
 
 
 def test_measured_collectives_are_within_ten_percent_in_the_median():
-    """Fitted measurements from 1 MiB are met within ten percent in the median."""
+    """The model's times are within 5 % of the fitted measurements in the median."""
     rows = counted(read_rows())
     assert len(rows) > 200
     assert median_error(errors(rows)) < 0.05
@@ -183,7 +184,7 @@ def test_measured_collectives_are_within_ten_percent_in_the_median():
 
 @pytest.mark.slow
 def test_sources_that_were_left_out_are_within_ten_percent_in_the_median():
-    """Measurements outside of the fit are met within ten percent in the median."""
+    """The model's times, fitted without a source, are within 10 % of that source's measurements in the median."""
     every = [
         value
         for rows, values, _ in leave_one_out(read_rows()).values()
@@ -217,10 +218,10 @@ def test_expert_dispatch_reaches_the_measured_bandwidth():
      ("h100_sxm", 4, 8, 51, 58), ("h100_sxm", 8, 8, 46, 51)],
 )  # fmt: skip
 def test_a_dispatch_sends_a_token_once_to_a_place(node, nodes, per_node, low, high):
-    """HybridEP sends a token once to each rank over NVLink, or to each node over InfiniBand, for combine and dispatch.
+    """Dispatch times are within 10 % of published HybridEP kernels, which send a token once to each rank or node.
 
-    GB/s of kernels alone. 4096 tokens of 7168 in bf16, 8 experts each: deepseek-ai/DeepEP Hybrid-EP_Implementation.md
-    @07eea0c0.
+    GB/s of kernels alone. 4096 tokens of 7168 in bf16, 8 experts each: deepseek-ai/DeepEP
+    Hybrid-EP_Implementation.md @07eea0c0.
     """
     kind = node_type(node)
     seconds = dispatch_time(4096 * 7168 * 2 * 8, 8, group(per_node, nodes, kind.intra, kind.inter))
@@ -235,6 +236,6 @@ def test_a_dispatch_of_few_tokens_to_many_experts_sends_less(size, links, copies
 
 
 def test_a_ring_pays_every_hop():
-    """A ring of 512 ranks on 64 nodes pays 448 hops inside nodes and 63 hops between nodes."""
+    """An all-gather of 512 ranks on 64 nodes takes 448 hops inside nodes and 63 hops between nodes."""
     far, near = Link(1e15, 1.0, 0.0, 1e-5, 0.0, 0.0, 1.0), Link(1e15, 1.0, 0.0, 1e-6, 0.0, 0.0, 1.0)
     assert all_gather_time(1, group(8, 64, near, far)) == pytest.approx(448e-6 + 630e-6)

@@ -1,4 +1,4 @@
-"""tests cost_models/compute.py."""
+"""Times of operators: bounds, monotony, and agreement with published products and attention."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ H100 = device("h100_sxm")
 
 @given(DEVICES, DIMS, DIMS, DIMS, st.integers(1, 64), st.integers(0, 3), st.integers(0, 256))
 def test_a_larger_product_never_takes_less_time(unit, m, n, k, batch, which, more):
-    """Time is monotone in m, n, k and batch for aligned rows, quantisation included."""
+    """A product with a larger m, n, k or batch takes at least as long, for rows of aligned lengths."""
     sizes = [m, n, k, batch]
     larger = [size + 16 * more * (index == which) for index, size in enumerate(sizes)]
     assert matmul_time(*sizes, "bf16", unit) <= matmul_time(*larger, "bf16", unit)
@@ -56,14 +56,15 @@ def test_large_products_reach_the_measured_rate():
     ],
 )
 def test_measured_products_are_within_twenty_percent(sizes, tflops):
-    """Tile and wave quantisation explain small and large products."""
+    """Products of 1024 to 8192 on an A100 are within 20 % of measured rates."""
     m, n, k = sizes
     rate = 2 * m * n * k / matmul_time(m, n, k, 1, "f16", device("a100_sxm_80gb"))
     assert rate == pytest.approx(tflops * 1e12, rel=0.2)
 
 
 def test_rows_off_sixteen_bytes_are_slow():
-    """A vocabulary of 50257 takes longer than 50304 on tensor cores in 16 bits."""
+    """In bf16 on an H100, a product of 50257 columns is slower than one of 50304. In float32, or on a
+    CPU, it is not."""
     odd, padded = (matmul_time(4096, n, 4096, 1, "bf16", H100) for n in (50257, 50304))
     assert odd == pytest.approx(H100.matmul.misaligned_slowdown * padded, rel=0.05)
     odd, padded = (matmul_time(4096, n, 4096, 1, "f32", H100) for n in (50257, 50304))
@@ -73,7 +74,7 @@ def test_rows_off_sixteen_bytes_are_slow():
 
 
 def test_one_tile_more_starts_a_new_wave():
-    """Thirteen rows of ten tiles do not fit where twelve do: the step is visible."""
+    """With 120 tiles at once, one row more than 12 tiles of rows takes twice the time."""
     curve = dataclasses.replace(H100.matmul, units=120, tile_m=32, tile_n=32)
     unit = dataclasses.replace(H100, matmul=curve, memory_bandwidth_bytes_per_s=1e18)
     full, over = (matmul_time(m, 320, 65536, 1, "bf16", unit) - unit.launch_latency_s for m in (384, 385))
@@ -82,26 +83,26 @@ def test_one_tile_more_starts_a_new_wave():
 
 @given(DEVICES, st.floats(0, 1e15), st.floats(0, 1e12), st.floats(0, 1e15), st.sampled_from(list(Kind)))
 def test_operator_time_is_monotone_in_flops_and_bytes(unit, flops, moved, more, kind):
-    """More of either never takes less time."""
+    """An operator with more FLOPs or more bytes takes at least as long."""
     base = operator_time(flops, moved, "bf16", unit, kind)
     assert base <= operator_time(flops + more, moved, "bf16", unit, kind)
     assert base <= operator_time(flops, moved + more, "bf16", unit, kind)
 
 
 def test_views_are_free_and_pointwise_ignores_the_dtype():
-    """A view launches nothing; integer additions are bounded by bytes alone."""
+    """A view takes no time, and an addition of integers takes a launch and the time of its bytes."""
     assert operator_time(0, 0, "bf16", H100, Kind.VIEW) == 0.0
     assert operator_time(100, 1e9, "i64", H100, Kind.POINTWISE) == H100.launch_latency_s + memory_time(1e9, H100)
 
 
 def test_an_unknown_dtype_raises_for_products():
-    """No peak is assumed."""
+    """A product in a dtype without a peak is refused."""
     with pytest.raises(UnknownHardwareError, match=r"peak_flops\.i8"):
         matmul_time(64, 64, 64, 1, "i8", H100)
 
 
 def test_negative_work_is_refused():
-    """Neither FLOPs nor bytes may be negative."""
+    """Negative FLOPs and negative bytes are refused."""
     with pytest.raises(CostArgumentError, match="flops=-1"):
         operator_time(-1, 0, "bf16", H100, Kind.MATMUL)
     with pytest.raises(CostArgumentError, match="bytes_moved=-1"):
@@ -109,7 +110,7 @@ def test_negative_work_is_refused():
 
 
 def test_work_with_products_equals_matmul_time():
-    """The planner's path and the direct one agree."""
+    """`work_time` of a product equals `matmul_time` of its sizes."""
     m, n, k = 512, 768, 1024
     shape = MatmulShape(m, n, k)
     work = Work(shape.flops, 2 * (m * k + k * n), 2 * m * n, Kind.MATMUL, "bf16", (shape,))
@@ -130,20 +131,20 @@ def test_work_with_products_equals_matmul_time():
     ],
 )
 def test_published_products_are_met(group, mean):
-    """Published products of 256 to 32768 are met, with launch and quantisation (tests/data/matmuls.jsonl)."""
+    """The mean error of published products on each device is below a limit (tests/data/matmuls.jsonl)."""
     assert mean_error(matmul_errors()[group]) < mean
 
 
 @pytest.mark.parametrize("kernel", ["flash2", "flash3", "cudnn"])
 def test_published_attention_is_met(kernel):
-    """Published attention on an H100 is met for head dims of 64 and 128, 512 to 16384 tokens, causal or not."""
+    """The median error of published attention on an H100 is below 8 % for each kernel."""
     found = attention_errors()[kernel]
     assert len(found) >= 36
     assert median_error(found) < 0.08
 
 
 def test_attention_through_memory_is_met_where_memory_decides():
-    """Long non-causal sequences are within 15 % of published "standard attention"."""
+    """The median error of published attention without a fused kernel is below 15 %."""
     assert median_error(attention_errors()["unfused"]) < 0.15
 
 
@@ -161,7 +162,7 @@ ATTENTION = st.builds(
 
 @given(ATTENTION, DEVICES, st.sampled_from(["heads", "queries", "keys", "depth"]), st.integers(0, 4096))
 def test_more_attention_never_takes_less_time(shape, unit, field, more):
-    """Time is monotone in heads, queries, keys and depth; a partial block of queries takes a whole block's time."""
+    """Attention with more heads, queries, keys or depth takes at least as long."""
     larger = shape._replace(**{field: getattr(shape, field) + more})
     dtype = "f32" if unit.name == "cpu_laptop" else "bf16"
     assert attention_time(shape, dtype, unit) <= attention_time(larger, dtype, unit) * (1 + 1e-9)
@@ -169,7 +170,8 @@ def test_more_attention_never_takes_less_time(shape, unit, field, more):
 
 @given(ATTENTION)
 def test_a_causal_mask_never_takes_more_time(shape):
-    """Half the products of a fused kernel, from 1024 keys on; backward takes more than forward."""
+    """A causal mask halves the FLOPs. From 1024 keys on it takes no longer, and a backward takes at least as long
+    as a forward."""
     full, half = shape._replace(causal=False), shape._replace(causal=True)
     assert half.flops == full.flops / 2
     if shape.keys >= 1024:
@@ -193,6 +195,6 @@ def test_fused_attention_is_never_slower_than_through_memory(shape):
 
 
 def test_steps_that_wait_launch_each():
-    """A work of ten steps takes nine launches more."""
+    """A work of ten steps takes nine launches more than a work of one step."""
     work = Work(0, 1e6, 1e6, Kind.REDUCTION, "f32")
     assert work_time(work._replace(steps=10), H100) == pytest.approx(work_time(work, H100) + 9 * H100.launch_latency_s)

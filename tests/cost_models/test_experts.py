@@ -23,7 +23,7 @@ def floats(*shape: int) -> TensorInfo:
 
 
 def operands(tokens: int = TOKENS, held: int = EXPERTS) -> list[TensorInfo]:
-    """Work of a rank with its tokens and experts."""
+    """Operands of a layer of experts: `tokens` rows, and weights of `held` experts."""
     index = TensorInfo((tokens, CHOSEN), 8, "i64")
     matrices = [floats(held, 2, INNER, HIDDEN), floats(held, HIDDEN, INNER)]
     return [floats(tokens, HIDDEN), index, floats(tokens, CHOSEN), *matrices]
@@ -40,14 +40,14 @@ def flops(name: str, inputs: list[TensorInfo], group: tuple[str, ...] = ()) -> f
 
 
 def test_whole_layers_compute_each_row_once() -> None:
-    """The backward has twice the forward's FLOPs, and recomputes the first product, two thirds of the forward."""
+    """A whole layer computes each row of each chosen expert once, and its backward takes 2 + 2/3 times the FLOPs."""
     rows = TOKENS * CHOSEN
     assert flops("experts", operands()) == rows * ROW_FLOPS
     assert flops("experts_backward", operands()) == pytest.approx(rows * ROW_FLOPS * (2 + 2 / 3))
 
 
 def test_ranks_with_other_experts_wait_for_the_busiest() -> None:
-    """A rank's load is its share of all tokens and more, also with a dispatch."""
+    """A rank with a quarter of the experts counts more than a quarter of the rows, with and without an exchange."""
     rows = TOKENS * CHOSEN / 4
     alone = flops("experts", operands(held=2))
     assert rows * ROW_FLOPS < alone < 2 * rows * ROW_FLOPS
@@ -56,13 +56,13 @@ def test_ranks_with_other_experts_wait_for_the_busiest() -> None:
 
 @given(rows=st.floats(1, 1e9), ranks=st.integers(1, 512))
 def test_the_busiest_rank_has_between_the_mean_and_all(rows: float, ranks: int) -> None:
-    """The load of the busiest rank lies between the mean and all tokens, and nears the mean with more tokens."""
+    """The rows of the busiest rank are at least the mean and at most all. Their share falls with more rows."""
     assert rows / ranks <= busiest_rows(rows, ranks) <= rows
     assert busiest_rows(4 * rows, ranks) / (4 * rows) <= busiest_rows(rows, ranks) / rows * (1 + 1e-12)
 
 
 def test_rows_travel_there_and_back() -> None:
-    """Rows travel twice in the forward; gradients and rows travel in the backward."""
+    """A forward sends rows to their experts and back, and a backward sends rows and gradients."""
     inputs = operands(TOKENS // 4, held=2)
     rows = busiest_rows(TOKENS * CHOSEN, 4)
     counts, there, back = sent("exchanged_experts", (None,) * 6, inputs)
@@ -73,7 +73,7 @@ def test_rows_travel_there_and_back() -> None:
 
 
 def test_what_is_kept_is_neither_sent_nor_computed_again() -> None:
-    """A backward with kept rows sends gradients alone, and makes four of five products."""
+    """A backward with kept rows sends gradients alone, and makes fewer products than one that sends rows again."""
     inputs = operands(TOKENS // 4, held=2)
     rows = busiest_rows(TOKENS * CHOSEN, 4)
     kept = [floats(1, HIDDEN), floats(1, 2 * INNER), TensorInfo((2, 4, 2), 8, "i64")]
@@ -101,7 +101,8 @@ def test_odd_numbers_of_rows_are_not_misaligned(tokens: int) -> None:
 def sent(
     name: str, before: tuple[None, ...], inputs: list[TensorInfo], overlapped: Sequence[float] = ()
 ) -> list[float]:
-    """Return the bytes of each exchange of a call; the shares in `overlapped` are those above zero, in order."""
+    """The bytes of each exchange of a call. `overlapped` must list the exchanges' shares of overlap above zero, in
+    order."""
     found = EXCHANGES[f"autoshard.{name}.default"](inputs, (*before, *CONSTANTS, "expert"))
     assert not any(each.is_shift for each in found)
     assert [each.overlapped_share for each in found if each.overlapped_share] == list(overlapped)
@@ -109,7 +110,7 @@ def sent(
 
 
 def test_the_workspace_grows_with_rows() -> None:
-    """The workspace has at least the rows, their first products, and the gate's result."""
+    """The workspace grows in proportion to the tokens, and holds at least the rows and their first products."""
     count = WORKSPACE_BYTES["autoshard.experts.default"]
     arguments = (None,) * 6 + CONSTANTS
     few, many = (count(operands(tokens), arguments) for tokens in (TOKENS, 2 * TOKENS))
@@ -118,7 +119,8 @@ def test_the_workspace_grows_with_rows() -> None:
 
 
 def test_rows_of_other_experts_are_in_memory() -> None:
-    """A rank with some experts has memory for all rows, because the host does not wait for the count."""
+    """A rank with some of the experts has the workspace of all rows, because the host does not wait
+    for their number."""
     for name in ("experts", "experts_backward"):
         before = [floats(TOKENS, HIDDEN)] if name.endswith("backward") else []
         count, arguments = WORKSPACE_BYTES[f"autoshard.{name}.default"], (None,) * (6 + len(before)) + CONSTANTS

@@ -1,4 +1,4 @@
-"""tests cost_models/factorisations.py."""
+"""Work of matrix factorisations and solves."""
 
 import pytest
 from hypothesis import given
@@ -37,14 +37,14 @@ def matrix(*shape: int, dtype: str = "f32") -> TensorInfo:
     ],
 )
 def test_flops_of_square_matrices(name, arguments, factor):
-    """Leading dims are a batch."""
+    """The FLOPs of a batch of square factorisations are the batch times a factor times n^3."""
     found = work(name, [matrix(3, 64, 64)], [matrix(3, 64, 64)], arguments)
     assert found.flops == pytest.approx(3 * factor * 64**3)
     assert found.kind is Kind.FACTORISATION
 
 
 def test_rectangular_matrices():
-    """A tall QR: 2 n^2 (m - n/3) for R and as much for Q; LU is n^2 (m - n/3)."""
+    """A QR of [90, 30] counts 2 n^2 (m - n/3) twice, for Q and for R. An LU counts half of one."""
     assert work("aten.linalg_qr.default", [matrix(90, 30)], [matrix(90, 30), matrix(30, 30)]).flops == pytest.approx(
         4 * 30**2 * (90 - 10)
     )
@@ -64,7 +64,7 @@ def test_rectangular_matrices():
     ],
 )
 def test_right_hand_sides_count_each(name, shapes, flops):
-    """A solve costs its factorisation once, and two triangles for each column."""
+    """A solve counts its factorisation once, and two triangular solves for each column of the right-hand side."""
     found = work(name, [matrix(*shape) for shape in shapes], [matrix(*shapes[-1])])
     assert found.flops == pytest.approx(flops)
 
@@ -78,7 +78,7 @@ def test_complex_matrices_take_four_times_the_flops():
 
 @given(SIZES, st.integers(0, 64), st.sampled_from(["linalg_inv_ex", "_linalg_eigh", "_linalg_svd", "linalg_qr"]))
 def test_a_larger_matrix_never_takes_less_time(n, more, name):
-    """Time is monotone in the size of a matrix, steps included."""
+    """A factorisation of a larger matrix takes at least as long."""
     small, large = (
         work_time(work(f"aten.{name}.default", [matrix(size, size)], [matrix(size, size)]), device("h100_sxm"))
         for size in (n, n + more)
@@ -87,7 +87,7 @@ def test_a_larger_matrix_never_takes_less_time(n, more, name):
 
 
 def test_panels_wait_for_each_other():
-    """A small factorisation is bound by its steps: 512 columns are 16 panels, and 512 for an eigenproblem."""
+    """A Cholesky of 512 columns has 16 steps, and an eigenproblem has 512, each of which takes at least a launch."""
     h100 = device("h100_sxm")
     panels = work("aten.linalg_cholesky_ex.default", [matrix(512, 512)], [matrix(512, 512)])
     columns = work("aten._linalg_eigh.default", [matrix(512, 512)], [matrix(512, 512)])

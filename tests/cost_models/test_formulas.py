@@ -1,4 +1,4 @@
-"""Formulas are exact: interpolation, ceilings, and numpy functions."""
+"""Formulas of sizes: interpolation, ceilings, and functions for numpy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = st.integers(1, 10**6)
 
 @given(st.lists(st.integers(-50, 50), min_size=6, max_size=6), SIZES, SIZES)
 def test_interpolation_finds_the_polynomial(coefficients: list[int], a: int, b: int) -> None:
-    """Interpolation finds a polynomial of degree one in the first symbol and two in the second everywhere."""
+    """Interpolation finds a polynomial of degree one in the first symbol and two in the second."""
 
     def polynomial(x: int, y: int) -> int:
         return sum(c * x**i * y**j for c, (i, j) in zip(coefficients, grid([(0, 1), (0, 1, 2)]), strict=True))
@@ -31,14 +31,14 @@ def test_interpolation_finds_the_polynomial(coefficients: list[int], a: int, b: 
 
 @given(SIZES, SIZES, SIZES)
 def test_one_ceiling_is_as_good_as_two(size: int, a: int, b: int) -> None:
-    """Pieces of pieces have the size that numbers give."""
+    """Two ceilings in sequence become one, with the same value for all numbers."""
     found = ceil_div(ceil_div(size_symbol("size"), A), B)
     assert value_at(found, {size_symbol("size"): size, A: a, B: b}) == ceil_div(ceil_div(size, a), b)
     assert len(sympy.sympify(found).atoms(sympy.ceiling)) == 1
 
 
 def test_published_formulas_are_in_plain_symbols_and_fractions() -> None:
-    """A published formula has the user's symbols and fractions."""
+    """A published formula has plain symbols and fractions, and without ceilings for even sizes."""
     formula = published(2.5 * ceil_div(A, B) * A)
     assert formula == sympy.Rational(5, 2) * sympy.Symbol("a") * sympy.ceiling(sympy.Symbol("a") / sympy.Symbol("b"))
     assert published(ceil_div(A, B), even=True) == sympy.Symbol("a") / sympy.Symbol("b")
@@ -54,13 +54,13 @@ def test_vectorised_equals_substituted(sizes: list[int], pieces: int) -> None:
 
 
 def test_vectorised_broadcasts() -> None:
-    """A formula broadcasts a number and arrays, and a constant formula is a number."""
+    """A function of a formula broadcasts arrays, and of a constant gives the constant."""
     formula = published(A * B)
     assert vectorise(formula)(a=[[1], [2]], b=[3, 4, 5]).shape == (2, 3)
     assert math.isclose(float(vectorise(sympy.Integer(7))()), 7.0)
 
 
 def test_a_missing_symbol_is_named() -> None:
-    """A missing symbol, or a surplus symbol, is named."""
+    """A missing or surplus symbol is refused by name."""
     with pytest.raises(CostArgumentError, match="one of a, b; given: a, layers"):
         vectorise(published(A * B))(a=1, layers=2)

@@ -1,4 +1,4 @@
-"""tests cost_models/hardware.py, cost_models/topology.py, cost_models/constants.py."""
+"""Files of hardware, node types, clusters, and the links of their groups."""
 
 import dataclasses
 import datetime
@@ -30,7 +30,7 @@ def test_every_constant_has_value_unit_source_and_date(path):
 
 @pytest.mark.parametrize("name", constants.names("nodes"))
 def test_every_node_type_loads(name):
-    """Node files name a known device; efficiencies are fractions."""
+    """The efficiencies of every node type are above 0 and at most 1, and there is one for each peak."""
     kind = node_type(name)
     assert kind.name == name
     for share in (*kind.device.matmul.efficiency.values(), kind.device.memory_efficiency, kind.intra.efficiency):
@@ -40,7 +40,7 @@ def test_every_node_type_loads(name):
 
 @pytest.mark.parametrize("name", constants.names("nodes"))
 def test_a_cluster_survives_save_and_load(name, tmp_path):
-    """TOML round trip, equal field by field."""
+    """A saved cluster is loaded equal."""
     nodes = 4 if node_type(name).inter else 1
     cluster = Cluster(name, nodes=nodes, devices_per_node=1)
     cluster.save(tmp_path / "mine.toml", source="a test", date="2026-11-20")
@@ -48,26 +48,26 @@ def test_a_cluster_survives_save_and_load(name, tmp_path):
 
 
 def test_numbers_of_numpy_are_saved_as_numbers(tmp_path):
-    """A file has no names of numpy's types, which TOML does not know."""
+    """A cluster with a bandwidth of a numpy type is saved and loaded equal."""
     cluster = Cluster(node_type("h100_sxm").with_network(bytes_per_s_per_device=np.float64(25e9)), 2)
     cluster.save(tmp_path / "mine.toml", source="a test", date="2026-11-20")
     assert Cluster.load(tmp_path / "mine.toml") == cluster
 
 
 def test_unknown_hardware_names_what_is_known_and_how_to_add():
-    """The message lists the files and where a new one goes."""
+    """An unknown node type is refused, and the error lists the known types and the file to add."""
     with pytest.raises(UnknownHardwareError, match=r"'h900'.*h200.*data/nodes/h900\.toml"):
         Cluster("h900")
 
 
 def test_unknown_dtype_of_a_known_device_raises():
-    """An A100 has no fp8; nothing is assumed."""
+    """A dtype without a peak is refused, such as f8 on an A100."""
     with pytest.raises(UnknownHardwareError, match=r"peak_flops\.f8"):
         device("a100_sxm_80gb").peak("f8")
 
 
 def test_several_nodes_without_a_network_raise():
-    """A laptop has no inter-node link."""
+    """Several nodes of a type without a network are refused."""
     with pytest.raises(UnknownHardwareError, match="no network"):
         Cluster("cpu_laptop", nodes=2)
 
@@ -79,19 +79,20 @@ def test_too_many_devices_per_node_raise():
 
 
 def test_a_mesh_larger_than_the_cluster_raises():
-    """16 ranks do not fit on 8 devices."""
+    """A mesh of 16 ranks on a cluster of 8 devices is refused."""
     with pytest.raises(TopologyError, match="more ranks"):
         axis_links(Cluster("h100_sxm"), {"data": 16})
 
 
 def test_an_unknown_axis_raises():
-    """The axis is named."""
+    """An axis that the mesh lacks is refused by name."""
     with pytest.raises(TopologyError, match="no axis 'model'"):
         Cluster("h100_sxm").group_links({"data": 8}, ("model",))
 
 
 def test_axis_links_on_two_levels():
-    """2 x 8 x 4 ranks on nodes of 8 have pipeline links across, data links on both levels, tensor links inside."""
+    """On nodes of 8 devices, a 2 x 8 x 4 mesh has pipeline links between nodes, tensor links inside, and data
+    links on both."""
     links = axis_links(Cluster("h100_sxm", nodes=8, devices_per_node=8), {"pp": 2, "dp": 8, "tp": 4})
     assert {axis: (g.size, g.per_node, g.nodes) for axis, g in links.items()} == {
         "pp": (2, 1, 2),
@@ -103,20 +104,20 @@ def test_axis_links_on_two_levels():
 
 
 def test_joint_groups_span_the_product_of_axes():
-    """A reshard over (pp, tp) uses both levels."""
+    """A group over the outer and the inner axis has members in two nodes, four in each."""
     links = Cluster("h100_sxm", nodes=8).group_links({"pp": 2, "dp": 8, "tp": 4}, ("pp", "tp"))
     assert (links.size, links.per_node, links.nodes) == (8, 4, 2)
 
 
 def test_uneven_groups_count_as_a_flat_ring():
-    """Three ranks on nodes of two: the network bounds the whole ring."""
+    """Three ranks on nodes of two are a ring over three nodes, without links inside a node."""
     links = Cluster("h100_sxm", nodes=3, devices_per_node=2).group_links({"data": 2, "model": 3}, ("model",))
     assert (links.size, links.per_node, links.nodes, links.intra) == (3, 1, 3, None)
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.sampled_from([1, 2, 4, 8]))
 def test_group_sizes_multiply_to_the_mesh(sizes, per_node):
-    """Each axis' group has its size, and per_node * nodes members."""
+    """The group of each axis has the axis's size, which is the members of a node times the nodes."""
     mesh = {f"axis{index}": size for index, size in enumerate(sizes)}
     nodes = -(-math.prod(sizes) // per_node)
     for axis, links in axis_links(Cluster("h100_sxm", nodes=nodes, devices_per_node=per_node), mesh).items():
@@ -124,7 +125,7 @@ def test_group_sizes_multiply_to_the_mesh(sizes, per_node):
 
 
 def test_the_topology_is_connected():
-    """Devices hang on node switches and network cards, cards on the spine."""
+    """The graph of a cluster is connected, and a device has the link's bandwidth to its node's switch."""
     graph = cluster_graph(Cluster("h100_sxm", nodes=4, devices_per_node=8))
     assert networkx.is_connected(graph)
     reached = node_type("h100_sxm").intra.reached_bytes_per_s
@@ -145,27 +146,27 @@ def test_a_constant_without_source_is_refused(tmp_path):
 
 
 def test_a_constant_without_a_value_is_refused(tmp_path):
-    """A table with a unit is a constant."""
+    """A table with a unit but no value is refused."""
     path = _write(tmp_path, '[memory_bytes]\nunit = "B"\nsource = "x"\ndate = "2026-01-01"\n')
     with pytest.raises(HardwareFileError, match="memory_bytes has a unit, but no value"):
         constants.read(path)
 
 
 def test_a_constant_in_another_unit_is_refused(tmp_path):
-    """GB where bytes are read is an error."""
+    """A constant with another unit than the reader's is refused."""
     path = _write(tmp_path, '[memory_bytes]\nvalue = 1\nunit = "GB"\nsource = "x"\ndate = "2026-01-01"\n')
     with pytest.raises(HardwareFileError, match="unit='GB'"):
         constants.read(path).number("memory_bytes", "B")
 
 
 def test_a_missing_constant_is_named(tmp_path):
-    """The message says which table to add."""
+    """A missing constant is refused with the table to add."""
     with pytest.raises(HardwareFileError, match=r"\[intra\.bandwidth\]"):
         constants.read(_write(tmp_path, "")).number("intra.bandwidth", "B/s")
 
 
 def test_a_file_that_is_no_toml_is_refused(tmp_path):
-    """The path is in the message."""
+    """A file that is no TOML, or no UTF-8, is refused by its name."""
     with pytest.raises(HardwareFileError, match=r"broken\.toml: not a TOML file"):
         constants.read(_write(tmp_path, "= 1"))
     (tmp_path / "broken.toml").write_bytes(b"\xff\xfe")
@@ -186,7 +187,7 @@ def test_a_file_that_is_no_toml_is_refused(tmp_path):
     ids=("twice", "lists", "long table", "long key", "tables", "digits"),
 )
 def test_a_file_that_nobody_would_write_is_refused(tmp_path, old, new, message):
-    """Keys that stand twice, nesting and numbers without end: one error that names the file."""
+    """Tables that stand twice, deep nesting and endless numbers are refused with the name of the file."""
     Cluster("h100_sxm", 2).save(tmp_path / "broken.toml", source="test", date="2026-11-23")
     text = (tmp_path / "broken.toml").read_text()
     assert old in text
@@ -213,7 +214,7 @@ def test_a_file_that_nobody_would_write_is_refused(tmp_path, old, new, message):
     ],
 )
 def test_a_number_that_no_hardware_has_is_refused(tmp_path, path, value, message):
-    """An impossible number is refused with its constant, its value and the allowed values."""
+    """A number that is infinite, zero or not a number is refused with its constant and the allowed values."""
     Cluster("h100_sxm", 2).save(tmp_path / "broken.toml", source="test", date="2026-11-23")
     head, _, tail = (tmp_path / "broken.toml").read_text().partition(f"[{path}]\nvalue = ")
     _write(tmp_path, f"{head}[{path}]\nvalue = {value}\n{tail.partition(chr(10))[2]}")
@@ -223,7 +224,7 @@ def test_a_number_that_no_hardware_has_is_refused(tmp_path, path, value, message
 
 @pytest.mark.parametrize("path", ["matmul.units", "matmul.tile_n", "inter.devices_per_nic", "inter.nodes_per_pod"])
 def test_a_part_of_a_device_is_refused(tmp_path, path):
-    """A fraction is no count, and is not truncated to zero."""
+    """A fraction as a count is refused."""
     Cluster("h100_sxm", 2).save(tmp_path / "broken.toml", source="test", date="2026-11-23")
     head, _, tail = (tmp_path / "broken.toml").read_text().partition(f"[{path}]\nvalue = ")
     _write(tmp_path, f"{head}[{path}]\nvalue = 0.5\n{tail.partition(chr(10))[2]}")
@@ -232,7 +233,7 @@ def test_a_part_of_a_device_is_refused(tmp_path, path):
 
 
 def test_more_devices_than_can_be_listed_are_refused():
-    """A billion nodes end in one error; a million devices are a cluster."""
+    """A cluster of 2^20 devices is allowed, and more are refused."""
     assert Cluster("h100_sxm", 2**17).size == 2**20
     with pytest.raises(TopologyError, match="1000000000 nodes of 8 devices are too many; at most 1048576 devices"):
         Cluster("h100_sxm", 10**9)
@@ -248,7 +249,7 @@ def test_a_node_is_put_together_from_parts():
 
 
 def test_another_network_keeps_the_rest():
-    """Another network changes the named fields alone, and a `Link` of the caller is used unchanged."""
+    """`with_network` changes the given fields alone, and takes a given `Link` as it is."""
     kind = node_type("h100_sxm")
     slower = kind.with_network(bytes_per_s_per_device=1e9, devices_per_nic=2, nodes_per_pod=4, oversubscription=2.0)
     assert slower.inter == dataclasses.replace(kind.inter, bandwidth_bytes_per_s=1e9)
@@ -259,7 +260,7 @@ def test_another_network_keeps_the_rest():
 
 
 def test_a_cluster_is_counted_in_devices():
-    """A cluster of a number of devices has whole nodes, or part of one node."""
+    """A cluster of a number of devices has whole nodes or part of one node, and other numbers are refused."""
     assert Cluster.of("h100_sxm", 16, devices_per_node=8, network="efa_v2").nodes == 2
     assert Cluster.of("h100_sxm", 4, devices_per_node=8).devices_per_node == 4
     with pytest.raises(TopologyError, match="12 devices do not fill nodes of 8"):
@@ -267,7 +268,7 @@ def test_a_cluster_is_counted_in_devices():
 
 
 def test_missing_parts_are_named():
-    """No network to change, no fabric known, no such network."""
+    """Changing a missing network, a device without a known fabric, and an unknown network are refused by name."""
     with pytest.raises(UnknownHardwareError, match=r"no network to change.*roce_v2"):
         node_type("rtx4090").with_network(bytes_per_s_per_device=1e9)
     mine = dataclasses.replace(device("h100_sxm"), name="mine")
@@ -278,7 +279,7 @@ def test_missing_parts_are_named():
 
 
 def test_impossible_nodes_are_refused():
-    """Impossible nodes are refused: a cube mesh of sixteen, an empty node, an unknown layout."""
+    """A cube mesh of sixteen devices, and a node without devices, are refused."""
     with pytest.raises(TopologyError, match="joins 8 devices, not 16"):
         assemble_node("v100_sxm2_32gb", 16, fabric="nvlink2_hybrid_cube_mesh")
     with pytest.raises(TopologyError, match="devices_per_node=0"):
@@ -309,7 +310,7 @@ def test_an_unknown_layout_is_refused(tmp_path):
     ],
 )
 def test_hardware_of_published_runs_can_be_built(gpu, per_node, fabric, network, gbit):
-    """Hardware of all priced published runs can be built, with links for all of a mesh's axes."""
+    """The hardware of each priced published run can be built, with links for all axes of a mesh."""
     speed = None if gbit is None else gbit / 8 * 1e9
     cluster = Cluster.of(
         gpu,

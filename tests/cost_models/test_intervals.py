@@ -1,4 +1,4 @@
-"""tests cost_models/intervals.py."""
+"""Intervals of step times from past errors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ ERRORS = st.lists(st.floats(-1, 1), min_size=9, max_size=60)
 
 @given(ERRORS, st.sampled_from([0.5, 0.8, 0.9]))
 def test_the_interval_holds_its_share_of_the_past(errors, coverage):
-    """An interval covers at least its stated share of the past errors, with as few errors as possible."""
+    """An interval covers at least the stated share of the past errors, and a narrower one would not."""
     width = conformal(errors, coverage).log_half_width
     assert sum(abs(error) <= width for error in errors) >= coverage * (len(errors) + 1) - 1e-9
     assert sum(abs(error) < width for error in errors) < coverage * (len(errors) + 1)
 
 
 def test_the_next_error_is_held_as_often_as_stated():
-    """For drawn skewed errors, 19 past errors bound the next error 90 % of 4000 times, within sampling error."""
+    """Intervals from 19 drawn errors cover the next error in 90 % of 4000 draws, within sampling error."""
     draw = random.Random(0)
     held = 0
     for _ in range(4000):
@@ -36,7 +36,7 @@ def test_the_next_error_is_held_as_often_as_stated():
 
 @given(st.floats(0, 2), st.floats(1e-6, 1e3))
 def test_the_interval_is_about_the_prediction(width, predicted):
-    """The interval reaches as far below as above, by ratio."""
+    """The predicted time is the geometric mean of the interval's ends."""
     low, high = Uncertainty(width, 0.9).interval(predicted)
     assert low <= predicted <= high
     assert low * high == pytest.approx(predicted**2)
@@ -51,13 +51,13 @@ def test_the_interval_is_about_the_prediction(width, predicted):
     ],
 )
 def test_too_little_bears_out_nothing(errors, coverage, message):
-    """No interval is made up."""
+    """Too few errors, a coverage of 1, and an infinite error are refused."""
     with pytest.raises(CostArgumentError, match=message):
         conformal(errors, coverage)
 
 
 def test_kinds_of_hardware_without_measurements_have_no_interval(tmp_path, monkeypatch):
-    """A kind of hardware outside of the data file has no interval, and a known kind is read."""
+    """A kind of hardware in the data file has its interval, and any other kind has None."""
     monkeypatch.setattr(constants, "DATA", tmp_path)
     assert step_time_uncertainty("gpu") is None
     (tmp_path / "runtime").mkdir()
@@ -71,7 +71,7 @@ def test_kinds_of_hardware_without_measurements_have_no_interval(tmp_path, monke
 
 
 def test_kinds_are_kept_beside_each_other(tmp_path, monkeypatch):
-    """Writing the interval of one kind keeps the other kinds, and replaces the old interval."""
+    """Writing the interval of one kind of hardware replaces its old interval and keeps the other kinds."""
     monkeypatch.setattr(constants, "DATA", tmp_path)
     (tmp_path / "runtime").mkdir()
     keep_step_time_uncertainty("gpu", Uncertainty(0.2, 0.9), "a test", "2026-11-20")

@@ -1,4 +1,4 @@
-"""tests cost_models/kernel_samples.py."""
+"""Samples of kernels whose times a calibration measures."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ UNIT = Device("one", {"f32": 1e11}, 2**30, 1e10, 1.0, 1e-6, MatmulCurve(1, 1, 1,
 
 
 def test_samples_have_the_work_of_their_calls_and_run():
-    """Bytes of 4 rows of 768 numbers, read and written."""
+    """Samples of 4 rows of 768 numbers count the bytes of their operands and results, and all samples run."""
     samples = {sample.name: sample for sample in aten_samples(rows=(4,))}
     assert samples["aten.tanh.default"].bytes_moved == 2 * 4 * 768 * 4
     assert samples["aten.tanh_backward.default"].bytes_moved == 3 * 4 * 768 * 4
@@ -23,7 +23,7 @@ def test_samples_have_the_work_of_their_calls_and_run():
 
 
 def test_a_point_priced_again_takes_what_was_measured():
-    """Attention takes its measured time too, and so do experts, whose products are priced apart."""
+    """A sample priced on a device with its measured time has that time, also attention and experts."""
     q = torch.randn(1, 2, 32, 8)
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     operands = (torch.randn(4, 8), torch.randint(2, (4, 1)), torch.rand(4, 1), torch.randn(2, 2, 8, 8), None)
@@ -40,7 +40,7 @@ def test_a_point_priced_again_takes_what_was_measured():
 
 
 def test_cycled_calls_take_operands_of_their_own_with_the_same_strides():
-    """Cycled operands are copies with equal strides, such as transposed operands, and never the given operand."""
+    """Calls in a cycle get copies of the operand with its strides, in different memory each time."""
     seen = []
     x = torch.randn(64, 128).t()
     run = cycled(lambda operand: seen.append(operand) or operand + 1, x)

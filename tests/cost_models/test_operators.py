@@ -1,4 +1,4 @@
-"""tests cost_models/operators.py, cost_models/contractions.py, cost_models/counting.py."""
+"""Work of operators: FLOPs, bytes and kinds."""
 
 from math import prod
 
@@ -49,7 +49,7 @@ def test_products_count_two_flops_per_multiply_add(name, inputs, output, flops):
 
 
 def test_4_bit_weights_move_their_bytes():
-    """Dequantisation reads packed weights and their scales, and writes weights."""
+    """Dequantisation reads the bytes of packed weights and scales, and writes the weights."""
     operands = [TensorInfo(shape, 1, "u8") for shape in ((2048, 1), (64,), (1036,))]
     found = work("autoshard.dequantize_nf4.default", operands, [tensor(64, 64)])
     assert (found.bytes_read, found.bytes_written) == (2048 + 64 + 1036, 2 * 64 * 64)
@@ -57,7 +57,7 @@ def test_4_bit_weights_move_their_bytes():
 
 
 def test_ctc_moves_its_table():
-    """CTC moves forward and backward variables [2, 8, 7] for a batch of 2, 8 times and targets of 3."""
+    """CTC's forward and backward count ten and twenty FLOPs for each entry of its table."""
     lengths, loss, table = indices(2), tensor(2), tensor(2, 8, 7)
     operands = [tensor(8, 2, 5), indices(2, 3), lengths, lengths]
     forward = work("autoshard.ctc_loss.default", operands, [loss, table])
@@ -73,14 +73,14 @@ def convolution_arguments(transposed: bool, groups: int) -> tuple:
 
 
 def test_convolution_is_an_implicit_product():
-    """A convolution of [2, 8, 5, 5] with 6 kernels of 3 x 3 in 2 groups counts as its product."""
+    """A convolution counts the FLOPs of its product: each output with each of a group's 4 channels and 9 taps."""
     inputs, output = [tensor(2, 8, 7, 7), tensor(6, 4, 3, 3)], tensor(2, 6, 5, 5)
     found = work("aten.convolution.default", inputs, [output], convolution_arguments(False, 2))
     assert found.flops == 2 * prod(output.shape) * 4 * 9
 
 
 def test_transposed_convolution_counts_input_pixels():
-    """Each input pixel meets the whole kernel of its group."""
+    """A transposed convolution multiplies each input pixel with the whole kernel of its group."""
     inputs, output = [tensor(2, 8, 5, 5), tensor(8, 3, 3, 3)], tensor(2, 6, 7, 7)
     found = work("aten.convolution.default", inputs, [output], convolution_arguments(True, 2))
     assert found.flops == 2 * prod(inputs[0].shape) * 3 * 9
@@ -88,7 +88,8 @@ def test_transposed_convolution_counts_input_pixels():
 
 @pytest.mark.parametrize("mask", [(True, True, False), (False, True, True)])
 def test_convolution_backward_counts_the_gradients_asked_for(mask):
-    """Convolution backwards count one product of the forward's size for each of grad_input and grad_weight."""
+    """A convolution's backward counts a product for each requested gradient of input and weight, and
+    none for the bias."""
     x, weight, grad = tensor(2, 8, 7, 7), tensor(6, 8, 3, 3), tensor(2, 6, 5, 5)
     rest = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, mask)
     found = work("aten.convolution_backward.default", [grad, x, weight], [x, weight], (None, None, None, *rest))
@@ -102,7 +103,7 @@ def attention(name: str, causal: bool, first: tuple, position: int):
 
 
 def test_attention_counts_both_products_halved_when_causal():
-    """4 b h s t d forward, 2.5 times that backward; grouped keys do not change the FLOPs."""
+    """Attention counts 4 b h s t d FLOPs, its backward 2.5 times that, and a causal mask half."""
     full = 4 * 2 * 4 * 16 * 32 * 8
     assert attention("autoshard.attention.default", False, (), 6) == full
     assert attention("autoshard.attention.default", True, (), 6) == full / 2
@@ -112,7 +113,7 @@ def test_attention_counts_both_products_halved_when_causal():
 
 
 def test_causal_attention_of_pieces_is_that_of_the_last_rank():
-    """The last 16 queries see 24 of 32 keys in the mean."""
+    """Causal attention of 16 queries at row 0 counts half of the products, and at unknown rows the last rank's 3/4."""
     q, k = tensor(2, 4, 16, 8), tensor(2, 2, 32, 8)
     for row, share in ((0, 1 / 2), (None, 3 / 4)):
         arguments = (*[None] * 5, 0.0, True, 1.0, 0, [0, 0, row, 0], [2, 4, 32, 32])
@@ -134,7 +135,7 @@ def test_embedding_reads_rows_not_the_table():
 
 
 def test_embedding_backward_writes_the_whole_local_table():
-    """The gradient has the table's shape."""
+    """The backward of an embedding writes the whole table."""
     found = work("aten.embedding_dense_backward.default", [tensor(8, 16), indices(8)], [tensor(50000, 16)])
     assert found.bytes_written == 50000 * 16 * 2 + 8 * 16 * 2
 
@@ -146,7 +147,7 @@ def test_factories_read_nothing():
 
 @given(st.lists(SHAPES, min_size=1, max_size=3), SHAPES)
 def test_an_operator_without_entry_is_bound_by_its_bytes(shapes, result):
-    """Operands are read once and results written once."""
+    """An operator without a formula reads its operands once and writes its results once."""
     found = work("mylib.fused.default", [tensor(*shape) for shape in shapes], [tensor(*result)])
     assert found.bytes_read == 2 * sum(prod(shape) for shape in shapes)
     assert found.bytes_written == 2 * prod(result)
@@ -154,7 +155,7 @@ def test_an_operator_without_entry_is_bound_by_its_bytes(shapes, result):
 
 
 def test_a_call_without_tensors_is_free():
-    """Index arithmetic without tensors is free."""
+    """A call without tensors is a view, which is free."""
     assert work("autoshard.ir.local.axis_index", [], []).kind is Kind.VIEW
 
 
@@ -163,7 +164,8 @@ def test_a_call_without_tensors_is_free():
     ["mylib.fused_matmul.default", "xformers.efficient_attention.default", "aten.conv_depthwise3d.default"],
 )
 def test_an_unknown_contraction_raises(name):
-    """An unknown contraction raises an error with the way to add a formula, and is never priced as pointwise."""
+    """An operator without a formula whose name is that of a contraction is refused, and the error says how to add
+    a formula."""
     with pytest.raises(UnknownOperatorError, match=rf"'{name}'.*operator_cost"):
         work(name, [tensor(2, 2)], [tensor(2, 2)])
 
@@ -172,18 +174,18 @@ def test_an_unknown_contraction_raises(name):
     "name", ["prims.convert_element_type.default", "aten.linalg_vector_norm.default", "my.gelu.v2"]
 )
 def test_what_moves_bytes_alone_is_priced_by_them(name):
-    """Unknown pointwise operators, and names that only look like contractions, are priced by their bytes."""
+    """An operator without a formula whose name is that of no contraction is priced by its bytes."""
     assert work(name, [tensor(8, 4)], [tensor(8, 4)])[1:3] == (64, 64)
 
 
 def test_sparse_products_are_refused():
-    """How many elements are stored is not in the shapes."""
+    """A sparse product is refused, because its shapes do not give the number of stored elements."""
     with pytest.raises(UnknownOperatorError, match="stored"):
         work("aten._sparse_mm.default", [tensor(2, 2), tensor(2, 2)], [tensor(2, 2)])
 
 
 def rule_names() -> list[str]:
-    """Return operators with a sharding rule, by their names in the cost models."""
+    """The operators with a sharding rule, by their names in the cost models."""
     return [str(operator) for operator in registry._rules]
 
 
@@ -208,7 +210,7 @@ def test_every_operator_with_a_sharding_rule_can_be_priced():
     ],
 )
 def test_einsum_contracts_pair_by_pair(equation, shapes, flops):
-    """An einsum contracts pairs from left to right; common indices that the result keeps form a batch."""
+    """An einsum counts the products of pairs from left to right."""
     operands = [tensor(*shape) for shape in shapes]
     assert work("aten.einsum.default", operands, [tensor(1)], (equation, None)).flops == flops
 
@@ -220,7 +222,7 @@ def test_an_einsum_with_an_ellipsis_is_refused():
 
 
 def test_chains_take_the_cheapest_order():
-    """(10 x 100) (100 x 5) (5 x 50): 7500 multiply-adds from the left, 75000 from the right."""
+    """A chain of products counts 7500 multiply-adds in its cheapest order, of 75000 in the other."""
     operands = [tensor(10, 100), tensor(100, 5), tensor(5, 50)]
     assert work("aten.linalg_multi_dot.default", operands, [tensor(10, 50)]).flops == 2 * 7500
 
@@ -248,7 +250,7 @@ def test_an_orthogonalisation_has_three_products_a_step():
     ],
 )
 def test_further_products(name, shapes, arguments, flops):
-    """Two FLOPs for each multiply-add."""
+    """Further products count two FLOPs for each multiply-add."""
     assert work(name, [tensor(*shape) for shape in shapes], [tensor(1)], arguments).flops == flops
 
 
@@ -260,24 +262,24 @@ def test_complex_products_are_four_real_ones():
 
 
 def test_selection_reads_once_per_byte_of_the_key():
-    """Radix selection reads bf16 keys in two passes, and gathers in one further pass."""
+    """A top-k of bf16 reads its operand three times: in two passes of selection and one of gathering."""
     assert work("aten.topk.default", [tensor(1000)], [tensor(5), indices(5)]).bytes_read == 3 * 2000
 
 
 def test_a_search_misses_the_cache_a_few_times_per_value():
-    """Boundaries and values are read, and a sector for each miss."""
+    """A search reads boundaries and values, and four sectors for each value."""
     found = work("aten.searchsorted.Tensor", [tensor(1024), tensor(10)], [indices(10)])
     assert found.bytes_read == 2 * 1034 + 4 * 32 * 10
 
 
 def test_a_collective_raises():
-    """Collectives raise an error, because they have a model of their own."""
+    """A collective is refused as an operator, because collectives have their own model."""
     with pytest.raises(UnknownOperatorError, match="collectives"):
         work("_c10d_functional.all_reduce.default", [tensor(2)], [tensor(2)])
 
 
 def test_a_second_entry_raises():
-    """Nothing is overwritten silently."""
+    """A second formula for an operator is refused."""
     with pytest.raises(ValueError, match="already has a cost formula"):
         operator_cost("aten.mm.default")(lambda inputs, outputs, arguments: work("aten.t.default", inputs, outputs))
 
@@ -292,7 +294,7 @@ def test_a_second_entry_raises():
     ],
 )
 def test_grouped_products_count_each_row_once(left, right, result, flops):
-    """Whichever dim is grouped."""
+    """A grouped product counts each row once, whichever dim is grouped."""
     assert work("aten._grouped_mm.default", [left, right, indices(2)], [result]).flops == flops
 
 
@@ -312,7 +314,7 @@ def test_a_real_transform_is_half_a_complex_one():
 
 
 class _Launches(TorchDispatchMode):
-    """Counts the calls that compute something."""
+    """Counts the calls that are no views."""
 
     count = 0
 
@@ -326,7 +328,7 @@ class _Launches(TorchDispatchMode):
     [("uniform", (0, 1)), ("normal", (0, 1)), ("integer", (0, 9)), ("bernoulli", (0.5,))],
 )
 def test_random_numbers_cost_what_their_definition_launches(distribution, parameters):
-    """Random numbers cost their definition's kernels within 7 %, each of which moves 64 bits per element."""
+    """Random numbers count as many steps as their definition runs calls, within 7 %, each of 64 bits per element."""
     with _Launches() as launches:
         random_reference(torch.tensor(3), distribution, parameters, 0, (9,), (0,), (9,), dtype=torch.float32)
     found = work("autoshard.random.default", [indices()], [tensor(1000)])
@@ -335,7 +337,7 @@ def test_random_numbers_cost_what_their_definition_launches(distribution, parame
 
 
 def test_numbers_that_are_drawn_until_accepted_cost_what_was_counted():
-    """Poisson's and the gamma distribution's, for the parameters that the table was counted for, to within 15 %."""
+    """Poisson, binomial and gamma numbers count as many steps as their definition runs calls, within 15 %."""
     x, seed = torch.linspace(0.0, 1.0, 100_000), torch.tensor(3)
     place = (seed, 0, (0,), (len(x),))
     calls = {

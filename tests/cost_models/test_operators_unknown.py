@@ -1,4 +1,4 @@
-"""Operators and hardware outside of the cost models raise an error with the file to extend."""
+"""Operators outside of the cost models are refused with the place to extend."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ VALUE = TensorInfo((4,), 4, "f32")
 
 @pytest.mark.parametrize("name", ["_c10d_functional.broadcast.default", "_dtensor.shard_dim_alltoall.default"])
 def test_a_collective_is_no_operator(name: str) -> None:
-    """A collective is refused by name, with the place of its price."""
+    """A collective as an operator is refused, and the error names the module of collectives."""
     with pytest.raises(UnknownOperatorError, match=rf"'{name}'.*cost_models\.collectives"):
         work(name, [VALUE], [VALUE])

@@ -1,4 +1,4 @@
-"""tests cost_models/recurrent.py."""
+"""Work of recurrent layers and of fused blocks of attention."""
 
 import pytest
 
@@ -20,26 +20,26 @@ def lstm(steps: int, batch: int = 4):
 
 
 def test_each_weight_meets_each_token_once():
-    """An LSTM of width 16 on 8 features has 4 gates, whose weights each meet each token once."""
+    """An LSTM multiplies each weight of its 4 gates once with each token."""
     assert lstm(10).flops == 2 * 10 * 4 * (64 * 8 + 64 * 16)
 
 
 def test_steps_wait_for_each_other():
-    """Ten times the steps take ten times the launches."""
+    """A layer of 100 steps counts 100 launches, and one of 10 steps counts 10."""
     h100 = device("h100_sxm")
     assert (lstm(10).steps, lstm(100).steps) == (10, 100)
     assert work_time(lstm(100), h100) >= 100 * h100.launch_latency_s
 
 
 def test_backward_takes_twice_the_products():
-    """The backward has products for gradients of inputs and of weights."""
+    """The backward of a recurrent layer counts twice the forward's FLOPs."""
     inputs = [tensor(10, 4, 8), tensor(64, 8), tensor(64, 16)]
     forward = work("aten._cudnn_rnn.default", inputs, [tensor(10, 4, 16)])
     assert work("aten._cudnn_rnn_backward.default", inputs, [tensor(10, 4, 8)]).flops == 2 * forward.flops
 
 
 def test_a_fused_cell_is_pointwise():
-    """A fused cell counts as pointwise, because its products are separate."""
+    """A fused cell counts no product, because its products are separate calls."""
     gates = [tensor(4, 64), tensor(4, 64), tensor(4, 16)]
     assert work("aten._thnn_fused_lstm_cell.default", gates, [tensor(4, 16), tensor(4, 16)]).products == ()
 
@@ -61,7 +61,7 @@ def test_fused_attention_blocks():
 
 
 def recurrent(name: str, gates: int, steps: int, batch: int = 8, hidden: int = 16, fed_back: int = 16):
-    """Forward and backward of a layer in bf16."""
+    """Work of forward and backward of a layer in bf16."""
     inputs = tensor(batch, steps, gates * hidden)
     states = [tensor(batch, fed_back), *([tensor(batch, hidden)] if name == "lstm" else [])]
     weights = [tensor(gates * hidden, fed_back), *([tensor(fed_back, hidden)] if fed_back != hidden else [])]
@@ -73,7 +73,8 @@ def recurrent(name: str, gates: int, steps: int, batch: int = 8, hidden: int = 1
 
 @pytest.mark.parametrize(("name", "gates"), [("lstm", 4), ("gru", 3), ("rnn", 1)])
 def test_semantic_layers_multiply_the_state_at_each_step(name: str, gates: int):
-    """A semantic layer multiplies the state at each step; its backward adds a product per step and one for weights."""
+    """Each step of a layer has a product with the state. The backward has twice the FLOPs, in one product per step
+    and one more."""
     forward, backward = recurrent(name, gates, 10)
     assert forward.flops == 2 * 10 * 8 * gates * 16 * 16
     assert backward.flops == 2 * forward.flops
@@ -82,7 +83,7 @@ def test_semantic_layers_multiply_the_state_at_each_step(name: str, gates: int):
 
 
 def test_a_projection_is_one_more_product():
-    """A projection of 16 hidden values to 4, which are fed back, counts one more product."""
+    """An LSTM with a projection counts one more product per step, with the projection's weight."""
     forward, backward = recurrent("lstm", 4, 10, fed_back=4)
     assert forward.flops == 2 * 10 * 8 * (64 * 4 + 4 * 16)
     assert backward.flops == 2 * forward.flops
@@ -90,7 +91,7 @@ def test_a_projection_is_one_more_product():
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "rnn"])
 def test_time_grows_with_steps_more_than_with_rows(name: str):
-    """Twice the steps take twice the time; twice the rows, which one launch takes in, hardly more."""
+    """Twice the steps take twice the time, and twice the rows take at most 20 % more."""
     h100, gates = device("h100_sxm"), {"lstm": 4, "gru": 3, "rnn": 1}[name]
     for place in (0, 1):
         times = {

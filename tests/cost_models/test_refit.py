@@ -1,4 +1,4 @@
-"""Corrected constants of a cluster."""
+"""Corrections of a cluster's constants by factors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ NODES = {"roofline": node_type("h100_sxm"), "curves": with_curves(node_type("cpu
 @pytest.mark.parametrize("kind", NODES)
 @given(factor=FACTORS)
 def test_a_factor_multiplies_the_seconds_of_a_call(kind: str, operator: str, factor: float) -> None:
-    """The seconds without the launch are multiplied, and other calls keep theirs."""
+    """A factor of a constant multiplies the seconds, without the launch, of the calls that the constant prices,
+    and no others."""
     node, done = NODES[kind], WORKS[operator]
     launch_s = node.device.launch_latency_s
     constant = constant_of_work(done, node.device, operator)
@@ -49,7 +50,7 @@ def test_a_factor_multiplies_the_seconds_of_a_call(kind: str, operator: str, fac
 
 @given(factor=FACTORS)
 def test_a_factor_multiplies_the_seconds_of_a_collective(factor: float) -> None:
-    """A link with measured collectives has a factor for each, other links one for all."""
+    """A link without measured collectives has one factor for all, and a link with them has a factor for each."""
     node = node_type("cpu_laptop")
     measured = replace(node, intra=replace(node.intra, measured=(MeasuredCollective("all_reduce", 1e-4, 1e-5, 1e9),)))
     for each, expected in ((node, "link.intra"), (measured, "link.intra.all_reduce")):
@@ -86,7 +87,7 @@ def test_the_network_has_a_factor_of_its_own() -> None:
 
 
 def test_the_host_bus_is_a_link_in_the_node() -> None:
-    """The factor of links in a node holds for devices without a direct link, too."""
+    """The factor of links in a node also holds for devices that are joined by the host bus."""
     node = node_type("h100_pcie")
     nodes = (node, refitted(node, {"link.intra": 2.0}, 0.0))
     for shape in ({"data": 8}, {"others": 4, "data": 2}):

@@ -1,4 +1,4 @@
-"""Attention on a ring counts the busiest rank's work, the messages, and the hidden time."""
+"""Work and exchanges of attention on a ring: the busiest rank, messages, and the share beside computation."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ def name_of(name: str) -> str:
 
 @pytest.mark.parametrize("name", OPERANDS)
 def test_all_wait_for_the_rank_with_most_work(name: str) -> None:
-    """Under a causal mask, the last rank multiplies its queries with most keys, and all ranks wait for it.
+    """Under a causal mask, the FLOPs are those of the last rank, which has the most keys.
 
-    It leaves out half of its own keys. With an early and a late block, each rank leaves out half of all keys.
+    The last rank leaves out half of its own keys. In pairs of an early and a late block, each rank leaves out half
+    of all keys.
     """
     whole = AttentionShape(BATCH * HEADS, PIECE, RANKS * PIECE, DEPTH, DEPTH, False, name.endswith("backward")).flops
 
@@ -51,7 +52,8 @@ def test_all_wait_for_the_rank_with_most_work(name: str) -> None:
 
 
 def test_pieces_go_round() -> None:
-    """Keys and values travel n - 1 times, their float32 gradients n times, and relaid pieces once."""
+    """Keys and values are sent n - 1 times, their float32 gradients n times, and pairs move their pieces once
+    before and after."""
 
     def sent(name: str, is_paired: bool) -> list[Exchanged]:
         return EXCHANGES[name_of(name)](OPERANDS[name], arguments(name, True, is_paired))
@@ -68,7 +70,8 @@ def test_pieces_go_round() -> None:
 
 
 def test_what_is_sent_beside_computation_is_not_waited_for() -> None:
-    """Messages beyond the computation are waited for, and all messages without computation beside them."""
+    """Communication that overlaps computation is waited for only beyond its share of the time, and other
+    communication wholly."""
     links = GroupLinks(4, 4, 1, Link(1e9, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0), None)
     hop, rest = Exchanged(1e9, True, overlapped_share=0.25), Exchanged(1e9, True)
     hidden = 0.0
@@ -81,7 +84,7 @@ def test_what_is_sent_beside_computation_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize("name", OPERANDS)
 def test_no_more_than_two_pieces_of_others_are_held(name: str) -> None:
-    """However many ranks there are."""
+    """The workspace of three ranks is that of 64, and two pieces more than that of two."""
 
     def count(ranks: int) -> float:
         before = arguments(name, True, False)[:-4]

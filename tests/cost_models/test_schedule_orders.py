@@ -1,4 +1,4 @@
-"""tests cost_models/schedule_orders.py: torch's own classes are the reference."""
+"""Orders of pipeline schedules, compared with torch's own classes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ F, B, I, W = ActionKind  # noqa: E741  the letters of the literature
 
 
 class RecordingStage:
-    """The attributes of a pipeline stage that torch's schedules use; calls are recorded."""
+    """The attributes of a pipeline stage that torch's schedules use. Its calls are recorded."""
 
     is_first = False
     is_last = False
@@ -49,7 +49,7 @@ class RecordingStage:
 
 
 def torch_orders(schedule, ranks, micro_batches, virtual_stages):
-    """Per rank, the slots that torch's class runs, as (stage, letter, micro-batch)."""
+    """The slots that torch's class runs on each rank, as (stage, letter, micro-batch)."""
     if virtual_stages == 1 and schedule in ("GPipe", "1F1B"):
         return [_ran_by_torch(schedule, rank, ranks, micro_batches) for rank in range(ranks)]
     stages = [RecordingStage(index, 0, ranks, ranks * virtual_stages) for index in range(virtual_stages)]
@@ -58,7 +58,8 @@ def torch_orders(schedule, ranks, micro_batches, virtual_stages):
 
 
 def _ran_by_torch(schedule, rank, ranks, micro_batches):
-    """Run torch's classes with one stage per rank; the printed order of 1F1B is off by one on the last rank."""
+    """The calls of torch's class with one stage per rank, because its printed order of 1F1B is off by one on the
+    last rank."""
     stage = RecordingStage(rank, rank, ranks, ranks)
     running = torch_schedules.get_schedule_class(schedule)(stage, micro_batches)
     running._initialize_stage = lambda *_, **__: None
@@ -90,7 +91,7 @@ def shapes(draw, schedules=tuple(SCHEDULES)):
 
 @given(shapes(_OF_TORCH))
 def test_the_order_of_each_rank_is_torchs(shape):
-    """Actions, stages, micro-batches and overlapped pairs equal torch's, in order, if torch has the schedule."""
+    """The order of each rank equals torch's, with stages, micro-batches and overlapped pairs."""
     assert admits(*shape)
     ours = [
         [tuple((a.stage, a.kind.letter, a.micro_batch) for a in slot) for slot in order]
@@ -101,13 +102,14 @@ def test_the_order_of_each_rank_is_torchs(shape):
 
 @given(shapes())
 def test_what_is_in_flight_is_counted_in_the_order(shape):
-    """A shorter step with a repeating steady state has the same values in flight."""
+    """The most micro-batches in flight, computed from a shorter step, equal those counted in the whole order."""
     assert most_in_flight(*shape) == tuple(peak_in_flight(order) for order in rank_orders(*shape))
 
 
 @given(shapes())
 def test_every_stage_runs_every_micro_batch_once(shape):
-    """Every micro-batch has one forward, and a backward or both halves, on the stage's rank in a possible order."""
+    """Each stage has one forward of every micro-batch, and a backward or both of its halves, on its rank and in a
+    possible order."""
     schedule, ranks, micro_batches, virtual_stages = shape
     owners = stage_ranks(schedule, ranks, virtual_stages)
     seen: list[Action] = []
@@ -124,7 +126,7 @@ def test_every_stage_runs_every_micro_batch_once(shape):
 
 
 def _can_run(orders, stages):
-    """Whether the ranks, each in its order, finish without a circle of waits."""
+    """Whether all ranks, each in its order, can run without waiting for each other in a circle."""
     done, places, moved = set(), [0] * len(orders), True
     while moved:
         moved = False
@@ -147,7 +149,7 @@ def _ready(action, done, stages):
 
 @given(st.integers(1, 8), st.integers(1, 20))
 def test_one_forward_one_backward_holds_at_most_one_micro_batch_per_later_stage(ranks, micro_batches):
-    """1F1B holds min(m, p - rank) micro-batches, and GPipe holds all micro-batches."""
+    """A rank of 1F1B holds at most min(m, p - rank) micro-batches, and a rank of GPipe holds all."""
     held = [peak_in_flight(order) for order in rank_orders("1F1B", ranks, micro_batches)]
     assert held == [min(micro_batches, ranks - rank) for rank in range(ranks)]
     assert {peak_in_flight(order) for order in rank_orders("GPipe", ranks, micro_batches)} == {micro_batches}
@@ -155,7 +157,7 @@ def test_one_forward_one_backward_holds_at_most_one_micro_batch_per_later_stage(
 
 @given(st.integers(2, 6), st.integers(1, 4), st.integers(2, 4))
 def test_interleaving_holds_more(ranks, rounds, virtual_stages):
-    """Interleaving holds (v - 1) p + 2 (p - 1 - rank) + 1 stages' values, at most all (Narayanan et al.)."""
+    """A rank of interleaved 1F1B holds (v - 1) p + 2 (p - 1 - rank) + 1 values of stages, or all (Narayanan et al.)."""
     micro_batches = ranks * rounds
     for rank, order in enumerate(rank_orders("Interleaved1F1B", ranks, micro_batches, virtual_stages)):
         expected = (virtual_stages - 1) * ranks + 2 * (ranks - 1 - rank) + 1
@@ -175,7 +177,7 @@ def test_interleaving_holds_more(ranks, rounds, virtual_stages):
     ],
 )
 def test_what_a_schedule_does_not_admit_is_refused(shape, message):
-    """The message names the schedule's condition."""
+    """A shape that a schedule does not admit is refused, and the message has the schedule's condition."""
     assert not admits(*shape)
     with pytest.raises(CostArgumentError, match=message):
         rank_orders(*shape)
@@ -183,7 +185,7 @@ def test_what_a_schedule_does_not_admit_is_refused(shape, message):
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(4, 9), (3, 4)])
 def test_torch_refuses_the_same_rounds(ranks, micro_batches):
-    """Micro-batches of unequal rounds are refused: 9 on 4 ranks; 4 on 3 ranks are one round."""
+    """If torch refuses a number of micro-batches for interleaved stages, `rank_orders` refuses it too."""
     try:
         torch_orders("Interleaved1F1B", ranks, micro_batches, 2)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The numbers of a step."""
+"""Times of computation and communication that run side by side, and the factors of kernels in a step."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def test_side_by_side_lies_between_the_longer_and_the_sum(compute_s: float, sent
 
 
 def test_nothing_to_hide_costs_nothing() -> None:
-    """Computation alone takes its own time."""
+    """Computation without communication takes its own time."""
     assert concurrent_time(2.0, 0.0) == 2.0
 
 
 def test_the_data_file_is_physical() -> None:
-    """Kernels and collectives in a step are as fast as alone, or slower, but for the ramp."""
+    """The factors of kernels and collectives in a step lie in plausible ranges."""
     factors = in_step()
     assert 1 <= factors.kernels <= 1.5
     assert 1 <= factors.network <= 2
@@ -36,7 +36,7 @@ def test_the_data_file_is_physical() -> None:
 
 @pytest.mark.parametrize("unit", ["a100_sxm_80gb", "h100_sxm"])
 def test_kernels_of_groups_take_longer(unit: str) -> None:
-    """Products and copies alike; the peak, by which MFU goes, is the device's own."""
+    """On eight devices, products and copies take longer than alone by the factor of kernels, and the peak stays."""
     alone, group = Cluster(unit, 1, 1), Cluster(unit, 1, 8)
     assert (alone.in_step, alone.device) == (ALONE, node_type(unit).device)
     assert group.in_step == in_step()
@@ -48,7 +48,7 @@ def test_kernels_of_groups_take_longer(unit: str) -> None:
 
 
 def test_collectives_between_nodes_take_longer() -> None:
-    """Collectives within a node take no longer than alone."""
+    """A collective between nodes takes longer in a step by the network's factor, and one within a node does not."""
     alone, group = (Cluster("h100_sxm", 2, 8, factors) for factors in (ALONE, InStep(network=1.5, ramp=0.0)))
 
     def seconds(cluster: Cluster, axis: str) -> float:
@@ -59,5 +59,5 @@ def test_collectives_between_nodes_take_longer() -> None:
 
 
 def test_cpus_are_as_fast_in_a_group() -> None:
-    """Their kernels are measured while all ranks run."""
+    """CPUs have no factors for a step, because their kernels are measured while all ranks run."""
     assert Cluster("cpu_laptop", 1, 2).in_step == ALONE

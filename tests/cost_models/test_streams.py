@@ -1,4 +1,4 @@
-"""Streams take the longest path, respect bounds, and equal cases computed by hand."""
+"""Steps on streams, compared with longest paths, bounds, and cases computed by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EIGHTHS = st.integers(0, 16).map(lambda number: number / 8)
 
 @st.composite
 def segments(draw):
-    """Draw a segment of computations and communications on two streams."""
+    """A segment of computations and communications on three streams."""
     ops: list[Op] = []
     for index in range(draw(st.integers(0, 7))):
         stream = draw(st.sampled_from([COMPUTE, COMPUTE, "fabric", "network"]))
@@ -34,7 +34,7 @@ def steps(draw):
 
 
 def parts(step):
-    """(sum of computation, sum of communication)."""
+    """The summed seconds of computation, and of communication."""
     ops = [op for segment in step for op in segment.ops]
     compute = sum(op.seconds for op in ops if op.stream == COMPUTE)
     return compute, sum(op.seconds for op in ops) - compute
@@ -67,7 +67,7 @@ def test_the_step_is_the_longest_path(step):
 
 @given(steps(), st.sampled_from([0.0, 0.25, 1.0]))
 def test_the_step_lies_between_its_parts(step, slowdown):
-    """Never under the computation or the busiest stream, never over the sum, and the parts add up."""
+    """A step takes at least its computation and its busiest stream, at most their sum, and its parts add up."""
     times = simulate_streams(step, slowdown)
     compute, communication = parts(step)
     assert times.total_s <= compute * (1 + slowdown) + communication + 1e-9
@@ -84,7 +84,7 @@ def test_the_step_lies_between_its_parts(step, slowdown):
 
 @given(steps())
 def test_without_overlap_the_step_is_the_sum(step):
-    """All communication is exposed, nothing is slowed."""
+    """Without overlap, all communication is exposed and the step is the sum."""
     times = simulate_streams(step)
     compute, communication = parts(step)
     assert times.total_s == pytest.approx(compute + communication)
@@ -93,13 +93,14 @@ def test_without_overlap_the_step_is_the_sum(step):
 
 
 def covered_s(start_s, end_s, cover):
-    """Return the seconds of an interval that disjoint intervals cover."""
+    """The seconds of an interval that disjoint intervals cover."""
     return sum(max(0.0, min(end_s, last) - max(start_s, first)) for first, last in cover)
 
 
 @given(steps(), st.sampled_from([0.0, 0.5]))
 def test_the_timeline_has_every_operation(step, slowdown):
-    """The spans of computation cover all communication that is not exposed."""
+    """The timeline has a span for each operation, and communication outside of computation is at least the exposed
+    time."""
     times = simulate_streams(step, slowdown)
     assert len(times.timeline.spans) == sum(len(segment.ops) for segment in step)
     computing = [(span.start_s, span.end_s) for span in times.timeline.spans if span.stream == COMPUTE]
@@ -110,7 +111,7 @@ def test_the_timeline_has_every_operation(step, slowdown):
 
 @given(steps(), st.data())
 def test_faster_parts_never_slow_the_step(step, data):
-    """An operation that takes half as long, computation or communication: in-order streams have no anomalies."""
+    """If an operation takes half as long, the step takes no longer."""
     assume(any(segment.ops for segment in step))
     segment = data.draw(st.sampled_from([segment for segment in step if segment.ops]))
     index = data.draw(st.integers(0, len(segment.ops) - 1))
@@ -123,7 +124,8 @@ def test_faster_parts_never_slow_the_step(step, data):
 
 @given(steps(), st.sampled_from([None, 0.0]), st.sampled_from([0.125, 1.0]))
 def test_the_host_holds_the_device_up(step, slowdown, dispatch):
-    """A step is at least as long as the host's issue time, and at most host plus device; the parts add up."""
+    """With a host that issues kernels, a step takes at least the issue time and at most that plus the device's
+    time. Its parts add up."""
     free = simulate_streams(step, slowdown)
     times = simulate_streams(step, slowdown, dispatch_s=dispatch)
     issue = dispatch * sum(op.launches for segment in step for op in segment.ops)
@@ -133,7 +135,7 @@ def test_the_host_holds_the_device_up(step, slowdown, dispatch):
 
 
 def issued_time(kernels_s, dispatch_s):
-    """Seconds from the first call on the host until the last kernel of a stream has run."""
+    """Seconds from the first call on the host until a stream's last kernel has run."""
     end = issued = 0.0
     for kernel_s in kernels_s:
         issued += dispatch_s
@@ -143,13 +145,13 @@ def issued_time(kernels_s, dispatch_s):
 
 @given(st.lists(EIGHTHS, max_size=12), st.sampled_from([0.25, 1.0]))
 def test_computation_alone_takes_its_issued_time(kernels, dispatch):
-    """A kernel ends after its issue and the previous kernel's end, for any length of kernels."""
+    """A kernel starts when it is issued and the previous kernel has ended."""
     step = [Segment("block", tuple(product("mm", seconds) for seconds in kernels))]
     assert simulate_streams(step, dispatch_s=dispatch).total_s == pytest.approx(issued_time(kernels, dispatch))
 
 
 def product(name, seconds, *needs):
-    """A computation."""
+    """An operation of computation with this name, seconds and needs."""
     return Op(name, "forward", seconds, needs=needs)
 
 
@@ -171,14 +173,14 @@ def test_a_blocking_all_reduce_is_exposed():
 
 
 def test_a_reduction_that_nobody_waits_for_is_exposed_at_the_end_only():
-    """Data parallelism: the reductions run behind the backward, and the step ends with the last."""
+    """A reduction after each block runs beside the next block, and only the last one is exposed."""
     block = Segment("block", (product("mm", 4.0), Op("reduce", "data", 3.0, "network", (0,))))
     times = simulate_streams([block] * 5, 0.0)
     assert (times.total_s, times.exposed_s, times.overlapped_s) == (23.0, {"data": 3.0}, {"data": 12.0})
 
 
 def test_communication_slows_computation():
-    """Communication slows computation by half: 1.5 s finish 1 s of work, and the rest runs at full speed."""
+    """With a slowdown of one half, 1.5 s of communication delay the computation by 0.5 s."""
     block = Segment("block", (product("a", 1.0), Op("reduce", "data", 1.5, "network", (0,)), product("b", 2.0)))
     times = simulate_streams([block], 0.5)
     assert times.slowdown_s == pytest.approx(0.5)
@@ -186,7 +188,7 @@ def test_communication_slows_computation():
 
 
 def test_the_slowdown_has_a_source():
-    """It is the published mean."""
+    """The slowdown is the published mean, 0.189."""
     assert measured_slowdown() == 0.189
 
 
@@ -198,6 +200,6 @@ def test_the_slowdown_has_a_source():
     ],
 )
 def test_impossible_operations_raise(op, message):
-    """The message names the operation."""
+    """An operation with negative seconds, or with a need that is not before it, is refused."""
     with pytest.raises(CostArgumentError, match=message):
         simulate_streams([Segment("block", (product("mm", 1.0), op))])

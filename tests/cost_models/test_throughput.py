@@ -1,4 +1,4 @@
-"""tests cost_models/throughput.py."""
+"""Curves of throughput over size."""
 
 import pytest
 from hypothesis import given
@@ -17,7 +17,7 @@ POINTS = st.lists(
 
 @given(POINTS, st.floats(1, 1e11), st.floats(1, 1e11))
 def test_more_bytes_take_no_less_time(points, left, right):
-    """More bytes take at least as long, for any measurements."""
+    """On any curve, more bytes take at least as long."""
     curve = curve_of(points)
     low, high = sorted((left, right))
     assert time_on(curve, low) <= time_on(curve, high) * (1 + 1e-9)
@@ -25,7 +25,7 @@ def test_more_bytes_take_no_less_time(points, left, right):
 
 @given(POINTS)
 def test_a_curve_gives_back_what_it_is_made_of(points):
-    """At each measured size, the curve gives the longest time that was measured up to this size."""
+    """A curve gives, at each measured size, the longest time measured up to this size."""
     longest = 0.0
     for size, seconds in sorted(points):
         longest = max(longest, seconds)
@@ -33,7 +33,7 @@ def test_a_curve_gives_back_what_it_is_made_of(points):
 
 
 def test_numbers_of_a_file_read_back():
-    """Names of operators have dots of their own."""
+    """Curves written as numbers of a file are read back equal, although names of operators have dots."""
     curves = {"aten.tanh.default": ((1000.0, 3e9), (64000.0, 2e9)), "memory": ((10.0, 1e9),)}
     numbers = {path.removeprefix("throughput."): value for path, (value, _) in numbers_of(curves).items()}
     assert curves_of(numbers) == curves
@@ -41,6 +41,6 @@ def test_numbers_of_a_file_read_back():
 
 @pytest.mark.parametrize("path", ["memory", "memory.many", "memory.0", "memory.-1", ".4096"])
 def test_a_size_that_is_no_number_of_bytes_is_refused(path):
-    """Each rate of a curve stands at a number of bytes above zero."""
+    """A size that is no positive whole number is refused with its table."""
     with pytest.raises(HardwareFileError, match=rf"mine\.toml: the table \[throughput\.{path}\] must read"):
         curves_of({path: 1e9}, "mine.toml")

@@ -1,4 +1,4 @@
-"""tests cost_models/topology.py."""
+"""Links of groups on a cluster, compared with rings routed over its graph."""
 
 import dataclasses
 from collections import Counter
@@ -44,7 +44,7 @@ def is_even(groups: list[list[int]], unit: int) -> bool:
 
 
 def slowest_ring(links) -> float:
-    """Return the bandwidth of a ring by `GroupLinks`: each level with the members' shares of the level."""
+    """The bandwidth of a group's ring by `GroupLinks`: the least of its levels, shared among members."""
     inside = [links.intra.reached_bytes_per_s] if links.intra else []
     outside = [links.per_node * links.inter.reached_bytes_per_s] if links.inter else []
     spine = [links.size / links.pods * links.spine.reached_bytes_per_s] if links.spine else []
@@ -52,7 +52,7 @@ def slowest_ring(links) -> float:
 
 
 def test_devices_are_on_the_switch_of_their_own_node():
-    """The second of two nodes with three devices each has devices 3, 4 and 5."""
+    """In a graph of two nodes with three devices each, devices 3, 4 and 5 are on the second node's switch."""
     graph = cluster_graph(cluster(2, 3))
     for node, ranks in enumerate([(0, 1, 2), (3, 4, 5)]):
         assert set(graph["switch", node]) == {("device", rank) for rank in ranks}
@@ -60,9 +60,10 @@ def test_devices_are_on_the_switch_of_their_own_node():
 
 @given(MESHES, st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2]), st.sampled_from([(0, 1.0), (2, 2.0), (4, 3.0)]))
 def test_bandwidth_equals_what_routing_every_ring_gives(sizes, per_node, devices_per_nic, pods):
-    """The closed form equals the routed bandwidth for any axis of any mesh, with shared cards and slow spines.
+    """The formulas' bandwidth equals that of routed rings for each axis of a mesh, with shared cards and slow
+    spines.
 
-    For groups with uneven shares of pods, the closed form takes the slower value.
+    If groups have uneven shares of the pods, the formulas' bandwidth is at most the routed one.
     """
     assume(prod(sizes) % per_node == 0)
     nodes = prod(sizes) // per_node
@@ -89,7 +90,7 @@ def test_bandwidth_equals_what_routing_every_ring_gives(sizes, per_node, devices
 
 
 def test_an_axis_of_stride_eight_crosses_nodes():
-    """A data axis over nodes of eight has one member in each node, and the tensor axis stays inside nodes."""
+    """An axis over nodes of eight has one member in each of 16 nodes, and the inner axis lies within a node."""
     links = axis_links(cluster(16, 8), {"data": 16, "model": 8})
     assert (links["data"].per_node, links["data"].nodes) == (1, 16)
     assert (links["model"].per_node, links["model"].nodes) == (8, 1)
@@ -104,7 +105,7 @@ def test_a_lone_device_has_the_whole_card():
 
 
 def test_a_contiguous_ring_barely_feels_an_oversubscribed_spine():
-    """A ring over four nodes of a leaf leaves the pod once, so only an all-to-all feels an oversubscribed spine."""
+    """An oversubscribed spine slows an all-to-all over all nodes, but not a ring, which leaves each pod once."""
     full, narrow = cluster(8, 8), cluster(8, 8, nodes_per_pod=4, oversubscription=4.0)
     links, narrowed = (machine.group_links({"a": 64}, ("a",)) for machine in (full, narrow))
     assert narrowed.pods == 2
@@ -113,7 +114,7 @@ def test_a_contiguous_ring_barely_feels_an_oversubscribed_spine():
 
 
 def test_a_ring_across_pods_feels_the_spine():
-    """A ring of two members in two pods feels the spine."""
+    """For groups of two ranks in two pods, a spine oversubscribed by 4 takes over three times as long."""
     full, narrow = cluster(8, 8), cluster(8, 8, nodes_per_pod=4, oversubscription=4.0)
     links, narrowed = (machine.group_links({"a": 2, "b": 32}, ("a",)) for machine in (full, narrow))
     assert all_gather_time(1e9, narrowed) > 3 * all_gather_time(1e9, links)
@@ -132,7 +133,8 @@ def test_adding_a_faster_link_never_slows(level, factor, size, message):
 
 
 def test_a_hybrid_cube_mesh_has_six_links_a_device():
-    """In DGX-1 all eight devices reach full bandwidth, a quad two thirds, and devices 0 and 5 none."""
+    """In the cube mesh all eight devices have full bandwidth, a quad two thirds, devices 0 and 3 one third, and 0
+    and 5 none."""
     links = direct_links(NodeWiring.HYBRID_CUBE_MESH, 8)
     for device in range(8):
         assert sum(share for pair, share in links.items() if device in pair) == pytest.approx(1)
@@ -144,20 +146,20 @@ def test_a_hybrid_cube_mesh_has_six_links_a_device():
 
 @given(st.integers(2, 8), st.data())
 def test_a_group_on_a_mesh_has_the_links_to_its_members(devices, data):
-    """A group of g devices uses g - 1 of n - 1 links."""
+    """A group of g out of n fully joined devices uses (g - 1) / (n - 1) of the links."""
     members = data.draw(st.sampled_from([m for g in range(2, devices + 1) for m in combinations(range(devices), g)]))
     assert wired_share(NodeWiring.MESH, devices, members) == pytest.approx((len(members) - 1) / (devices - 1))
 
 
 @pytest.mark.parametrize(("layout", "share"), [(NodeWiring.MESH, 1.0), (NodeWiring.PAIRS, 0.0), (NodeWiring.HOST, 0.0)])
 def test_large_nodes_have_a_share_at_once(layout, share):
-    """The share of 64 devices is known without a look at their subsets."""
+    """For 64 devices the share of links is found without trying their subsets."""
     assert wired_share(layout, 64, tuple(range(64))) == share
 
 
 @given(st.sampled_from([NodeWiring.MESH, NodeWiring.HYBRID_CUBE_MESH, NodeWiring.PAIRS]), st.integers(2, 8), st.data())
 def test_the_narrowest_cut_equals_that_of_the_graph(layout, devices, data):
-    """The narrowest cut equals the slowest all-gather bound of the members, by networkx's maximum flows."""
+    """The share of links of a group equals the largest rate at which maximum flows reach all its members."""
     members = data.draw(st.sampled_from([m for g in range(2, devices + 1) for m in combinations(range(devices), g)]))
     graph = networkx.DiGraph()
     graph.add_nodes_from([*members, "source"])
@@ -181,7 +183,7 @@ def test_the_narrowest_cut_equals_that_of_the_graph(layout, devices, data):
 
 
 def test_bridged_pairs_fall_back_to_the_bus():
-    """Two bridged cards use their bridge, and four cards fall back to PCIe."""
+    """Two bridged cards have their bridge's bandwidth, and four cards the host bus."""
     machine = Cluster("a100_pcie_80gb")
     pair, four = (machine.group_links({"a": 8 // size, "b": size}, ("b",)).intra for size in (2, 4))
     assert pair.bandwidth_bytes_per_s == 300e9
@@ -189,7 +191,7 @@ def test_bridged_pairs_fall_back_to_the_bus():
 
 
 def test_devices_without_any_path_raise():
-    """A cube mesh without a bus cannot join devices 1 and 4, and raises."""
+    """Devices of a cube mesh that have no link and no host bus are refused."""
     kind = node_type("dgx1_v100")
     alone = dataclasses.replace(kind, wiring=dataclasses.replace(kind.wiring, host=None))
     with pytest.raises(UnknownHardwareError, match=r"\[host\.\*\]"):
@@ -197,7 +199,7 @@ def test_devices_without_any_path_raise():
 
 
 def test_graph_of_a_mesh_has_direct_links():
-    """Eight MI300X have 28 links, and two nodes' cards meet on a spine."""
+    """Eight MI300X have 28 direct links in each node, and the graph of two nodes is connected."""
     graph = cluster_graph(Cluster("mi300x", nodes=2))
     direct = [edge for edge in graph.edges if edge[0][0] == edge[1][0] == "device"]
     assert len(direct) == 2 * 28
@@ -205,7 +207,7 @@ def test_graph_of_a_mesh_has_direct_links():
 
 
 def test_networks_are_checked():
-    """Ratios below one and zero speeds are refused."""
+    """An oversubscription below one, and a bandwidth of zero, are refused."""
     kind = node_type("h100_sxm")
     with pytest.raises(TopologyError, match=r"oversubscription=0\.5"):
         kind.with_network(oversubscription=0.5)

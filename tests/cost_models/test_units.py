@@ -1,4 +1,4 @@
-"""tests cost_models/units.py."""
+"""Division rounded up."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Documents that share a row train as documents apart, however batch, heads and sequence are split."""
+"""Documents that share a row train like separate documents, however batch, heads and sequence are split."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORDS, LENGTH, WIDTH, HEADS = 32, 8, 16, 4
 
 @given(lengths=st.lists(st.integers(1, 30), max_size=60), more=st.integers(0, 20))
 def test_each_document_is_in_one_row(lengths: list[int], more: int) -> None:
-    """Rows hold each document once, none is too long, and no two rows would fit into one."""
+    """Each document is in one row, no row is longer than the length, and no two rows would fit into one."""
     length = max(lengths, default=1) + more
     rows = pack(lengths, length)
     assert sorted(document for row in rows for document in row) == list(range(len(lengths)))
@@ -46,7 +46,7 @@ def test_the_best_fit_is_taken() -> None:
 
 @pytest.mark.parametrize("of", [np.asarray, partial(np.asarray, dtype=np.uint16), torch.tensor])
 def test_lengths_may_be_an_array(of: Any) -> None:
-    """Arrays of NumPy or torch, with rows of more than 64 tokens."""
+    """Lengths in a NumPy array or a tensor are packed like a list."""
     lengths = [30, 50, 80, 60, 20]
     assert pack(of(lengths), of(80)) == pack(lengths, 80) == [[2], [3, 4], [0, 1]]
 
@@ -56,13 +56,13 @@ def test_lengths_may_be_an_array(of: Any) -> None:
     [([3, 10], "document 1 has 10 tokens, and a row has 9. Cut"), ([3, 0], "document 1 has 0 tokens. Leave empty")],
 )
 def test_documents_that_fit_no_row_are_refused(lengths: list[int], words: str) -> None:
-    """A document that is too long, or empty, is named."""
+    """A document that is empty or longer than a row is refused by its number."""
     with pytest.raises(AutoshardError, match=words):
         pack(lengths, 9)
 
 
 def test_rows_have_the_asked_tensors() -> None:
-    """Own labels, document numbers and masks; an unknown name is refused."""
+    """Rows have labels, document numbers and masks for the asked names, and an unknown name is refused."""
     documents = [{"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}, {"input_ids": torch.tensor([8, 9])}]
     rows = PackedRows(documents, 6, padding=3, keys=("input_ids", "labels", "document_ids", "attention_mask"))
     (row,) = [rows[index] for index in range(len(rows))]
@@ -88,7 +88,7 @@ def test_rows_have_the_asked_tensors() -> None:
     ],
 )
 def test_documents_of_other_lengths_are_refused(document: Any, lengths: list[int] | None, words: str) -> None:
-    """A document without a label for each token, or with another length than was said, is named."""
+    """A document with another number of labels than tokens, or of another length than given, is refused."""
     with pytest.raises(AutoshardError, match=words):
         PackedRows([document], 4, lengths=lengths)[0]
     with pytest.raises(AutoshardError, match="there are 2 lengths of 1 documents"):
@@ -96,7 +96,7 @@ def test_documents_of_other_lengths_are_refused(document: Any, lengths: list[int
 
 
 class Attends(nn.Module):
-    """A decoder of one block, whose attention has a mask of documents."""
+    """A decoder of one block, in whose attention a token sees only its own document."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Attends(nn.Module):
 
 
 class Loss(nn.Module):
-    """A model of transformers that returns the loss alone."""
+    """A model of transformers whose output is the loss."""
 
     def __init__(self, attention: str) -> None:
         super().__init__()
@@ -143,14 +143,14 @@ SPLITS: dict[str, tuple[dict[str, int], P, int]] = {
 
 
 def documents() -> list[Tensor]:
-    """Documents that fill three rows of four, and most of the fourth."""
+    """Seven documents, which fill three rows and most of a fourth."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(1, WORDS, (size,), generator=generator) for size in (3, 5, 8, 6, 2, 4, 2)]
 
 
 @cache
 def apart(kind: str) -> tuple[float, dict[str, Tensor]]:
-    """Return the loss of the documents apart on one device, a mean over all predicted tokens, and its gradients."""
+    """The loss and gradients of separate documents on one device, as a mean over all predicted tokens."""
     make, keys = KINDS[kind]
     model, total, count = make(), torch.zeros(()), sum(len(each) - 1 for each in documents())
     for document in documents():
@@ -164,7 +164,7 @@ def apart(kind: str) -> tuple[float, dict[str, Tensor]]:
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_rows_train_as_documents_apart(kind: str, split: str) -> None:
-    """Loss and gradients of a step, read off an update by SGD."""
+    """Loss and gradients of packed rows under each split equal those of the separate documents."""
     axes, spec, parts = SPLITS[split]
     make, keys = KINDS[kind]
     expected, gradients = apart(kind)
@@ -195,7 +195,7 @@ def test_packed_rows_train_as_documents_apart(kind: str, split: str) -> None:
 @given(st.data())
 @settings(max_examples=3)
 def test_any_plan_of_packed_rows_equals_one_device(data: st.DataObject) -> None:
-    """Every legal strategy of every node, on meshes of one and two axes."""
+    """Under any plan, packed rows give the results of one device."""
     mesh = data.draw(st.sampled_from([Mesh({"data": 2}), Mesh({"data": 2, "sequence": 2})]))
     model, rows = Attends(), PackedRows(documents(), LENGTH, keys=KINDS["mask of documents"][1])
     inputs: dict[str, Any] = dict(sorted(default_collate([rows[index] for index in range(len(rows))]).items()))

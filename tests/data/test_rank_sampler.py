@@ -1,4 +1,4 @@
-"""Ranks load the right rows without processes; tests/runtime/test_distributed.py tests processes."""
+"""The rows that a sampler gives each rank, without processes; tests/runtime/test_distributed.py has processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def total(y: torch.Tensor) -> torch.Tensor:
 def test_ranks_together_draw_the_batches_of_one_device(
     length: int, rows: int, pieces: int, parts: int, shuffle: bool, epoch: int
 ) -> None:
-    """The ranks' rows join to one device's micro-batches, without repeated rows, and equally many on each rank."""
+    """The ranks' rows join to the micro-batches of one device, without repetition, and each rank has equally many."""
     batch = rows * pieces * parts
     ranks = [
         RankSampler(length, RankRows(batch, parts, (pieces,), (index,)), shuffle=shuffle, seed=7)
@@ -47,7 +47,7 @@ def test_ranks_together_draw_the_batches_of_one_device(
 
 
 def test_epochs_have_orders_of_their_own() -> None:
-    """Each epoch has an order of its own, which is reproducible."""
+    """Each epoch has its own order, which is the same each time."""
     each = RankSampler(50, RankRows(10))
     first = list(each)
     assert list(each) == first
@@ -62,7 +62,7 @@ def sharded() -> Any:
 
 
 def test_without_processes_a_loader_gives_whole_batches(sharded: Any) -> None:
-    """All ranks are in this process."""
+    """Without processes, the sampler gives whole batches, because all ranks are in this process."""
     rows = autoshard.data.sampler(ROWS, sharded, shuffle=False)
     batches = list(DataLoader(ROWS, batch_size=rows.batch_size, sampler=rows))  # type: ignore[arg-type]
     assert [batch[:, 0].tolist() for batch in batches] == [list(range(8)), list(range(8, 16))]
@@ -74,13 +74,13 @@ def test_without_processes_a_loader_gives_whole_batches(sharded: Any) -> None:
     [(ROWS[:7], "the dataset has 7 samples, and a batch 8 rows"), (iter(ROWS), "the dataset has no length")],
 )
 def test_datasets_without_a_batch_are_refused(sharded: Any, dataset: Any, words: str) -> None:
-    """Datasets with too few samples, or of unknown length, are refused."""
+    """A dataset with fewer samples than a batch, or without a length, is refused."""
     with pytest.raises(AutoshardError, match=words):
         autoshard.data.sampler(dataset, sharded)
 
 
 def test_what_is_no_part_of_a_batch_is_refused(sharded: Any) -> None:
-    """A loader with another batch size, a plain module, and a step of several micro-batches are refused."""
+    """A batch of another size, a plain module, and a model that is not compiled yet are refused."""
     rows = autoshard.data.sampler(ROWS, sharded)
     with pytest.raises(AutoshardError, match=r"shape=\[4, 4\] is no part of a batch, of which this rank has 8 rows"):
         rows.whole(ROWS[:4])
@@ -92,7 +92,7 @@ def test_what_is_no_part_of_a_batch_is_refused(sharded: Any) -> None:
 
 
 def test_a_step_of_micro_batches_loads_whole_batches(sharded: Any) -> None:
-    """The loader of a step of micro-batches yields whole batches, although the program takes a micro-batch."""
+    """For a step of two micro-batches of four rows, the sampler's batches have eight rows."""
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters())
     step = autoshard.compile(
@@ -105,7 +105,7 @@ def test_a_step_of_micro_batches_loads_whole_batches(sharded: Any) -> None:
 
 
 def test_pipelines_are_refused() -> None:
-    """Ranks of a pipeline's stages read inputs on meshes of their own."""
+    """A step with pipeline stages is refused."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     step = autoshard.compile(
         model,

@@ -1,4 +1,4 @@
-"""The rows of each rank are together the rows of the batch, and a short last batch trains as on one device."""
+"""The rows of all ranks make up the batch, and a short last batch trains as on one device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARTS, BATCH = 4, 16
 
 @given(size=st.integers(1, 24), parts=st.integers(1, 5), data=st.data())
 def test_micro_batches_hold_each_row_once(size: int, parts: int, data: st.DataObject) -> None:
-    """Micro-batches have one size, follow each other, and weigh each row alike."""
+    """The micro-batches of a batch of any count have one size and hold each row once, with copies to fill them."""
     rows = RankRows(size * parts, parts)
     count = data.draw(st.integers(1, rows.batch))
     runs = rows.runs(count)
@@ -44,7 +44,7 @@ def test_micro_batches_hold_each_row_once(size: int, parts: int, data: st.DataOb
 def test_ranks_together_have_the_rows_of_the_batch(
     pieces: list[int], size: int, parts: int, data: st.DataObject
 ) -> None:
-    """The pieces of all ranks join to each micro-batch, also where some ranks have no rows."""
+    """The ranks' pieces join to each micro-batch, also when a short batch leaves ranks without rows of their own."""
     places: list[tuple[int, ...]] = [()]
     for each in pieces:
         places = [(*place, number) for place in places for number in range(each)]
@@ -57,13 +57,13 @@ def test_ranks_together_have_the_rows_of_the_batch(
 
 
 def batch_of(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features, and targets some of which are zero, which counted losses leave out."""
+    """Features and targets. Some targets are zero, and counted losses leave them out."""
     torch.manual_seed(count)
     return torch.randn(count, WIDTH), torch.arange(1, count + 1) % CLASSES
 
 
 def compare(model: nn.Module, counts: list[int], optimizer: str, axes: dict[str, int], parts: int = PARTS) -> None:
-    """Steps on whole and on short batches beside one device: losses, then parameters."""
+    """Losses and parameters of steps on batches of these counts equal one device's."""
     alone, make = copy.deepcopy(model), OPTIMIZERS[optimizer]
     stepping, rows = make(alone.parameters()), RankRows(BATCH, parts)
     step = autoshard.compile(
@@ -86,25 +86,26 @@ def compare(model: nn.Module, counts: list[int], optimizer: str, axes: dict[str,
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("name", [*PLAIN, *COUNTED])
 def test_a_short_batch_weighs_its_rows_alike(name: str) -> None:
-    """Sums, means, and quotients by a count, of 15 and of 1 of 16 rows in four micro-batches."""
+    """Losses that are sums, means or quotients train as on one device, for 15 rows and 1 row of 16 in four
+    micro-batches."""
     compare(Model({**PLAIN, **COUNTED}[name]), [16, 15, 1], "sgd", {"data": 2})
 
 
 @pytest.mark.parametrize("name", ["sum", "mean", "ignored"])
 @pytest.mark.parametrize("optimizer", ["sgd", "rmsprop"])
 def test_a_batch_that_fills_one_program_with_copies(name: str, optimizer: str) -> None:
-    """Without micro-batches, 8, 4 and 1 rows of 16 are copied to 16, and each counts once."""
+    """Without micro-batches, 8, 4 and 1 rows of 16 are copied to fill the program, and train as on one device."""
     compare(Model({**PLAIN, **COUNTED}[name]), [16, 8, 4, 1], optimizer, {"data": 2}, parts=1)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "rmsprop"])
 def test_short_batches_of_other_optimizers(optimizer: str) -> None:
-    """Traced optimizers and an optimizer that takes its own step train alike."""
+    """Short batches train as on one device, with a traced optimizer and with one that takes its own step."""
     compare(Model(COUNTED["ignored"]), [16, 11, 4], optimizer, {"data": 2})
 
 
 def test_a_short_batch_branches_as_one_device_does() -> None:
-    """A condition that counts rows holds for a short batch, although its micro-batches hold copies."""
+    """A condition on the number of rows has its outcome on one device, or the short batch is refused."""
     counting = branching(lambda y: (y > 0).sum() > 1)
     compare(Model(counting), [16, 15, 6], "sgd", {"data": 2})
     with pytest.raises(autoshard.NotAvailableError, match="no part of this batch is known to take the branches"):
@@ -112,14 +113,14 @@ def test_a_short_batch_branches_as_one_device_does() -> None:
 
 
 def test_a_short_batch_in_pipeline_stages() -> None:
-    """The order of stages runs twice, with micro-batches that do not count."""
+    """Short batches in pipeline stages train as on one device."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
     compare(Deep(layers), [16, 15, 3], "adamw", {"pipeline": 2})
 
 
 class Deep(nn.Module):
-    """Layers, and the mean over targets that are not zero."""
+    """A model of layers, with the mean cross-entropy over targets that are not zero."""
 
     def __init__(self, layers: nn.Module) -> None:
         super().__init__()

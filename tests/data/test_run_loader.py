@@ -1,4 +1,5 @@
-"""A loader gives each sample of an epoch once, in one order, wherever a run stops and with whatever it goes on."""
+"""A loader gives each sample of an epoch once, in one order, however a run stops and on whichever
+ranks it continues."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ WIDTH = 3
 
 
 class Numbers(IterableDataset[int]):
-    """A stream of numbers."""
+    """A stream of the numbers below a length."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -38,7 +39,7 @@ class Numbers(IterableDataset[int]):
 
 
 class Resumed(Numbers):
-    """A stream that knows its position; it notes the numbers that are read."""
+    """A stream that can continue from its position, and records the numbers that are read."""
 
     def __init__(self, length: int) -> None:
         super().__init__(length)
@@ -66,7 +67,7 @@ def made(
     workers: int = 0,
     **more: Any,
 ) -> Loader:
-    """Return the loader of one rank, without processes."""
+    """The loader of one rank, without processes."""
     source: Any = IndexedSource(range(length)) if kind is None else StreamSource(kind(length), None)
     options = {"num_workers": workers}
     return Loader(source, Reading(rows, default_collate, shuffle, 7, more.get("drop_last", False), options))
@@ -74,13 +75,13 @@ def made(
 
 @st.composite
 def layouts(draw: st.DrawFn, batch: int | None = None) -> list[RankRows]:
-    """Draw the rows of each rank: of a batch in micro-batches, which some ranks share."""
+    """The rows of each rank, for a batch of some micro-batches that some ranks share."""
     size, parts, pieces = draw(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)))
     return [RankRows(size * parts * pieces, parts, (pieces,), (place,)) for place in range(pieces)]
 
 
 def samples_of(batches: list[Any]) -> list[int]:
-    """Return the samples of a batch from the parts of all ranks; each sample occurs once in a whole micro-batch."""
+    """The samples of a batch, joined from all ranks' parts without copies."""
     if not isinstance(batches[0], CutBatch):
         return torch.cat(batches).tolist()
     found = []
@@ -91,7 +92,7 @@ def samples_of(batches: list[Any]) -> list[int]:
 
 
 def read(loaders: list[Loader], rows: list[RankRows], most: int | None = None) -> list[int]:
-    """Read an epoch, or `most` batches of it, on all ranks; return the samples in the order of the batches."""
+    """The samples of an epoch, or of its first `most` batches, joined from all ranks in order."""
     found: list[int] = []
     for number, batches in enumerate(zip(*loaders, strict=True)):
         whole = rows[0].batch if rows[0].micro_batches > 1 else None
@@ -112,7 +113,8 @@ def _cut(batch: torch.Tensor, parts: int) -> CutBatch:
 def test_a_run_goes_on_where_it_stopped(
     length: int, first: list[RankRows], then: list[RankRows], data: st.DataObject
 ) -> None:
-    """Runs stop anywhere, and go on with other ranks, micro-batches, batches and workers: each sample once an epoch."""
+    """A run that stops anywhere and continues with other ranks, micro-batches and workers reads each sample of the
+    epoch once."""
     kind = data.draw(st.sampled_from([None, None, Numbers, Resumed]))
     workers = data.draw(st.sampled_from([0, 0, 0, 2 if kind is None else 1]))
     shuffle = kind is None and data.draw(st.booleans())
@@ -138,7 +140,7 @@ def test_a_run_goes_on_where_it_stopped(
 
 
 def test_what_workers_have_read_ahead_is_not_consumed() -> None:
-    """The place is that of the batch which the user has got."""
+    """The loader's position is behind the last batch that it gave, although workers have read ahead."""
     loader = made(20, RankRows(2), shuffle=False, workers=2)
     batches = iter(loader)
     assert [next(batches).tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
@@ -146,7 +148,7 @@ def test_what_workers_have_read_ahead_is_not_consumed() -> None:
 
 
 def test_workers_that_persist_serve_all_epochs() -> None:
-    """An iteration that was broken off goes on with the same workers."""
+    """An iteration that was broken off continues with the same workers."""
     options = {"num_workers": 2, "persistent_workers": True}
     reading = Reading(RankRows(2, repeats=False), default_collate, False, 0, False, options)
     loader = Loader(IndexedSource(range(7)), reading)
@@ -156,7 +158,7 @@ def test_workers_that_persist_serve_all_epochs() -> None:
 
 
 def test_a_stream_goes_on_from_its_own_position() -> None:
-    """A stream with a position is not read from its beginning; a next epoch is."""
+    """A stream with a position continues there, and the next epoch begins at its start."""
     loader = made(10, RankRows(2), kind=Resumed)
     batches = iter(loader)
     next(batches), next(batches)
@@ -169,7 +171,8 @@ def test_a_stream_goes_on_from_its_own_position() -> None:
 
 
 def test_the_end_of_an_epoch_is_kept() -> None:
-    """A run that stopped behind the last batch goes on with the end of that epoch; `set_epoch` keeps a place in it."""
+    """A run that stopped after the last batch resumes at the end of that epoch, and `set_epoch` to the same epoch
+    keeps this position."""
     loader = made(4, RankRows(2))
     batches = iter(loader)
     next(batches), next(batches)
@@ -185,7 +188,7 @@ def test_the_end_of_an_epoch_is_kept() -> None:
 
 
 def test_lengths() -> None:
-    """The number of batches of an epoch, with and without the last one; a stream without a length has none."""
+    """The length counts the last batch unless `drop_last`, and a stream without a length raises TypeError."""
     assert len(made(10, RankRows(4))) == 3
     assert len(made(10, RankRows(4), drop_last=True)) == 2
     assert len(list(made(10, RankRows(4), drop_last=True))) == 2
@@ -195,7 +198,7 @@ def test_lengths() -> None:
 
 
 class Epochs(Numbers):
-    """A stream that begins at the number of its epoch."""
+    """A stream whose first number is that of its epoch."""
 
     epoch = 0
 
@@ -210,7 +213,7 @@ class Epochs(Numbers):
 
 
 class Regression(nn.Module):
-    """A layer, and the mean squared error."""
+    """A linear layer with the mean squared error as loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +225,7 @@ class Regression(nn.Module):
 
 
 class Table(TensorDataset):
-    """Features and targets by number; it notes the numbers that are read."""
+    """Features and targets, and a record of the indices that are read."""
 
     def __init__(self, length: int) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -247,7 +250,7 @@ def compiled(axes: dict[str, int], parts: int = 1, optimizer: Any = torch.optim.
 
 
 def alone(length: int, batch: int, epochs: int) -> list[float]:
-    """Return the losses of one device."""
+    """The losses of training on one device."""
     model, table = Regression(), Table(length)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.1), []
     for epoch in range(epochs):
@@ -263,7 +266,7 @@ def alone(length: int, batch: int, epochs: int) -> list[float]:
 def train(
     step: Any, loader: Loader, epochs: int, checkpoints: Checkpoints | None = None, most: int = 99
 ) -> list[float]:
-    """Train to the end of `epochs`, or `most` steps; return the losses."""
+    """Train to the end of `epochs`, or for `most` steps, and return the losses."""
     losses: list[float] = []
     while loader.epoch < epochs:
         for batch in loader:
@@ -277,7 +280,7 @@ def train(
 
 @pytest.mark.parametrize(("parts", "stop"), [(1, 3), (2, 4)])
 def test_a_run_in_two_halves_trains_as_one_device(tmp_path: Any, parts: int, stop: int) -> None:
-    """Batches of 6, 6 and 3 samples, stopped within an epoch or at its end, and gone on with on another mesh."""
+    """A run stopped within an epoch or at its end continues on another mesh, with the losses of one device."""
     expected = alone(15, 6, 2)
     checkpoints = Checkpoints(tmp_path)
     step = compiled({"data": 2}, parts)
@@ -293,7 +296,7 @@ def test_a_run_in_two_halves_trains_as_one_device(tmp_path: Any, parts: int, sto
 
 @pytest.mark.parametrize("is_traced", [True, False])
 def test_a_given_plan_runs_a_last_batch(is_traced: bool) -> None:
-    """A plan for whole batches runs a batch of fewer samples, with the loss and update of one device."""
+    """A plan for batches of eight runs a last batch of five, with the loss and update of one device."""
     optimizer = torch.optim.AdamW if is_traced else torch.optim.NAdam
     options = {"example_inputs": (torch.ones(8, WIDTH), torch.ones(8)), "time_budget_s": 2}
     model = Regression()
@@ -313,7 +316,7 @@ def test_a_given_plan_runs_a_last_batch(is_traced: bool) -> None:
 
 
 def test_a_last_batch_that_no_plan_runs_is_refused_at_once() -> None:
-    """A loss that mixes samples cannot be weighed, so a given plan runs whole batches alone."""
+    """If the loss mixes samples, a loader whose last batch is short is refused for a given plan, unless `drop_last`."""
 
     def mixing(output: torch.Tensor) -> torch.Tensor:
         return output.std()
@@ -332,7 +335,7 @@ def test_a_last_batch_that_no_plan_runs_is_refused_at_once() -> None:
 
 
 def train_stages(axes: dict[str, int], length: int, batch: int) -> None:
-    """Two epochs in stages have the losses of one device, those of the last batches among them."""
+    """Two epochs in pipeline stages have the losses of one device, also for the short last batches."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
     other, table = copy.deepcopy(model), TensorDataset(torch.randn(length, WIDTH), torch.randn(length, 1))
@@ -351,12 +354,13 @@ def train_stages(axes: dict[str, int], length: int, batch: int) -> None:
 
 
 def test_a_pipeline_loads_whole_batches() -> None:
-    """Stages read whole batches, and run their order twice for a last batch of three rows."""
+    """Pipeline stages train on batches of four and a last batch of three, with the losses of one device."""
     train_stages({"pipeline": 2}, 11, 4)
 
 
 def test_batches_of_other_forms() -> None:
-    """A tuple of samples is a list, a collated mapping becomes a dict, and a stream needs a compiled step."""
+    """A collated mapping becomes a dict, a plain iterable is batched, and a stream's `set_epoch` is called for
+    each epoch."""
     sharded = autoshard.compile(nn.Linear(4, 2), Mesh({"data": 2}))
 
     def words(samples: list[Any]) -> Any:
@@ -406,13 +410,13 @@ def sharded() -> Any:
     ],
 )
 def test_wrong_arguments_are_refused(sharded: Any, dataset: Any, options: dict[str, Any], words: str) -> None:
-    """Each wrong argument has one message, with the way out."""
+    """Each wrong argument is refused with its value."""
     with pytest.raises(AutoshardError, match=re.escape(words)):
         autoshard.data.loader(dataset, sharded, **{"batch_size": 8, **options})
 
 
 def test_other_mistakes_are_refused(sharded: Any) -> None:
-    """A plain model, micro-batches that do not divide a batch, and samples that are not the first dim."""
+    """A plain model, micro-batches that do not divide a batch, and batches of another shape are refused."""
     with pytest.raises(AutoshardError, match="a Linear is not compiled"):
         autoshard.data.loader([1], nn.Linear(4, 2), batch_size=1)  # type: ignore[arg-type]
     with pytest.raises(AutoshardError, match="the step has micro_batches=2, which must divide it"):
@@ -425,7 +429,7 @@ def test_other_mistakes_are_refused(sharded: Any) -> None:
 
 
 def test_states_of_other_data_are_refused() -> None:
-    """A state of another object, and a place within an epoch of another dataset."""
+    """A state of another object, and a position within an epoch of another length, are refused."""
     loader = made(10, RankRows(4))
     with pytest.raises(CheckpointError, match="The state of a loader has no epoch, samples"):
         loader.load_state_dict({"last_epoch": 3})
@@ -436,7 +440,8 @@ def test_states_of_other_data_are_refused() -> None:
 
 
 def check_each_rank_loads_its_rows() -> None:
-    """Four ranks train as one device, also where a last batch leaves ranks without rows; each loads its rows alone."""
+    """Four ranks train as one device, also if a last batch leaves ranks without rows, and each reads
+    its own rows only."""
     place = torch.distributed.get_rank()
     for length, parts, repeats, count in (
         (13, 1, False, 2 + (2, 2, 1, 1)[place]),
@@ -454,7 +459,7 @@ def check_each_rank_loads_its_rows() -> None:
 
 
 def check_a_run_of_two_ranks_goes_on() -> None:
-    """A checkpoint that one process saved holds on four."""
+    """A run continues from a checkpoint on another mesh of four ranks, with the losses of one device."""
     with shared_folder() as folder:
         step = compiled({"data": 4})
         loader = autoshard.data.loader(Table(15), step, batch_size=8, seed=3)
@@ -485,5 +490,5 @@ outcomes = checked_once(CHECKS, ranks=4)
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_four_processes(name: str, outcomes: dict[str, str]) -> None:
-    """Four Gloo processes."""
+    """The check of this name passes on four Gloo processes."""
     report(outcomes, name)

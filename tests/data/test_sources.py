@@ -11,7 +11,7 @@ from autoshard.data.sources import Reading, StreamSource
 
 
 class Anew(IterableDataset[int]):
-    """A stream that is at its beginning again when it has ended, such as `torchdata.nodes.Loader`."""
+    """A stream that starts from the beginning after its end, like `torchdata.nodes.Loader`."""
 
     next = 0
 
@@ -29,7 +29,8 @@ class Anew(IterableDataset[int]):
 
 
 def test_a_stream_that_begins_anew_does_not_repeat_an_epoch() -> None:
-    """A place behind a last batch of fewer samples is the end of the epoch."""
+    """A state saved after a short last batch is the end of the epoch, although the stream has started from the
+    beginning again."""
     reading = Reading(RankRows(2, repeats=False), default_collate, False, 0, False, {})
     loader, again = (Loader(StreamSource(Anew(), None), reading) for _ in range(2))
     batches = iter(loader)

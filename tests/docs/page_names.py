@@ -1,4 +1,4 @@
-"""The names that code on a page may use without a definition: a small Llama, its batch, a mesh, a cluster."""
+"""Names that code on a page may use without defining them: a small Llama, its batch, a mesh, and a cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_atte
 
 
 class Classifier(nn.Module):
-    """Return logits, or the loss with labels."""
+    """A classifier that returns logits, or the loss if it gets labels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Classifier(nn.Module):
 
 
 def names(needs: str) -> dict[str, Any]:
-    """Return modules and fresh objects for a page, and compiled objects by the names in `needs`.
+    """The modules and new objects that a page may use, and compiled objects if `needs` names them.
 
     The model has one layer, or two if `needs` has "layers".
     """

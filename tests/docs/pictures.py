@@ -1,4 +1,4 @@
-"""`python -m tests.docs.pictures`: draw the pictures of the documentation, `docs/pictures/*.svg`, from plans.
+"""Draw the pictures of the documentation, `docs/pictures/*.svg`, from plans, by `python -m tests.docs.pictures`.
 
 `block.svg` is a block of a Llama as planned over data x model. The picture shows each product with the specs of its
 weight and result, and each collective. `schedule.svg` is the order of a pipeline's work over time.
@@ -25,7 +25,7 @@ _HEAD = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {} {}" font-family
 
 
 def schedule() -> str:
-    """Return a picture of 1F1B: a row for each rank, time to the right, a backward twice as long as a forward."""
+    """A picture of 1F1B: a row for each rank, time to the right, and backwards twice as long as forwards."""
     orders = rank_orders("1F1B", RANKS, MICRO_BATCHES)
     spans = _spans([[action for slot in order for action in slot] for order in orders])
     end = max(stop for _, stop in spans.values())
@@ -39,7 +39,7 @@ def schedule() -> str:
 
 
 def _spans(orders: Sequence[Sequence[Action]]) -> Mapping[Action, tuple[int, int]]:
-    """Return start and end of each action: after the action before on its rank, and after the actions that it needs."""
+    """Start and end of each action, which begins when its rank is free and the actions that it needs have ended."""
     spans: dict[Action, tuple[int, int]] = {}
     places, free = [0] * len(orders), [0] * len(orders)
     while any(place < len(order) for place, order in zip(places, orders, strict=True)):

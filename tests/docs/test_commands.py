@@ -1,4 +1,4 @@
-"""The commands `autoshard ...` of the pages run as they are printed, in a folder with scripts and a small config."""
+"""The commands `autoshard ...` on the pages run as printed, in a folder with scripts and a small config."""
 
 import re
 import shlex
@@ -19,7 +19,7 @@ _PLACEHOLDERS = ("COMMAND", "my_node")
 
 
 def _commands() -> list[str]:
-    """Return each command once, without commands that have a word to replace."""
+    """Each command on the pages once, except commands with a placeholder."""
     texts = [block for page in PAGES for block in _FENCE.findall(page.read_text())]
     found = {command.strip() for text in texts for command in _COMMAND.findall(text)}
     return sorted(command for command in found if not any(word in command for word in _PLACEHOLDERS))
@@ -57,5 +57,5 @@ def _marked(command: str) -> ParameterSet:
 
 @pytest.mark.parametrize("command", [_marked(command) for command in _commands()])
 def test_a_command_of_a_page_runs(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exit status is 0."""
+    """A command on a page ends with exit status 0."""
     _run(monkeypatch, command)

@@ -1,4 +1,4 @@
-"""The sentences that users read for their mistakes: docs/reference/messages.md is the table of both.
+"""The error messages in docs/reference/messages.md are those that the mistakes raise.
 
 Each heading of the page names a mistake. A block of Python or of a shell makes the mistake. A block of text has the
 class of the error and the whole message.
@@ -67,7 +67,7 @@ def of(language: str) -> list[Any]:
 
 
 def test_the_table_is_whole() -> None:
-    """Each heading of the third level has its code and its message."""
+    """Each heading of the third level is followed by code and a message in the form that these tests read."""
     assert [row.words for row in MISTAKES] == re.findall(r"^### (.+)$", PAGE, re.MULTILINE)
     assert len(MISTAKES) >= 40
 
@@ -89,7 +89,7 @@ def test_python(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_command_line(
     mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """A command ends with one sentence and exit status 1."""
+    """The command on the page ends with the page's message and exit status 1."""
     monkeypatch.chdir(tmp_path)
     Path("model.py").write_text(_MODEL)
     monkeypatch.setattr(sys, "argv", shlex.split(mistake.code.removeprefix("$ ")))
@@ -99,7 +99,7 @@ def test_command_line(
 
 
 def test_ranks_that_differ() -> None:
-    """Each differing fact is named with its value on each rank."""
+    """The error of ranks that disagree names each differing fact with its value on each rank."""
     facts = [{"precision": "bf16", "seed": "0"}, {"precision": "f32", "seed": "0"}]
     group = SimpleNamespace(gather=lambda _, __: facts, channel=SimpleNamespace(ranks=(0, 1)))
     group._describe = partial(ControlGroup._describe, group)

@@ -1,4 +1,4 @@
-"""Every page of the documentation: its Python runs, its quotations are true, its links lead somewhere."""
+"""Pages of the documentation: their Python runs, their quotations are in the sources, and their links have targets."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Python of a page, and the comment in front, such as "ranks: 2"."""
+    """A block of Python on a page, and the comment before it, such as "ranks: 2"."""
 
     code: str
     note: str
 
     def value(self, key: str) -> str | None:
-        """Return the comment's value for a key."""
+        """The comment's value for a key, or None if the comment has another key."""
         return self.note.removeprefix(f"{key}: ") if self.note.startswith(f"{key}: ") else None
 
 
@@ -62,7 +62,8 @@ def _name(page: Path) -> str:
 
 @pytest.mark.parametrize("page", [_marked(page) for page in _with_code()])
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In order, with the names of `page_names`; blocks for several ranks run under torchrun, as scripts."""
+    """The Python of a page runs in order with the names of `page_names`. Blocks for several ranks run
+    under torchrun."""
     monkeypatch.chdir(tmp_path)
     needs = _NEEDS.search(page.read_text())
     known = names(needs[1] if needs else "")
@@ -85,7 +86,7 @@ def _torchrun(ranks: str) -> tuple[str, ...]:
 @pytest.mark.usefixtures("own_rules")
 @pytest.mark.parametrize("page", [page for page in PAGES if ">>>" in page.read_text()], ids=_name)
 def test_the_sessions_of_a_page_run(page: Path) -> None:
-    """Doctests, in order."""
+    """The doctests of a page pass."""
     result = doctest.testfile(str(page), module_relative=False, encoding="utf-8")
     assert result.attempted > 0
     assert result.failed == 0
@@ -93,7 +94,7 @@ def test_the_sessions_of_a_page_run(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_links_lead_to_files_and_headings(page: Path) -> None:
-    """Links within the repository."""
+    """Each link within the repository leads to an existing file and heading."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     for path, anchor in _LINK.findall(text):
         target = (page.parent / path).resolve() if path else page
@@ -114,7 +115,7 @@ def test_every_page_is_in_the_menu() -> None:
 
 
 def test_pages_that_the_code_names_exist() -> None:
-    """Docstrings and messages name pages as `docs/reference/plans.md`."""
+    """Pages that the packages' docstrings and messages name exist."""
     sources = [path for folder in ("autoshard", "passes", "cost_models") for path in (ROOT / folder).rglob("*.py")]
     named = {page for path in sources for page in re.findall(r"\bdocs/[\w/]+\.md", path.read_text())}
     assert named

@@ -1,4 +1,4 @@
-"""The pictures of the documentation are drawn by the code."""
+"""The pictures of the documentation are as the code draws them."""
 
 import pytest
 
@@ -6,13 +6,13 @@ from tests.docs.pictures import FOLDER, block, schedule
 
 
 def test_the_schedule_is_drawn_as_the_code_draws_it() -> None:
-    """`python -m tests.docs.pictures` draws the picture anew."""
+    """`schedule()` draws the picture that is in the folder."""
     assert schedule() == (FOLDER / "schedule.svg").read_text()
 
 
 @pytest.mark.slow
 def test_a_block_is_drawn_from_its_program() -> None:
-    """Each product has its weight's spec; sums over ranks are there."""
+    """The picture of a block has the spec of each product's weight, and the collectives."""
     picture = block()
     assert "self_attn.o_proj: weight P(None, 'model')" in picture
     assert "reduce_scatter" in picture

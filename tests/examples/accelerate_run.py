@@ -1,4 +1,5 @@
-"""A rank that trains twice under an Accelerator: wrapped by `prepare`, and by a step of autoshard."""
+"""A rank that trains twice under an Accelerator: with `prepare`, and with a step of autoshard, and
+compares the losses."""
 
 from __future__ import annotations
 

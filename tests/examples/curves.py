@@ -34,7 +34,7 @@ TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The arguments of a run of the script: a folder with a model, a folder of text, and numbers."""
+    """The arguments of a run of examples/train_hf.py: a folder with a model, a folder of text, and numbers."""
 
     model: Path
     text: Path
@@ -45,7 +45,7 @@ class Run:
     lr: float = 1e-3
 
     def words(self, out: Path, *more: str) -> list[str]:
-        """Return the command line behind `python`, or behind a launcher."""
+        """The command line after `python` or a launcher."""
         numbers = {name: str(getattr(self, name)) for name in ("steps", "batch", "length", "warmup", "lr")}
         options = [word for name, value in numbers.items() for word in (f"--{name}", value)]
         return [str(SCRIPT), str(self.model), str(self.text), "--out", str(out), *options, *more]
@@ -66,7 +66,7 @@ def losses_of(out: Path) -> list[float]:
 
 
 def losses_of_plain_pytorch(run: Run) -> list[float]:
-    """Return the losses of a loop in plain PyTorch, on one device, over the batches of the script."""
+    """The losses of a loop in plain PyTorch on one device, with the script's batches."""
     script = runpy.run_path(str(SCRIPT), run_name="train_hf")
     documents = script["read_documents"](run.text, None, run.length)
     del documents[:: script["HELD_OUT"]]
@@ -95,12 +95,12 @@ def _batches(rows: PackedRows, size: int) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def largest_difference(mine: Sequence[float], other: Sequence[float]) -> float:
-    """Return the largest relative difference of a loss."""
+    """The largest relative difference between paired losses."""
     return max(abs(a - b) / b for a, b in zip(mine, other, strict=True))
 
 
 def draw(two_ranks: Sequence[float], one_device: Sequence[float]) -> str:
-    """Return both curves as a picture: steps to the right, the loss upwards."""
+    """A picture of both curves in SVG: steps to the right, and losses upwards."""
     low, high = 0.0, max(*two_ranks, *one_device)
     right, bottom = WIDTH - 12, HEIGHT - 32
 
@@ -139,7 +139,7 @@ def draw(two_ranks: Sequence[float], one_device: Sequence[float]) -> str:
 
 
 def compare(steps: int, folder: Path) -> tuple[list[float], list[float]]:
-    """Train the example's own model; return the losses on two ranks, and those of plain PyTorch."""
+    """Train the example's own model, and return the losses on two ranks and those of plain PyTorch."""
     save_model(CONFIG, folder / "model")
     run = Run(folder / "model", TEXT, steps)
     run_python(*TWO_RANKS, *run.words(folder / "out"), folder=folder)

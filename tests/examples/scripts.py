@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_python(*arguments: str, folder: Path) -> str:
-    """Return the output of `python *arguments`; a failure shows all output."""
+    """The output of `python *arguments` in `folder`. If the command fails, the error shows all output."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     done = subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=600

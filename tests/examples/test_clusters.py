@@ -1,4 +1,4 @@
-"""The examples for clusters, as far as one machine can run them."""
+"""The examples for clusters, run with substitutes for the programs of SLURM and Ray."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class TorchTrainer:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with the examples, and with programs in the places of SLURM's and Ray's."""
+    """A folder with the examples, and with substitutes for the programs of SLURM and for torchrun."""
     shutil.copytree(CLUSTERS, tmp_path, dirs_exist_ok=True)
     for name, text in {"bin/srun": _SRUN, "bin/scontrol": _SCONTROL}.items():
         path = tmp_path / name
@@ -92,7 +92,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def steps_in(text: str) -> list[tuple[int, int, str]]:
-    """The lines of steps in a text: number of the step, number of ranks, loss."""
+    """The steps that a text reports: number of the step, number of ranks, and loss."""
     return [
         (int(step), int(ranks), loss)
         for step, ranks, loss in re.findall(r"step (\d+) on (\d+) ranks: loss (\S+)", text)
@@ -100,7 +100,7 @@ def steps_in(text: str) -> list[tuple[int, int, str]]:
 
 
 def test_the_script_goes_on(folder: Path) -> None:
-    """The script runs alone, and goes on from its last step on two ranks."""
+    """The script runs alone, and continues from its last step on two ranks."""
     first = run_python("train.py", "3", folder=folder)
     second = run_python(*TORCHRUN, "2", "train.py", "5", folder=folder)
     assert [item[:2] for item in steps_in(first + second)] == [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2)]
@@ -116,7 +116,7 @@ def free_job() -> int:
 
 
 def submit(folder: Path, nodes: str, steps: int) -> list[tuple[int, int, str]]:
-    """Run the sbatch script as a job on two nodes. Returns the lines of steps."""
+    """Run the sbatch script as a job on two nodes, and return the steps that it reports."""
     environment = {
         **os.environ,
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
@@ -136,13 +136,13 @@ def submit(folder: Path, nodes: str, steps: int) -> list[tuple[int, int, str]]:
 
 @pytest.mark.slow
 def test_the_sbatch_script_runs(folder: Path) -> None:
-    """The whole script starts a torchrun on each of two nodes of this machine, whose ranks meet."""
+    """The sbatch script trains on two ranks, one on each of two nodes that this machine emulates."""
     assert [item[:2] for item in submit(folder, "localhost,127.0.0.1", 2)] == [(0, 2), (1, 2)]
 
 
 @pytest.mark.slow
 def test_two_jobs_on_two_hosts(folder: Path) -> None:
-    """On hosts with network stacks of their own and a slow link, a second job goes on where the first one ended."""
+    """On two hosts with separate network stacks and a slow link, a second job continues where the first one ended."""
     with ExitStack() as stack:
         try:
             first, second = stack.enter_context(TwoHosts("200mbit")).names
@@ -156,7 +156,8 @@ def test_two_jobs_on_two_hosts(folder: Path) -> None:
 
 
 def test_the_options_of_sbatch() -> None:
-    """The save has less time than there is between the signal and the end of the job."""
+    """The sbatch options are complete, and the time for saving is shorter than that between the signal and the
+    job's end."""
     text = (CLUSTERS / "train.sbatch").read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", text, re.MULTILINE))
     assert {"nodes", "time", "gpus-per-node", "requeue"} <= options.keys()
@@ -189,7 +190,7 @@ def test_the_job_of_kubernetes() -> None:
 
 @pytest.mark.slow
 def test_the_script_for_ray(folder: Path) -> None:
-    """Under a trainer that makes the process group and calls the function in a thread, as Ray's does, ranks train."""
+    """Under a trainer that calls the function in a thread, as Ray's does, two ranks train and save."""
     (folder / "ray" / "train").mkdir(parents=True)
     (folder / "ray" / "__init__.py").touch()
     (folder / "ray" / "train" / "__init__.py").write_text(_RAY)

@@ -13,7 +13,7 @@ PAGE = ROOT / "docs" / "tutorials" / "from_ddp_fsdp_accelerate.md"
 
 
 def test_both_scripts_have_the_same_losses(tmp_path: Path) -> None:
-    """Two epochs on two ranks, with the same batches."""
+    """Over two epochs on two ranks, the script with DDP and the script with autoshard print equal losses."""
     start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     before, after = (
         [float(loss) for loss in re.findall(r"loss (\S+)", run_python(*start, str(FOLDER / name), folder=tmp_path))]
@@ -24,7 +24,7 @@ def test_both_scripts_have_the_same_losses(tmp_path: Path) -> None:
 
 
 def test_the_page_has_the_difference() -> None:
-    """Line by line, as `diff -U 2` prints it."""
+    """The page has the difference of the two scripts, as `diff -U 2` prints it."""
     before, after = ((FOLDER / name).read_text().splitlines() for name in ("before.py", "after.py"))
     lines = [*difflib.unified_diff(before, after, lineterm="", n=2)][2:]
     assert "\n".join(lines) in PAGE.read_text()

@@ -1,4 +1,4 @@
-"""Every example runs as a user would run the example."""
+"""Every example runs as a user would run it."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ def _example(name: str) -> str:
 
 
 def test_quickstart_equals_one_device(tmp_path: Path) -> None:
-    """Both lines of the quickstart print one loss."""
+    """The two losses that the quickstart prints, of one device and of the mesh, are equal."""
     losses = re.findall(r"loss (\S+)", run_python(_example("quickstart.py"), folder=tmp_path))
     assert len(losses) == 2
     assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-5)
@@ -33,7 +33,7 @@ def test_quickstart_is_short() -> None:
 
 @pytest.mark.parametrize("launcher", [(), _TORCHRUN], ids=["simulator", "torchrun"])
 def test_train_gpt_equals_one_device(launcher: tuple[str, ...], tmp_path: Path) -> None:
-    """The loss curve is that of one device, and the plan is written."""
+    """The loss curve equals one device's, and the plan is written to a file."""
     text = run_python(*launcher, _example("train_gpt.py"), *_SMALL, folder=tmp_path)
     difference = re.search(r"Largest difference of the loss curve to one device: (\S+)", text)
     assert difference is not None, text
@@ -44,7 +44,7 @@ def test_train_gpt_equals_one_device(launcher: tuple[str, ...], tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [(), (*_ON_RANKS, "8")], ids=["simulator", "torchrun"])
 def test_pretraining_along_four_axes_equals_one_device(launcher: tuple[str, ...], tmp_path: Path) -> None:
-    """Stages, data, tensors and experts on eight ranks: losses of steps and of evaluation; the page has a picture."""
+    """On eight ranks, losses of steps and evaluation equal one device's, and the page has a picture of the stages."""
     text = run_python(*launcher, _example("pretrain_4d.py"), "--steps", "3", folder=tmp_path)
     difference = re.search(r"Largest relative difference of a loss to one device: (\S+)", text)
     assert difference is not None, text
@@ -57,7 +57,7 @@ def test_pretraining_along_four_axes_equals_one_device(launcher: tuple[str, ...]
 
 @pytest.mark.slow
 def test_plan_llama_prints_a_plan(tmp_path: Path) -> None:
-    """The example plans for 64 devices without any device."""
+    """The example prints a plan for 64 devices."""
     text = run_python(_example("plan_llama.py"), "--layers", "2", folder=tmp_path)
     assert "model.layers.*.mlp.up_proj.weight" in text
     assert "Cost of one step" in text
@@ -65,7 +65,7 @@ def test_plan_llama_prints_a_plan(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_finetune_goes_on_on_another_rank_count(tmp_path: Path) -> None:
-    """Training that stops on two ranks ends on one rank as an uninterrupted run does."""
+    """A training that stops on two ranks and continues on one has the losses of an uninterrupted run on one device."""
     sizes: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -97,6 +97,6 @@ def test_finetune_goes_on_on_another_rank_count(tmp_path: Path) -> None:
 
 
 def test_the_page_on_resuming_is_the_example() -> None:
-    """The page on resuming contains the example word by word, behind its docstring."""
+    """The page on resuming contains the code of the example."""
     _, code = Path(_example("finetune.py")).read_text().split('"""\n\n', 1)
     assert f"```python\n{code}```" in (ROOT / "docs" / "tutorials" / "stop_and_resume.md").read_text()

@@ -1,4 +1,4 @@
-"""examples/train_hf.py: the losses of plain PyTorch, on any number of ranks, over restarts."""
+"""examples/train_hf.py has the losses of plain PyTorch, on any number of ranks and over restarts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _CONFIG = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A small GPT-2 with weights, and pages of the documentation."""
+    """A small GPT-2 with weights, and pages of the documentation as text."""
     folder = tmp_path_factory.mktemp("hf")
     (folder / "config.json").write_text(json.dumps(_CONFIG))
     save_model(folder / "config.json", folder / "model")
@@ -46,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_it_equals_plain_pytorch_and_goes_on_by_itself(run: Run, tmp_path: Path) -> None:
-    """Two ranks have the losses of plain PyTorch, and so has a process alone that goes on from their checkpoint."""
+    """Two ranks have the losses of plain PyTorch, and so has one process that continues from their checkpoint."""
     plain, out = losses_of_plain_pytorch(run), tmp_path / "out"
     often = ("--save-every", "5", "--eval-every", "5", "--trackers", "csv", "tensorboard")
     text = run_python(*TWO_RANKS, *run.words(out, *often), folder=tmp_path)
@@ -65,7 +65,7 @@ def test_it_equals_plain_pytorch_and_goes_on_by_itself(run: Run, tmp_path: Path)
 
 
 def test_wrong_sizes_are_named(run: Run) -> None:
-    """The message has the size that was found, and the size that is needed."""
+    """Too little text, and a model for shorter sequences, are refused with the found and the needed size."""
     script = runpy.run_path(str(SCRIPT), run_name="train_hf")
     with pytest.raises(SystemExit, match=r"has text for \d+ documents of 100000 tokens; 20 are needed"):
         script["read_documents"](run.text, None, 100_000)
@@ -81,7 +81,7 @@ def test_the_example_is_short() -> None:
 
 @pytest.mark.slow
 def test_two_hundred_steps_equal_plain_pytorch(tmp_path: Path) -> None:
-    """Over 200 steps, the losses of two ranks are those of one device, as the picture and its figures say."""
+    """Over 200 steps, the losses of two ranks equal plain PyTorch's, and the picture and the figures are there."""
     two_ranks, one_device = compare(200, tmp_path)
     assert len(two_ranks) == 200
     assert largest_difference(two_ranks, one_device) < TOLERANCE

@@ -26,7 +26,7 @@ class Decoder(nn.Module):
 
 
 def batch(number: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and targets of all ranks; some targets are ignored, fewer on the first rank."""
+    """Tokens and targets of all ranks. About a fifth of the targets are ignored."""
     random = torch.Generator().manual_seed(number)
     words = torch.randint(WORDS, (ROWS * ranks, LENGTH + 1), generator=random)
     return words[:, :-1], words[:, 1:].where(torch.rand(ROWS * ranks, LENGTH, generator=random) < 0.8, -100)
@@ -37,7 +37,7 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor, valid: int) -> torch.Te
 
 
 def train(model: nn.Module, rows: slice, ranks: int) -> list[float]:
-    """Three steps; returns the losses of these rows, whose sum over ranks is the loss of the batch."""
+    """Train three steps, and return the losses of these rows. Their sum over ranks is the loss of the batch."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for number in range(3):
         tokens, targets = batch(number, ranks)

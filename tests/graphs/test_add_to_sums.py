@@ -1,4 +1,4 @@
-"""A graph that adds its results to sums returns the sums, and writes over nothing else."""
+"""A graph that adds its results to given sums returns the sums, and writes over nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.graphs.test_owned_results import CASES, WHOLE, graph_of
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "bucket"])
 def test_results_are_added_to_sums(name: str) -> None:
-    """Three runs return the sum of three results, in the memory of the first run's results where they own it."""
+    """Three runs return the sum of their results. The first run's results hold the sums if the graph
+    owns their memory."""
     graph_module = graph_of(CASES[name][0])
     owned = owned_results(graph_module.graph)
     adding = add_to_sums(graph_module, owned)
@@ -29,7 +30,7 @@ def test_results_are_added_to_sums(name: str) -> None:
 
 
 def test_each_result_is_added_as_soon_as_it_is_made() -> None:
-    """The first result is freed before the second is made; results before the last ones stay."""
+    """Each result is added to its sum right after the call that makes it, so that it is freed before the next."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     results = [graph.call_function(operator, (x,)) for operator in (torch.neg, torch.exp, torch.sin)]

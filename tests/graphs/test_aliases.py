@@ -1,4 +1,4 @@
-"""The table of aliases knows each operator of torch that gives back its operand's memory."""
+"""The table of aliases knows each operator of torch that returns memory of its operand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, No
 
 
 def undeclared() -> list[torch._ops.OpOverload]:
-    """The overloads of aten whose schema speaks of no alias."""
+    """The overloads of aten whose schema declares no alias."""
     found = []
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, rest = name.partition("::")
@@ -39,7 +39,7 @@ def undeclared() -> list[torch._ops.OpOverload]:
 
 
 def fill(argument: Any, operand: Tensor, sizes: list[int], switch: bool) -> Any:
-    """A value for an argument of an operator; `NotImplemented` where nothing fits."""
+    """A value for an argument of an operator, or `NotImplemented` if no known value fits."""
     kind = str(argument.type)
     if argument.has_default_value() and kind != "bool":
         return argument.default_value
@@ -51,7 +51,7 @@ def fill(argument: Any, operand: Tensor, sizes: list[int], switch: bool) -> Any:
 
 
 def calls(operator: torch._ops.OpOverload) -> Iterator[Mapping[str, Any]]:
-    """Return tiny calls of an operator, which may refuse the calls."""
+    """Arguments of tiny calls of an operator, which may refuse some of them."""
     for operand in OPERANDS:
         for sizes in LISTS:
             for switch in (False, True):
@@ -75,14 +75,15 @@ def shares(operator: torch._ops.OpOverload) -> bool:
 
 
 def memory(values: Any) -> Iterator[int]:
-    """Yield the address of each tensor among `values`."""
+    """The address of each tensor's memory among `values`."""
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.numel():
             yield leaf.untyped_storage().data_ptr()
 
 
 def found_by_running(operators: list[torch._ops.OpOverload]) -> list[str]:
-    """Return the operators that share memory; each runs in a process, because an operator may read out of bounds."""
+    """The names of operators that share memory. They run in child processes, because an operator may read out of
+    bounds."""
     found, first = [], 0
     while first < len(operators):
         reader, writer = os.pipe()
@@ -113,7 +114,8 @@ def _try_all(operators: list[torch._ops.OpOverload], writer: int) -> None:
 
 @pytest.mark.slow
 def test_the_table_knows_what_gives_back_an_operand() -> None:
-    """All operators of aten whose schema does not say so, run on tiny operands."""
+    """Each operator of aten that is found to share memory with an operand, although its schema declares no alias,
+    is in the table."""
     found = found_by_running(undeclared())
     assert {"aten._unsafe_view.default", "aten.type_as.default", "aten.dropout.default"} <= set(found)
     graph = fx.Graph()
@@ -141,7 +143,7 @@ def test_the_table_knows_what_gives_back_an_operand() -> None:
     ],
 )
 def test_schemas_and_the_table_name_operands(operator: Any, arguments: tuple[Any, ...], expected: list[str]) -> None:
-    """The table and the schemas name the operands whose memory a result may share, or none for new memory."""
+    """For a call, the operands whose memory its result may share are named by the schema or the table."""
     graph = fx.Graph()
     nodes = {name: graph.placeholder(name) for name in "xy"}
     args = pytree.tree_map(lambda leaf: nodes.get(leaf, leaf), arguments)

@@ -1,4 +1,4 @@
-"""Operators give the results of the torch functions that replace their calls."""
+"""Torch functions and methods that replace calls of operators give the same results."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ OUT: Mapping[Any, tuple[int, ...]] = {aten.add.out: (4, 6), aten.mm.out: (4, 6),
 
 
 def calling(operator: Any) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-    """A graph of one call, whose tensors are inputs, and the tensors, in memory of their own."""
+    """A graph of one call, whose tensors are inputs, and copies of the tensors."""
     graph, tensors = fx.Graph(), []
 
     def given(value: Any) -> Any:
@@ -82,7 +82,8 @@ def calling(operator: Any) -> tuple[fx.GraphModule, list[torch.Tensor]]:
 
 @pytest.mark.parametrize("operator", [*METHODS, *FUNCTIONS], ids=str)
 def test_calls_do_the_same(operator: Any) -> None:
-    """Results have equal bits at equal strides, alias the same inputs, and write the inputs equally."""
+    """Each replacement gives results with equal bits and strides, which alias the same inputs, and changes the
+    inputs equally."""
     graph_module, tensors = calling(operator)
     expected = graph_module(*tensors)
     expected_tensors = tensors
@@ -100,10 +101,10 @@ def test_calls_do_the_same(operator: Any) -> None:
 
 @given(programs(max_blocks=2))
 def test_drawn_programs_keep_their_bits(drawn: DrawnProgram) -> None:
-    """Drawn programs keep their bits, with arguments in every traced form.
+    """Drawn programs give the same bits when their calls are replaced.
 
-    Views take operands of any strides, as in every local program. Torch's fake tensors have other strides than some
-    kernels, such as the batch norm of transposed memory.
+    Views in them take operands of any strides, as in every local program, because fake tensors have other strides
+    than some kernels' results.
     """
     program = trace(drawn.model, drawn.inputs, {})
     for node in program.graph.nodes:
@@ -116,7 +117,8 @@ def test_drawn_programs_keep_their_bits(drawn: DrawnProgram) -> None:
 
 
 def test_a_number_first_stays() -> None:
-    """Operators take a number for a tensor, torch's functions do not."""
+    """A multiplication whose first operand is a number works as before, because torch's functions need
+    a tensor there."""
     graph = fx.Graph()
     graph.output(graph.call_function(aten.mul.Tensor, (2, graph.placeholder("x"))))
     graph_module = fx.GraphModule(torch.nn.Module(), graph)

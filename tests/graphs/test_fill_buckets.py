@@ -1,4 +1,4 @@
-"""Members of a bucket are computed in place with equal bits, and counted once in memory."""
+"""Members of a bucket are computed directly in the bucket's memory, with the bits of a packed bucket."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZES = {"x": (8, 16), "y": (8, 32), "z": (8, 5)}
 
 
 def bucket_of(*members: str, rows: int = 0) -> fx.GraphModule:
-    """Return a graph that reduces some members in one bucket; members in rows are scattered."""
+    """A graph that reduces some members in one bucket. With `rows`, the members are scattered by rows."""
     graph: Any = fx.Graph()
     call = graph.call_function
     given = {name: graph.placeholder(name) for name in SIZES}
@@ -56,7 +56,7 @@ def bucket_of(*members: str, rows: int = 0) -> fx.GraphModule:
 
 
 def results_of(module: fx.GraphModule) -> list[Tensor]:
-    """Run a graph on two ranks."""
+    """The results of a graph on two ranks."""
     torch.manual_seed(0)
     given = [[torch.randn(size) for _ in range(2)] for size in SIZES.values()]
     return [value for ranks in simulate(module, RANKS, given) for value in ranks]
@@ -74,7 +74,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_filled_bucket_holds_the_same_bits(case: str) -> None:
-    """A filled bucket keeps the bits of a packed bucket, and is proven."""
+    """A bucket whose members are computed in place holds the bits of a packed bucket, and the change is proven."""
     names, rows = CASES[case]
     module = bucket_of(*names, rows=rows)
     made = fill_buckets(module)
@@ -92,7 +92,8 @@ def test_a_filled_bucket_holds_the_same_bits(case: str) -> None:
     ],
 )  # fmt: skip
 def test_what_can_be_is_computed_in_its_place(case: str, computed: list[bool]) -> None:
-    """A member with further readers, or off the lines of memory, is not computed in place, because kernels round."""
+    """A member that is read elsewhere, is scattered, or would be unaligned in the bucket is copied, and any other
+    member is computed there."""
     names, rows = CASES[case]
     module = bucket_of(*names, rows=rows)
     (packed,) = module.graph.find_nodes(op="call_function", target=aten.cat.default)
@@ -101,13 +102,13 @@ def test_what_can_be_is_computed_in_its_place(case: str, computed: list[bool]) -
 
 
 def test_what_a_graph_is_only_given_is_packed() -> None:
-    """Nothing is won."""
+    """A bucket whose members are all inputs of the graph stays packed."""
     module = bucket_of("given", "given")
     assert fill_buckets(module) is module
 
 
 def test_a_filled_bucket_takes_memory_once() -> None:
-    """A packed product takes memory twice, and a product filled in place once."""
+    """A packed bucket takes its memory twice, and a bucket filled in place takes it once."""
     module = bucket_of("product", "sum")
     made = fill_buckets(module)
     peaks = []
@@ -123,7 +124,8 @@ def test_a_filled_bucket_takes_memory_once() -> None:
 
 @pytest.mark.parametrize(("family", "layout"), [("lstm", "data"), ("gpt", "tensor"), ("gpt", "ZeRO-3")])
 def test_backwards_of_models_fill_their_buckets(family: str, layout: str) -> None:
-    """Backwards of models fill their buckets with equal bits, are proven, and have the predicted peak."""
+    """Backwards of models with filled buckets give the same results, are proven, and have the peak
+    that was predicted."""
     phased = in_buckets(plain(family, layout))
     made = replace(phased, backward=fill_buckets(phased.backward))
     assert "aten.new_empty.default" in calls(made.backward)

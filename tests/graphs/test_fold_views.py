@@ -1,4 +1,4 @@
-"""Views of views are left out if they make and move no memory."""
+"""Views of views are removed if they make and move no memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ reshape, transpose, permute = torch.ops.aten.reshape.default, torch.ops.aten.t.d
 
 
 def graph_of(*calls: tuple[Any, ...], returned: int = -1) -> fx.GraphModule:
-    """Return a chain of calls on [4, 6]; the graph returns one call and the last call."""
+    """A chain of calls on [4, 6]. The graph returns the call number `returned` and the last call."""
     graph = fx.Graph()
     value, fake = graph.placeholder("x"), torch.empty(4, 6, device="meta")
     value.meta["val"] = fake
@@ -39,7 +39,7 @@ def graph_of(*calls: tuple[Any, ...], returned: int = -1) -> fx.GraphModule:
     ],
 )
 def test_how_many_calls_are_left(calls: tuple[tuple[Any, ...], ...], left: int) -> None:
-    """Values stay, a copying reshape stays, and a returned value is an object of its own."""
+    """Results do not change, a reshape that copies stays, and no result is the input itself."""
     graph_module = graph_of(*calls)
     x = torch.randn(4, 6)
     expected = graph_module(x)
@@ -56,7 +56,7 @@ def test_how_many_calls_are_left(calls: tuple[tuple[Any, ...], ...], left: int) 
 
 
 def test_what_else_reads_stays() -> None:
-    """A returned view is not left out."""
+    """A view that the graph returns is not removed."""
     graph_module = graph_of((reshape, [24]), (reshape, [6, 4]), returned=1)
     fold_views(graph_module)
     assert len(graph_module.graph.find_nodes(op="call_function", target=reshape)) == 2

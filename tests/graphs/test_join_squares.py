@@ -1,4 +1,4 @@
-"""Sums of squares that are added are computed by one call."""
+"""Sums of squares that are added together become one call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ X = [torch.linspace(-1, 2, size) for size in (6, 4, 5, 3)]
 def graph_of(
     count: int = len(X), *, other: bool = False, shared: bool = False, doubled: bool = False
 ) -> fx.GraphModule:
-    """The sum of the squares of some inputs, perhaps with another addend, or with a sum that is also a result."""
+    """The sum of the squares of some inputs, with options for another addend, a sum that is also a result, and a
+    doubled sum."""
     graph = fx.Graph()
     inputs = [graph.placeholder(f"x{index}") for index in range(count)]
     squares = [graph.call_function(ops.sum_of_squares.default, (item,)) for item in inputs]
@@ -44,7 +45,7 @@ def targets(graph_module: fx.GraphModule) -> list[str]:
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("doubled", [False, True])
 def test_the_results_stay(other: bool, shared: bool, doubled: bool) -> None:
-    """The results are those before, and values with other readers stay."""
+    """Joining the sums does not change the graph's results, also when a partial sum is a result itself."""
     before, after = (graph_of(other=other, shared=shared, doubled=doubled) for _ in range(2))
     join_squares(after)
     after.graph.lint()
@@ -52,7 +53,7 @@ def test_the_results_stay(other: bool, shared: bool, doubled: bool) -> None:
 
 
 def test_one_call_for_all() -> None:
-    """Four sums of squares and three additions become one call, and another addend is added to it."""
+    """Four sums of squares and three additions become one call, and one addition stays if there is another addend."""
     found = graph_of()
     join_squares(found)
     assert targets(found) == ["autoshard.sum_of_all_squares.default"]
@@ -62,7 +63,7 @@ def test_one_call_for_all() -> None:
 
 
 def test_more_sums_than_pythons_limit_on_recursion() -> None:
-    """The squares of a model with thousands of parameters are joined."""
+    """More sums of squares than Python's limit on recursion are joined."""
     found = graph_of(2 * sys.getrecursionlimit())
     join_squares(found)
     assert targets(found) == ["autoshard.sum_of_all_squares.default"]
@@ -89,7 +90,7 @@ def values(dtype: torch.dtype) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_the_operator_adds_the_squares(dtype: torch.dtype) -> None:
-    """The operator adds in float32, or in float64 for float64, also for tensors of several types."""
+    """The operator equals the sum of single sums of squares, in float32 or, if an operand is float64, in float64."""
     found = ops.sum_of_all_squares(values(dtype))
     assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     torch.testing.assert_close(found, sum(ops.sum_of_squares(x) for x in values(dtype)))

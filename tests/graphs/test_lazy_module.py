@@ -1,4 +1,4 @@
-"""A lazy graph module writes its code at first use, equal to a graph module's code."""
+"""A lazy graph module writes its code at its first run, and the code is that of a graph module."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _root() -> nn.Module:
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
-    """The graphs whose code was written."""
+    """A list to which each graph is added when its code is written."""
     graphs: list[fx.Graph] = []
     write = fx.Graph.python_code
 
@@ -48,14 +48,14 @@ def test_code_is_written_once_when_it_is_run(written: list[fx.Graph]) -> None:
 
 
 def test_code_and_copies_are_those_of_a_graph_module(written: list[fx.Graph]) -> None:
-    """A lazy module and its deep copy have the code of a graph module."""
+    """A lazy module has the code of a graph module, and its deep copy runs."""
     module = lazy_module(_root(), _doubled())
     assert copy.deepcopy(module)(torch.tensor(3.0)).item() == 6.0
     assert module.code == fx.GraphModule(_root(), _doubled()).code
 
 
 def test_a_change_is_seen() -> None:
-    """A changed graph runs changed code after `recompile`."""
+    """After a change of the graph and `recompile`, a lazy module runs the changed graph."""
     module = lazy_module(_root(), _doubled())
     module(torch.tensor(3.0))
     call = next(node for node in module.graph.nodes if node.op == "call_function")

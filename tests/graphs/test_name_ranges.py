@@ -1,4 +1,4 @@
-"""Names of the operators and collectives of a graph."""
+"""Names of the operators and collectives of a graph, for profiles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
 def graph_of() -> fx.GraphModule:
-    """A product, a view and an all-reduce of module "mlp", and an operator without metadata."""
+    """A product, a view and an all-reduce in the module "mlp", and an operator without metadata."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     product = graph.call_function(_aten.mm.default, (x, x))
@@ -30,7 +30,8 @@ def names_of(module: fx.GraphModule) -> list[str]:
 
 
 def test_nodes_have_the_names_of_modules_and_axes() -> None:
-    """Views have no range, and a wait is named after its collective."""
+    """Calls are named by phase, module and operator, collectives by axes, waits by their collective, and views
+    have no name."""
     assert names_of(graph_of()) == [
         "forward: mlp mm",
         "communication over data, model: all-reduce of mlp",
@@ -40,7 +41,7 @@ def test_nodes_have_the_names_of_modules_and_axes() -> None:
 
 
 def test_a_sum_that_belongs_to_a_collective() -> None:
-    """A local sum with the metadata of a collective is part of the collective."""
+    """A call with the metadata of a collective is named as part of this collective."""
     module = graph_of()
     *_, last = (node for node in module.graph.nodes if node.op == "call_function")
     last.meta = {"phase": "forward", "collective": "reduce_scatter_tensor", "group": "data/gradients"}
@@ -48,7 +49,7 @@ def test_a_sum_that_belongs_to_a_collective() -> None:
 
 
 def test_named_graphs_compute_the_same() -> None:
-    """Each named node runs between the beginning and the end of its range."""
+    """Each named call runs between the begin and the end of its range, and the result does not change."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     product = graph.call_function(_aten.mm.default, (x, x))

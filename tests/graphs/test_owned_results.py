@@ -1,4 +1,4 @@
-"""A result may be overwritten if no other living value shares its memory."""
+"""Which results of a graph may be overwritten, because no other value that is still read shares their memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _twice(call: Call, x: fx.Node) -> list[fx.Node]:
 
 
 def _parts(call: Call, x: fx.Node) -> list[fx.Node]:
-    """Two parts of a bucket, which lie apart."""
+    """Two parts of a bucket, which do not overlap."""
     parts = call(aten.split_with_sizes.default, call(aten.neg.default, x), [1, 3])
     return [call(operator.getitem, parts, 0), call(aten.view.default, call(operator.getitem, parts, 1), [3, 1])]
 
@@ -59,7 +59,7 @@ def _part_of_what_is_given(call: Call, x: fx.Node) -> list[fx.Node]:
 
 
 def _of_several(call: Call, x: fx.Node) -> list[fx.Node]:
-    """An operator's results lie apart."""
+    """Two results of one operator, which do not overlap."""
     made = call(aten.topk.default, x, 2)
     return [call(operator.getitem, made, index) for index in (0, 1)]
 
@@ -69,7 +69,7 @@ def _expanded(call: Call, x: fx.Node) -> list[fx.Node]:
 
 
 def _bucket(call: Call, x: fx.Node) -> list[fx.Node]:
-    """Reduce a value in place, and wait."""
+    """The two parts of a value that an all-reduce sums in place."""
     sent = call(torch.ops._c10d_functional.all_reduce.default, call(aten.cat.default, [x, x]), "sum", "data")
     parts = call(aten.split_with_sizes.default, call(torch.ops._c10d_functional.wait_tensor.default, sent), [4, 4])
     return [call(operator.getitem, parts, index) for index in (0, 1)]
@@ -91,7 +91,7 @@ CASES: dict[str, tuple[Callable[[Call, fx.Node], list[fx.Node]], list[bool]]] = 
 
 
 def graph_of(build: Callable[[Call, fx.Node], list[fx.Node]]) -> fx.GraphModule:
-    """Return the graph, with its nodes by name."""
+    """A graph of these calls with fake values, on one input of 4 elements."""
     graph, mode = fx.Graph(), FakeTensorMode()
 
     def value_of(argument: Any) -> Any:
@@ -113,7 +113,7 @@ def graph_of(build: Callable[[Call, fx.Node], list[fx.Node]]) -> fx.GraphModule:
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_nothing_else_lies_in_is_owned(name: str) -> None:
-    """A result is owned unless an input, another result or a repeated element shares its memory."""
+    """A result is owned unless an input, another result, or several of its own elements share its memory."""
     build, expected = CASES[name]
     assert list(owned_results(graph_of(build).graph)) == expected
 

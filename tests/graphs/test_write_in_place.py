@@ -1,4 +1,4 @@
-"""Results take the place of inputs, and no value is overwritten before its last read."""
+"""Results are written into inputs, and no value is overwritten before its last read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _plain(call: Callable[..., fx.Node], p: fx.Node, g: fx.Node, m: fx.Node, h: 
 
 
 def _by_a_slice(call: Callable[..., fx.Node], p: fx.Node, g: fx.Node, m: fx.Node, h: fx.Node) -> tuple[fx.Node, ...]:
-    """Update a piece and put the whole together, as ZeRO-1 does."""
+    """Update a piece of the parameter and concatenate the whole, as ZeRO-1 does."""
     piece = call(aten.narrow.default, (p, 0, 0, 2))
     updated, state = _momentum(call, piece, g, m, h)
     rest = call(aten.narrow.default, (p, 0, 2, 2))
@@ -41,7 +41,7 @@ def _by_a_slice(call: Callable[..., fx.Node], p: fx.Node, g: fx.Node, m: fx.Node
 
 
 def _late(view: Callable[..., fx.Node]) -> Callable[..., tuple[fx.Node, ...]]:
-    """Return the old parameter, perhaps through a view, inside another result."""
+    """A graph that returns twice the old parameter, read through a view, beside the update."""
 
     def build(call: Callable[..., fx.Node], p: fx.Node, g: fx.Node, m: fx.Node, h: fx.Node) -> tuple[fx.Node, ...]:
         early = view(call, p)
@@ -52,12 +52,12 @@ def _late(view: Callable[..., fx.Node]) -> Callable[..., tuple[fx.Node, ...]]:
 
 
 def _swapped(call: Callable[..., fx.Node], p: fx.Node, g: fx.Node, m: fx.Node, h: fx.Node) -> tuple[fx.Node, ...]:
-    """Return two inputs in each other's place, one perhaps through a view."""
+    """Return two inputs in each other's place, one of them through an alias."""
     return call(aten.type_as.default, (m, g)), p
 
 
 def _read_later(call: Callable[..., fx.Node], p: fx.Node, g: fx.Node, m: fx.Node, h: fx.Node) -> tuple[fx.Node, ...]:
-    """The old parameter, by a view, is part of another result."""
+    """Return twice the sum of the old parameter, read through a view, beside the update."""
     view = call(aten.view.default, (p, [-1]))
     updated, state = _momentum(call, p, g, m, h)
     late = call(aten.sum.default, (view,))
@@ -70,7 +70,7 @@ def _exchanged(call: Callable[..., fx.Node], p: fx.Node, g: fx.Node, m: fx.Node,
 
 
 def _same(call: Callable[..., fx.Node], p: fx.Node, g: fx.Node, m: fx.Node, h: fx.Node) -> tuple[fx.Node, ...]:
-    """Update a parameter by itself as gradient."""
+    """Update a parameter with itself as the gradient."""
     return tuple(_momentum(call, p, p, m, h))
 
 
@@ -105,7 +105,7 @@ def _values(kind: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_results_are_those_of_the_functional_graph(kind: str) -> None:
-    """In-place results equal the functional graph bit for bit in the inputs' memory, and other inputs stay."""
+    """Results equal the functional graph's bit for bit, lie in the inputs' memory, and the gradient does not change."""
     functional = _graph("p g m hyper", BUILDERS[kind])
     expected = functional(*_values(kind))
     values = _values(kind)
@@ -119,7 +119,7 @@ def test_results_are_those_of_the_functional_graph(kind: str) -> None:
 
 
 def test_updates_are_made_in_place_where_they_may_be() -> None:
-    """An update copies only inputs that are read later."""
+    """A plain update runs in place without a copy, and only an input that is read later is copied."""
 
     def calls(kind: str) -> list[str]:
         module = write_in_place(_graph("p g m hyper", BUILDERS[kind]), {0: 0, 1: 2})
@@ -132,7 +132,7 @@ def test_updates_are_made_in_place_where_they_may_be() -> None:
 
 
 def test_what_is_not_written_is_not_touched() -> None:
-    """An update of an input that nothing takes the place of works on copies."""
+    """An input that is not to be overwritten keeps its value."""
     functional = _graph("p g m hyper", _plain)
     values = _values("plain")
     found = write_in_place(functional, {1: 2})(*values)

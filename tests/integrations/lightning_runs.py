@@ -66,7 +66,7 @@ class LogsLoss(Classifier):
 
 
 class Seen(lightning.Callback):
-    """Keeps the metrics of each training batch, and those of each validation."""
+    """Records the metrics of each training batch, and those of each validation."""
 
     def __init__(self) -> None:
         self.steps: list[Metrics] = []
@@ -84,7 +84,7 @@ class Seen(lightning.Callback):
 
 
 class Noisy(Dataset):
-    """Rows that workers draw."""
+    """Rows that workers draw at random."""
 
     def __len__(self) -> int:
         return 16
@@ -120,7 +120,7 @@ def fit(
     resume: Any = None,
     **changes: Any,
 ) -> tuple[lightning.Trainer, Seen]:
-    """Train a new `model` on shuffled batches of 6 rows, of which the last has 5; return the Trainer and a `Seen`."""
+    """Train a new `model` on shuffled batches of 6 rows, of which the last has 5. Returns the Trainer and a `Seen`."""
     lightning.seed_everything(0, workers=True, verbose=False)
     seen = Seen()
     callbacks = [seen, *changes.pop("callbacks", ())]
@@ -132,7 +132,7 @@ def fit(
 
 
 def whole_run(folder: Path, strategy: Any = "auto") -> dict[str, Any]:
-    """Train with a checkpoint for each epoch, then test; return what was seen."""
+    """Train with a checkpoint for each epoch, then test. Returns the metrics that were seen."""
     checkpoint = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
     found, seen = fit(folder, strategy, callbacks=[checkpoint], enable_checkpointing=True, gradient_clip_val=0.5)
     (tested,) = found.test(found.lightning_module, DataLoader(rows(8, start=3), batch_size=4), verbose=False)
@@ -140,13 +140,13 @@ def whole_run(folder: Path, strategy: Any = "auto") -> dict[str, Any]:
 
 
 def resumed(path: Path, strategy: Any = "auto") -> dict[str, Any]:
-    """Train the second epoch from a checkpoint behind the first."""
+    """Train the second epoch from the checkpoint after the first, and return the metrics that were seen."""
     _, seen = fit(path.parent, strategy, resume=path, gradient_clip_val=0.5)
     return {"steps": seen.steps, "validated": seen.validated}
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The script of a rank: `folder` for the runs of two ranks, `other` a checkpoint of one device."""
+    """The script of a rank. `folder` is for the runs of two ranks, and `other` is a checkpoint of one device."""
     folder, other = map(Path, arguments)
 
     def pair(**given: Any) -> Strategy:

@@ -1,4 +1,4 @@
-"""Lightning's Trainer on a mesh: the numbers of Lightning on one device."""
+"""Lightning's Trainer on a mesh gives the numbers of Lightning on one device."""
 
 from __future__ import annotations
 
@@ -33,20 +33,21 @@ def assert_near(found: Any, expected: Any) -> None:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any], Path]:
-    """A run of Lightning on one device, a run that resumes from its first epoch, and the checkpoint."""
+    """A run of Lightning on one device, a run that resumes from its first epoch, and that epoch's checkpoint."""
     folder = tmp_path_factory.mktemp("plain")
     return whole_run(folder), resumed(folder / "epoch=0.ckpt"), folder / "epoch=0.ckpt"
 
 
 def test_a_simulated_mesh_has_the_numbers_of_one_device(plain: Any, tmp_path: Path) -> None:
-    """Training with a short last batch, logged values, validation, test, and a run resumed from one device."""
+    """On a simulated mesh, training, validation and test give one device's numbers, also resumed from one device's
+    checkpoint."""
     expected, second, checkpoint = plain
     assert_near(whole_run(tmp_path, Strategy(PAIR)), expected)
     assert_near(resumed(checkpoint, Strategy(PAIR)), second)
 
 
 def test_two_ranks_have_the_numbers_of_one_device(plain: Any, tmp_path: Path) -> None:
-    """Under torchrun. Checkpoints of two ranks resume on one device, and those of one device on two ranks."""
+    """Two ranks under torchrun have one device's numbers, and checkpoints resume from either on the other."""
     expected, second, checkpoint = plain
     start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     run_python(*start, "-m", "tests.integrations.lightning_runs", str(tmp_path), str(checkpoint), folder=tmp_path)
@@ -66,7 +67,7 @@ def test_two_ranks_have_the_numbers_of_one_device(plain: Any, tmp_path: Path) ->
 
 
 def test_the_loader_has_the_batch_of_all_micro_batches(tmp_path: Path) -> None:
-    """Micro-batches of the step have the loss of the whole batch, the short last batch too."""
+    """Micro-batches give the loss of the whole batch, and logging a value other than the loss is refused with them."""
     expected = fit(tmp_path, model=LogsLoss)[1].steps
     assert_near(fit(tmp_path, Strategy(PAIR, micro_batches=2), model=LogsLoss)[1].steps, expected)
     with pytest.raises(NotAvailableError, match=r"self.log\('hits', ...\).*in micro-batches, the loss alone"):
@@ -74,7 +75,8 @@ def test_the_loader_has_the_batch_of_all_micro_batches(tmp_path: Path) -> None:
 
 
 def test_numbers_of_the_loop_are_followed(tmp_path: Path) -> None:
-    """`training_step` depends on the epoch, the step and the number of the batch, and logs now and then."""
+    """A loss that depends on epoch, step and batch number has one device's values, and so has a value logged on
+    odd batches."""
 
     class Annealed(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -88,7 +90,8 @@ def test_numbers_of_the_loop_are_followed(tmp_path: Path) -> None:
 
 
 def test_a_second_fit_and_prediction(tmp_path: Path) -> None:
-    """With the same module; the best checkpoint's weights are loaded for the prediction."""
+    """After a second `fit` of the same module, predictions equal one device's, also with the best
+    checkpoint's weights."""
     results = []
     for strategy in ("auto", Strategy(PAIR)):
         folder = tmp_path / str(len(results))
@@ -103,7 +106,7 @@ def test_a_second_fit_and_prediction(tmp_path: Path) -> None:
 
 
 def test_a_fit_does_not_take_the_optimizer_state_of_an_earlier_one(tmp_path: Path) -> None:
-    """A resumed fit that had no step left does not give its state to the next fit."""
+    """A fit resumed at its end leaves no optimizer state to the next fit, which starts at step 1."""
     given = {"limit_train_batches": 1, "limit_val_batches": 0}
     first, _ = fit(tmp_path, max_epochs=1, **given)
     first.save_checkpoint(tmp_path / "first.ckpt")
@@ -114,7 +117,7 @@ def test_a_fit_does_not_take_the_optimizer_state_of_an_earlier_one(tmp_path: Pat
 
 
 def test_precision_is_that_of_the_step(tmp_path: Path) -> None:
-    """`bf16-mixed`; other plugins are refused by name."""
+    """`precision="bf16-mixed"` becomes the step's precision, and other precisions are refused by name."""
     found, _ = fit(tmp_path, Strategy(PAIR), precision="bf16-mixed", max_epochs=1)
     assert found.strategy.step.plan.precision == "bf16"
     with pytest.raises(NotAvailableError, match="precision='bf16-true'"):
@@ -122,7 +125,7 @@ def test_precision_is_that_of_the_step(tmp_path: Path) -> None:
 
 
 def test_a_plan_of_the_step_module_runs(tmp_path: Path) -> None:
-    """`autoshard.plan` with a `StepModule`; names of constraints are those of the module."""
+    """A plan of `StepModule` runs, and constraints of a strategy name the module's own parameters."""
     model = Classifier()
     batch = tuple(rows(6).tensors)
     plan = autoshard.plan(
@@ -140,13 +143,13 @@ def test_a_plan_of_the_step_module_runs(tmp_path: Path) -> None:
 
 
 def test_the_planner_chooses_the_axes_of_a_cluster(tmp_path: Path) -> None:
-    """A cluster in place of a mesh."""
+    """For a cluster in place of a mesh, the planner chooses the mesh."""
     found, _ = fit(tmp_path, Strategy(Cluster("h100_sxm", nodes=1, devices_per_node=2)), max_epochs=1)
     assert found.strategy.step.plan.mesh.size == 2
 
 
 def test_there_is_no_step_before_the_first_batch() -> None:
-    """`strategy.step` says so."""
+    """`strategy.step` before the first batch is an error that says so."""
     with pytest.raises(NotAvailableError, match="no step is compiled before the first batch"):
         _ = Strategy(PAIR).step
 
@@ -162,7 +165,7 @@ REFUSED_SETTINGS = {
 
 @pytest.mark.parametrize("found", REFUSED_SETTINGS)
 def test_settings_are_refused_by_name(tmp_path: Path, found: str) -> None:
-    """Each in one sentence."""
+    """Each setting that a compiled step cannot follow is refused by name."""
     with pytest.raises(NotAvailableError, match=f"cannot train Classifier with {found}"):
         fit(tmp_path, Strategy(PAIR), **REFUSED_SETTINGS[found])
 
@@ -201,13 +204,13 @@ REFUSED_MODULES: dict[str, Callable[[], Classifier]] = {
 
 @pytest.mark.parametrize("found", REFUSED_MODULES)
 def test_modules_are_refused_by_name(tmp_path: Path, found: str) -> None:
-    """Each in one sentence."""
+    """Each module that a compiled step cannot train is refused, and the error names the reason."""
     with pytest.raises(NotAvailableError, match=f"cannot train .* with {found}"):
         fit(tmp_path, Strategy(PAIR), model=REFUSED_MODULES[found], num_sanity_val_steps=0)
 
 
 def test_a_callback_that_reads_gradients_is_refused(tmp_path: Path) -> None:
-    """By the name of its hook."""
+    """A callback with a hook between backward and update is refused by the hook's name."""
     with pytest.raises(NotAvailableError, match=r"_Watch\.on_after_backward: gradients exist within"):
         fit(tmp_path, Strategy(PAIR), callbacks=[_Watch()])
 
@@ -247,7 +250,7 @@ REFUSED_STEPS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("found", REFUSED_STEPS)
 def test_training_steps_are_refused_by_name(tmp_path: Path, found: str) -> None:
-    """Python of `training_step` that a compiled step would not run."""
+    """A `training_step` that does more than a compiled step can run is refused, and the error names the statement."""
     kind = type("Stepped", (Classifier,), {"training_step": REFUSED_STEPS[found]})
     with pytest.raises(NotAvailableError, match=found):
         fit(tmp_path, Strategy(PAIR), model=kind)

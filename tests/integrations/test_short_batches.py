@@ -1,4 +1,4 @@
-"""Batches of fewer rows, as a step takes them."""
+"""Batches with fewer rows than the step's, cut for the step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoshard.integrations.short_batches import cut_short_batch
 
 
 def test_a_tensor_without_rows_of_the_batch_is_named() -> None:
-    """Positions that all rows share cannot be cut with the rows."""
+    """A tensor whose first dim is not the batch's rows is refused by its shape."""
     step: Any = SimpleNamespace(micro_batches=1, plans_any_batch=False)
     batch = {"input_ids": torch.zeros(3, 5), "position_ids": torch.arange(5)[None]}
     with pytest.raises(TraceError, match=r"shape=\[1, 5\] is no part of a batch, .* must be its samples"):

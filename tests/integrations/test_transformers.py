@@ -1,4 +1,4 @@
-"""transformers' Trainer on a mesh: the numbers of transformers' own Trainer on one device."""
+"""transformers' Trainer on a mesh gives the numbers of transformers' own Trainer on one device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def assert_near(found: list[Any], expected: list[Any]) -> None:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The runs of transformers' own Trainer, by number of accumulated batches."""
+    """A function that gives the run of transformers' own Trainer for a number of accumulated batches."""
 
     @cache
     def run(accumulated: int) -> dict[str, Any]:
@@ -48,13 +48,14 @@ def assert_runs_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_simulated_mesh_has_the_losses_of_one_device(plain: Any, tmp_path: Path, accumulated: int) -> None:
-    """Training, evaluation, metrics and a resumed run, with a short last batch."""
+    """On a simulated mesh, losses, metrics and a resumed run equal one device's."""
     found = whole_run(tmp_path, PAIR, gradient_accumulation_steps=accumulated)
     assert_runs_equal(found, plain(accumulated))
 
 
 def test_two_ranks_have_the_losses_of_one_device(plain: Any, tmp_path: Path) -> None:
-    """Under torchrun. A checkpoint of two ranks resumes on one rank, and that of one on two; workers draw alike."""
+    """Two ranks under torchrun have one device's losses, resumed from one rank's checkpoint too, and their workers
+    draw alike."""
     whole_run(tmp_path / "one", Mesh({"ranks": 1}))
     checkpoint = tmp_path / "one" / "first" / "checkpoint-2"
     start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -72,7 +73,7 @@ def test_two_ranks_have_the_losses_of_one_device(plain: Any, tmp_path: Path) -> 
 
 
 def test_the_best_checkpoint_is_loaded_and_old_ones_are_deleted(tmp_path: Path) -> None:
-    """With a callback that stops early; the folder loads in transformers."""
+    """With early stopping, the best checkpoint is loaded, the others are deleted, and transformers reads its folder."""
     given = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": False}
     kept = {**SAVED, "save_total_limit": 1, **given, "learning_rate": 0.1, "max_steps": 12}
     found = trainer(tmp_path, PAIR, callbacks=[EarlyStoppingCallback(1)], **kept)
@@ -87,7 +88,7 @@ def test_the_best_checkpoint_is_loaded_and_old_ones_are_deleted(tmp_path: Path) 
 
 
 def test_a_run_without_steps_left_has_the_weights_of_its_checkpoint(tmp_path: Path) -> None:
-    """A resumed Trainer with nothing left to train saves the trained model."""
+    """A Trainer that resumes at the end of training saves the weights of the checkpoint."""
     given = {"train_dataset": rows(4), "save_strategy": "epoch", "num_train_epochs": 1}
     trainer(tmp_path / "first", PAIR, **given).train()
     found = trainer(tmp_path / "second", PAIR, **given)
@@ -98,7 +99,7 @@ def test_a_run_without_steps_left_has_the_weights_of_its_checkpoint(tmp_path: Pa
 
 
 def test_predictions_are_those_of_one_device(tmp_path: Path) -> None:
-    """Before and after training, and with a second `train`."""
+    """Predictions before training, and after two calls of `train`, equal one device's."""
     results = []
     for mesh in (None, PAIR):
         found = trainer(tmp_path / str(mesh is None), mesh, num_train_epochs=1)
@@ -111,20 +112,20 @@ def test_predictions_are_those_of_one_device(tmp_path: Path) -> None:
 
 
 def test_a_trainer_only_predicts(tmp_path: Path) -> None:
-    """Without a dataset for training."""
+    """A Trainer without a dataset for training predicts."""
     found = trainer(tmp_path, PAIR, train_dataset=None).predict(rows(4))
     assert found.predictions.shape == (4, 8, 64)
 
 
 class Stream(IterableDataset):
-    """Rows without a length."""
+    """An iterable dataset of rows, without a length."""
 
     def __iter__(self) -> Any:
         yield from rows()
 
 
 def test_a_stream_is_read(tmp_path: Path) -> None:
-    """An iterable dataset, for a number of steps."""
+    """Training on an iterable dataset for a number of steps has one device's losses."""
     results = []
     for mesh in (None, PAIR):
         found = trainer(tmp_path / str(mesh is None), mesh, train_dataset=Stream(), max_steps=4)
@@ -134,7 +135,7 @@ def test_a_stream_is_read(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_and_schedule_of_the_user_are_used(tmp_path: Path) -> None:
-    """SGD with a schedule, both made before the Trainer."""
+    """An optimizer and a schedule that the user made give one device's losses."""
     results = []
     for mesh in (None, PAIR):
         model = gpt2()
@@ -149,7 +150,7 @@ def test_an_optimizer_and_schedule_of_the_user_are_used(tmp_path: Path) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adagrad", "rmsprop"])
 def test_optimizers_by_name(tmp_path: Path, optim: str) -> None:
-    """The update is traced or the optimizer's own."""
+    """Each optimizer by name gives one device's losses."""
     results = []
     for mesh in (None, PAIR):
         found = trainer(tmp_path / str(mesh is None), mesh, max_steps=2, optim=optim)
@@ -159,7 +160,7 @@ def test_optimizers_by_name(tmp_path: Path, optim: str) -> None:
 
 
 def test_a_model_on_meta_is_initialised_by_its_step(tmp_path: Path) -> None:
-    """The step is compiled for an example, then has weights."""
+    """A model on the meta device is compiled for an example, gets weights from `init_weights`, and trains."""
     with torch.device("meta"):
         model = GPT2LMHeadModel(gpt2().config)
     found = trainer(tmp_path, PAIR, model=model, max_steps=2)
@@ -170,7 +171,8 @@ def test_a_model_on_meta_is_initialised_by_its_step(tmp_path: Path) -> None:
 
 
 def test_the_planner_chooses_the_axes_of_a_cluster(tmp_path: Path) -> None:
-    """A cluster in place of a mesh; the plan of the step serves a second Trainer."""
+    """For a cluster in place of a mesh the planner chooses the mesh, and a second Trainer runs the plan with equal
+    losses."""
     cluster = Cluster("h100_sxm", nodes=1, devices_per_node=2)
     found = trainer(tmp_path, cluster, max_steps=1)
     found.train()
@@ -182,7 +184,7 @@ def test_the_planner_chooses_the_axes_of_a_cluster(tmp_path: Path) -> None:
 
 
 def test_bf16_is_the_precision_of_the_step(tmp_path: Path) -> None:
-    """`bf16` becomes `precision`."""
+    """`bf16=True` becomes the step's precision, and without it the precision is None."""
     found = trainer(tmp_path, PAIR, max_steps=1, bf16=True)
     found.train()
     assert found.step.plan.precision == "bf16"
@@ -190,7 +192,7 @@ def test_bf16_is_the_precision_of_the_step(tmp_path: Path) -> None:
 
 
 def test_fp16_scales_the_loss(tmp_path: Path) -> None:
-    """The step scales the loss itself."""
+    """`fp16=True` becomes the step's precision, with a scale of the loss."""
     found = trainer(tmp_path, PAIR, max_steps=1, fp16=True)
     found.train()
     assert found.step.plan.precision == "f16"
@@ -198,7 +200,7 @@ def test_fp16_scales_the_loss(tmp_path: Path) -> None:
 
 
 def test_a_skipped_step_does_not_move_the_schedule(tmp_path: Path) -> None:
-    """The first update makes all later losses infinite."""
+    """Steps that are skipped because of infinite losses do not advance the learning rate."""
     skip = autoshard.Options(on_nonfinite="skip")
     found = trainer(tmp_path, PAIR, max_steps=3, learning_rate=1e30, options=skip)
     found.train()
@@ -235,7 +237,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_arguments_are_refused_by_name(tmp_path: Path, name: str) -> None:
-    """Each in one sentence with its value."""
+    """Each argument that a compiled step cannot follow is refused with its value."""
     args = arguments(tmp_path)
     setattr(args, name, REFUSED[name])
     with pytest.raises(NotAvailableError, match=f"cannot run with {name}="):
@@ -243,7 +245,7 @@ def test_arguments_are_refused_by_name(tmp_path: Path, name: str) -> None:
 
 
 def test_strategies_of_accelerate_launch_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the variables that the command sets."""
+    """Variables that `accelerate launch` sets for FSDP are refused by name."""
     args = arguments(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(NotAvailableError, match="ACCELERATE_USE_FSDP=true of `accelerate launch`"):
@@ -252,7 +254,7 @@ def test_strategies_of_accelerate_launch_are_refused(tmp_path: Path, monkeypatch
 
 @pytest.mark.slow
 def test_a_plan_of_the_trainers_example_runs(tmp_path: Path) -> None:
-    """`autoshard.plan` with the model, optimizer and example of a Trainer."""
+    """A plan for a Trainer's model, optimizer and example inputs runs in another Trainer."""
     found = trainer(tmp_path, PAIR)
     given = {"optimizer": found.create_optimizer(), "max_grad_norm": found.args.max_grad_norm}
     plan = autoshard.plan(found.model, PAIR, example_inputs=found.example_inputs(), precision=None, **given)
@@ -263,7 +265,7 @@ def test_a_plan_of_the_trainers_example_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["split_batches", "dispatch_batches", "gradient_accumulation_kwargs"])
 def test_options_of_accelerate_are_refused_by_name(tmp_path: Path, name: str) -> None:
-    """Fields of `accelerator_config`."""
+    """Each field of `accelerator_config` that the Trainer cannot follow is refused by name."""
     args = arguments(tmp_path)
     setattr(args.accelerator_config, name, {"num_steps": 2} if name.endswith("kwargs") else True)
     with pytest.raises(NotAvailableError, match=f"accelerator_config.{name}="):
@@ -271,7 +273,7 @@ def test_options_of_accelerate_are_refused_by_name(tmp_path: Path, name: str) ->
 
 
 def test_all_refused_arguments_are_in_one_message(tmp_path: Path) -> None:
-    """Two arguments."""
+    """Two refused arguments are in one error."""
     args = arguments(tmp_path)
     args.torch_compile = args.bf16_full_eval = True
     with pytest.raises(NotAvailableError, match=r"torch_compile=True: .*; bf16_full_eval=True: "):
@@ -279,7 +281,7 @@ def test_all_refused_arguments_are_in_one_message(tmp_path: Path) -> None:
 
 
 def test_a_loss_of_the_user_is_refused(tmp_path: Path) -> None:
-    """`compute_loss_func`, and a subclass with its own `compute_loss`."""
+    """`compute_loss_func`, and a subclass with its own `compute_loss`, are refused."""
 
     class Own(Trainer):
         def compute_loss(self, *args: Any, **options: Any) -> Any:
@@ -292,7 +294,7 @@ def test_a_loss_of_the_user_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_transformers_is_refused(tmp_path: Path) -> None:
-    """Resuming needs a checkpoint of this Trainer."""
+    """Resuming from a checkpoint of transformers' own Trainer is refused."""
     trainer(tmp_path / "plain", **{**SAVED, "max_steps": 2}).train()
     found = trainer(tmp_path / "own", PAIR, **SAVED)
     with pytest.raises(autoshard.CheckpointError, match="no complete checkpoint in autoshard/"):
@@ -300,14 +302,15 @@ def test_a_checkpoint_of_transformers_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_stream_has_no_example(tmp_path: Path) -> None:
-    """`example_inputs` says so."""
+    """`example_inputs` of an iterable dataset is refused."""
     found = trainer(tmp_path, PAIR, train_dataset=Stream(), max_steps=1)
     with pytest.raises(NotAvailableError, match="train_dataset=Stream has no rows"):
         found.example_inputs()
 
 
 def test_the_mesh_is_one_device_to_the_training_loop(tmp_path: Path) -> None:
-    """The arguments of the user stay as they are."""
+    """The training loop gets one device with a batch of all accumulated batches, and the user's arguments do not
+    change."""
     given = arguments(tmp_path, gradient_accumulation_steps=3)
     found = as_one_device(given)
     assert isinstance(found, TrainingArguments)

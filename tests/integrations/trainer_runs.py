@@ -28,7 +28,7 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 def rows(count: int = 23) -> list[dict[str, torch.Tensor]]:
-    """Rows of 8 tokens, some of which are no targets."""
+    """Rows of 8 tokens, some of which are no targets of the loss."""
     tokens = torch.randint(64, (count, 8), generator=torch.Generator().manual_seed(1))
     return [{"input_ids": row, "labels": row.where(row > number % 9, -100)} for number, row in enumerate(tokens)]
 
@@ -51,7 +51,8 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
 
 
 def trainer(folder: Path, mesh: Any = None, *, model: nn.Module | None = None, **changes: Any) -> Any:
-    """A Trainer: transformers' own without a mesh, else autoshard's. Keywords of neither are training arguments."""
+    """A Trainer: transformers' own without a mesh, and autoshard's with one. Keywords that are no arguments of a
+    Trainer are training arguments."""
     own = (
         *("compute_metrics", "data_collator", "train_dataset", "eval_dataset", "optimizers", "callbacks"),
         *("plan", "constraints", "options"),
@@ -65,7 +66,7 @@ def trainer(folder: Path, mesh: Any = None, *, model: nn.Module | None = None, *
 
 
 def losses(trainer: Any) -> Losses:
-    """Losses of training and evaluation, norms and learning rates in the log: step, name, value."""
+    """Step, name and value of each loss, norm and learning rate in the log."""
     log, names = trainer.state.log_history, ("loss", "grad_norm", "learning_rate", "eval_loss")
     return [(entry["step"], name, entry[name]) for entry in log for name in names if name in entry]
 
@@ -75,7 +76,7 @@ def accuracy(found: EvalPrediction) -> dict[str, float]:
 
 
 def masked(samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """A batch in which random tokens are hidden."""
+    """A batch in which random tokens are replaced by token 1."""
     batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
     return batch | {"input_ids": batch["input_ids"].masked_fill(torch.rand(batch["input_ids"].shape) < 0.3, 1)}
 
@@ -84,7 +85,8 @@ SAVED = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "e
 
 
 def whole_run(folder: Path, mesh: Any, **changes: Any) -> dict[str, Any]:
-    """Train with checkpoints and metrics, resume from the first checkpoint, and evaluate; return what was found."""
+    """Train with checkpoints and metrics, resume from the first checkpoint, and evaluate. Returns
+    losses and metrics."""
     first = trainer(folder / "first", mesh, compute_metrics=accuracy, **SAVED, **changes)
     first.train()
     trained, metrics = losses(first), first.evaluate()
@@ -94,7 +96,8 @@ def whole_run(folder: Path, mesh: Any, **changes: Any) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The script of a rank: `folder` for the runs of two ranks, `other` a checkpoint of another number of ranks."""
+    """The script of a rank. `folder` is for the runs of two ranks, and `other` is a checkpoint of another number
+    of ranks."""
     folder, other = map(Path, arguments)
     mesh = autoshard.Mesh({"ranks": 2})
     found: dict[str, Any] = {"plain": whole_run(folder / "plain", mesh)}

@@ -1,4 +1,4 @@
-"""Between global and local tensors."""
+"""Cutting global tensors into local tensors, joining them again, and comparison with DTensor's cuts."""
 
 import math
 
@@ -26,7 +26,7 @@ MESH = Mesh({"data": 2, "model": 2})
 
 @given(st.data())
 def test_unshard_is_the_inverse_of_shard(data: st.DataObject) -> None:
-    """All ranks' local tensors rebuild the value, whatever their padding holds."""
+    """Joining the local tensors of all ranks gives the value, whatever the padding holds."""
     mesh, shape = data.draw(meshes()), data.draw(shapes(min_size=0))
     spec = data.draw(specs(mesh, len(shape)))
     value = torch.arange(1.0, 1 + math.prod(shape)).reshape(shape)
@@ -38,7 +38,7 @@ def test_unshard_is_the_inverse_of_shard(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_shard_all_agrees_with_shard(data: st.DataObject) -> None:
-    """`shard_all` gives each rank the result of `shard`, and copies are one tensor."""
+    """`shard_all` gives each rank the tensor that `shard` gives, and equal pieces are one object."""
     mesh, shape = data.draw(meshes()), data.draw(shapes())
     spec = data.draw(specs(mesh, len(shape)))
     value = torch.randn(shape)
@@ -59,7 +59,7 @@ def nested_chunk(value: torch.Tensor, spec: PartitionSpec, mesh: Mesh, rank: int
 
 @given(st.data())
 def test_padding_a_chunk_gives_the_shard(data: st.DataObject) -> None:
-    """Padding turns DTensor's chunk into our shard for equal cuts, and unpadding turns our shard into the chunk."""
+    """If DTensor cuts a tensor alike, padding its chunk gives our shard, and unpadding our shard gives the chunk."""
     mesh, shape = data.draw(meshes()), data.draw(shapes())
     spec = data.draw(specs(mesh, len(shape), reductions=(), mesh_order=True))
     value = torch.arange(1.0, 1 + math.prod(shape)).reshape(shape)
@@ -77,7 +77,7 @@ def test_padding_a_chunk_gives_the_shard(data: st.DataObject) -> None:
 @given(st.integers(0, 40), st.integers(1, 5), st.integers(1, 5))
 @example(9, 2, 2)
 def test_two_axes_on_one_dim_may_differ_from_dtensor(size: int, first: int, second: int) -> None:
-    """`matches_dtensor` tells exactly where nested ceil and nested chunk differ."""
+    """`matches_dtensor` is true exactly if our pieces have the sizes of DTensor's chunks."""
     mesh, spec = Mesh({"data": first, "model": second}), P(("data", "model"))
     value = torch.arange(size)
     chunks = [nested_chunk(value, spec, mesh, rank).shape for rank in range(mesh.size)]
@@ -86,7 +86,7 @@ def test_two_axes_on_one_dim_may_differ_from_dtensor(size: int, first: int, seco
 
 
 def test_nine_on_two_by_two() -> None:
-    """Nine on 2x2 is the smallest size with unequal cuts, and is refused by name in conversions."""
+    """Nine elements on 2x2 ranks are cut unlike DTensor's, and the conversions refuse them."""
     spec = P(("data", "model"))
     assert not matches_dtensor(spec, (9,), MESH)
     with pytest.raises(InvalidSpecError, match="into other pieces than DTensor"):
@@ -96,12 +96,14 @@ def test_nine_on_two_by_two() -> None:
 
 
 def test_another_order_than_the_mesh() -> None:
-    """Placements cannot say in which order two axes split a dim."""
+    """Axes that split a dim in another order than the mesh's do not match DTensor, whose placements
+    have no such order."""
     assert not matches_dtensor(P(("model", "data")), (8,), MESH)
 
 
 def test_partial_is_the_value_on_the_first_rank() -> None:
-    """The other ranks of the axis hold the identity."""
+    """For a partial value, the first rank of the axis holds the value, and the other ranks hold the reduction's
+    identity."""
     locals_ = shard_all(torch.tensor([1.0, 2.0]), P(partial={"model": "max"}), MESH)
     assert [local.tolist() for local in locals_] == [[1.0, 2.0], [-math.inf, -math.inf]] * 2
 
@@ -117,7 +119,7 @@ def test_copies_are_compared_on_demand() -> None:
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.float8_e4m3fn, torch.bool, torch.int64])
 def test_copies_of_any_type_are_compared(dtype: torch.dtype) -> None:
-    """PyTorch's own comparison knows most types."""
+    """A copy that differs is found for complex, float8, bool and integer tensors."""
     locals_ = [torch.ones(2).to(dtype) for _ in range(MESH.size)]
     assert unshard(locals_, P(), MESH, (2,), check=True) is not None
     locals_[1] = torch.tensor([1.0, 0.0]).to(dtype)
@@ -126,7 +128,7 @@ def test_copies_of_any_type_are_compared(dtype: torch.dtype) -> None:
 
 
 def test_equal_nans_are_copies() -> None:
-    """NaN agrees with NaN."""
+    """Copies that are NaN at the same place are equal."""
     unshard([torch.tensor([math.nan])] * 4, P(), MESH, (1,), check=True)
 
 
@@ -137,6 +139,6 @@ def test_wrong_local_shape() -> None:
 
 
 def test_wrong_number_of_locals() -> None:
-    """Every rank's tensor is needed."""
+    """A list with fewer tensors than the mesh has ranks is refused."""
     with pytest.raises(InvalidSpecError, match="has 4 ranks, found 1"):
         unshard([torch.zeros(4)], P(), MESH, (4,))

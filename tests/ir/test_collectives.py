@@ -1,4 +1,4 @@
-"""Collectives that may write over their operand."""
+"""Which collectives may write over their operand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 @pytest.mark.parametrize("is_read_again", [False, True])
 def test_a_packed_buffer_is_reduced_in_place_unless_another_call_reads_it(is_read_again: bool) -> None:
-    """A reader of the operand would find the sum."""
+    """An all-reduce writes over a packed buffer, unless another call reads the buffer."""
     graph = fx.Graph()
     packed = graph.call_function(aten.cat.default, ([graph.placeholder("x"), graph.placeholder("y")],))
     reduced = graph.call_function(ALL_REDUCE, (packed, "sum", "data"))
@@ -22,7 +22,7 @@ def test_a_packed_buffer_is_reduced_in_place_unless_another_call_reads_it(is_rea
 
 
 def test_what_a_caller_gave_is_not_written_over() -> None:
-    """A collective writes neither over the caller's tensors nor over results that may be views of them."""
+    """An all-reduce does not write over an input of the program, nor over a view of an input."""
     graph = fx.Graph()
     given = graph.placeholder("x")
     for operand in (given, graph.call_function(aten.view.default, (given, [-1]))):

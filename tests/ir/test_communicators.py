@@ -1,4 +1,4 @@
-"""Names of communicators."""
+"""Names of communicators, which consist of mesh axes and a purpose."""
 
 from autoshard.ir.communicators import Purpose, for_purpose, group_axes, without_purpose
 

@@ -1,4 +1,4 @@
-"""Errors of the cost models reach users as errors of autoshard."""
+"""Errors of the cost models reach users as autoshard's own errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cost_models import errors
     ],
 )
 def test_each_class_becomes_one_of_ours(raised: type[Exception], seen: type[Exception]) -> None:
-    """The message stays, and the first error is the cause."""
+    """Each class of error becomes an error of autoshard with the same message, and is its cause."""
     with pytest.raises(seen, match="the words") as caught, errors_of_ours():
         raise raised("the words")
     assert isinstance(caught.value, AutoshardError)

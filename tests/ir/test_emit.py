@@ -1,4 +1,4 @@
-"""Reshards, emitted and run on the simulator, equal slicing the full tensor."""
+"""A reshard that runs on the simulator gives the shards of the full tensor."""
 
 import math
 
@@ -29,7 +29,7 @@ def lower(
     dtype: torch.dtype = torch.float32,
     on_node: OnNode | None = None,
 ) -> fx.GraphModule:
-    """The program that reshards its input."""
+    """The program that reshards its input from `source` to `target`."""
     graph = fx.Graph()
     node = graph.placeholder("value")
     node.meta["val"] = torch.empty(source.local_shape(shape, mesh), dtype=dtype, device="meta")
@@ -41,7 +41,7 @@ def lower(
 
 
 def addends(value: Tensor, spec: PartitionSpec, mesh: Mesh, seed: int) -> list[Tensor]:
-    """Each rank's local tensor, padded with NaN; partial ones hold different addends of `value`."""
+    """Each rank's local tensor, padded with NaN; partial tensors hold different addends of `value`."""
     if not spec.partial:
         return shard_all(value, spec, mesh, padding=math.nan)
     axes, reduction = tuple(axis for axis, _ in spec.partial), spec.partial[0][1]
@@ -66,21 +66,21 @@ def draw_addends(value: Tensor, reduction: Reduction, count: int, seed: int) -> 
 
 
 def poison_padding(program: fx.GraphModule) -> None:
-    """Let reshards pad with NaN."""
+    """Replace the value with which reshards pad by NaN."""
     for node in program.graph.find_nodes(op="call_function", target=PAD):
         node.update_arg(2, math.nan)
     program.recompile()
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors are equal, negative zeros told apart."""
+    """Whether two tensors are equal bit for bit, so that 0.0 differs from -0.0."""
     left, right = left.reshape(-1).contiguous(), right.reshape(-1).contiguous()
     return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
 @given(st.data())
 def test_reshard_equals_slicing_the_full_tensor(data: st.DataObject) -> None:
-    """Any reshard yields the value, bit for bit and contiguous, whatever the padding holds."""
+    """Any reshard gives each rank a contiguous shard of the value, bit for bit, whatever the padding holds."""
     mesh, shape = data.draw(meshes()), data.draw(shapes())
     source, target = data.draw(specs(mesh, len(shape))), data.draw(specs(mesh, len(shape)))
     value = torch.arange(1.0, 1 + math.prod(shape)).reshape(shape)
@@ -94,7 +94,7 @@ def test_reshard_equals_slicing_the_full_tensor(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_round_trip(data: st.DataObject) -> None:
-    """A reshard and its reverse are the identity."""
+    """A reshard followed by its reverse gives the value."""
     mesh, shape = data.draw(meshes()), data.draw(shapes(min_size=0))
     source, middle = (data.draw(specs(mesh, len(shape), reductions=())) for _ in range(2))
     value = torch.randn(shape)
@@ -119,7 +119,7 @@ CASES = (
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("source", "target"), CASES, ids=str)
 def test_dtypes(dtype: torch.dtype, source: PartitionSpec, target: PartitionSpec) -> None:
-    """Every element type is moved and summed, and keeps its type."""
+    """Gathers, exchanges and sums work for every element type, which they keep."""
     mesh, shape = Mesh({"data": 2}), (3, 5)
     value = torch.arange(15).reshape(shape).remainder(7).to(dtype)
     if dtype is torch.float8_e4m3fn and source.is_partial:
@@ -147,7 +147,7 @@ def test_val_is_the_local_tensor(data: st.DataObject) -> None:
 
 
 def test_on_node_names_the_spec_of_each_step() -> None:
-    """The callback sees every node, with a spec for the last node of a step."""
+    """The callback gets every node in order, and a spec for the last node of each step."""
     seen: list[tuple[str, PartitionSpec | None]] = []
     mesh = Mesh({"data": 2})
     program = lower(
@@ -163,7 +163,7 @@ def test_on_node_names_the_spec_of_each_step() -> None:
 
 
 def test_text() -> None:
-    """The emitted program is short, and equal on every rank."""
+    """The emitted calls of a reduce-scatter over one axis followed by an all-gather over another."""
     program = lower(P("data", partial={"model": "sum"}), P(None, "model"), (8, 4), Mesh({"data": 2, "model": 2}))
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     assert [getattr(node.target, "__name__", "") for node in calls] == [
@@ -208,7 +208,7 @@ def test_a_slice_is_a_copy() -> None:
 
 
 def test_local_steps_run_on_tensors() -> None:
-    """Given a tensor instead of a proxy, the steps run at once."""
+    """Given a tensor in place of a proxy, `emit_reshard` runs the steps at once."""
     mesh = Mesh({"data": 2})
     steps = plan_reshard(P(), P("data"), (4,), mesh)
     with running_at({"data": 1}):
@@ -216,7 +216,7 @@ def test_local_steps_run_on_tensors() -> None:
 
 
 def test_unknown_dtype() -> None:
-    """Without a `val`, the element type must be given."""
+    """Emitting a reshard of a node without `val` is refused, and the error says to pass `dtype=`."""
     graph = fx.Graph()
     proxy = fx.Proxy(graph.placeholder("value"), GraphAppendingTracer(graph))
     with pytest.raises(ValueError, match="pass dtype="):
@@ -224,6 +224,6 @@ def test_unknown_dtype() -> None:
 
 
 def test_complex_maximum() -> None:
-    """Complex numbers have no maximum."""
+    """A maximum of complex numbers is refused."""
     with pytest.raises(ValueError, match="have no reduction='max'"):
         lower(P(partial={"data": "max"}), P(), (4,), Mesh({"data": 2}), torch.complex64)

@@ -1,4 +1,4 @@
-"""The subject of a price: a recipe, a runtime, and the trained model."""
+"""An execution: a complete recipe together with a runtime, an optimizer and a precision."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from autoshard.ir.runtime import OURS, RUNTIMES
 
 
 def test_replicas_run_their_share_of_the_batch_in_micro_batches() -> None:
-    """Replicas run their share of the batch in micro-batches, and one micro-batch each without a batch."""
+    """A replica runs its share of the global batch in micro-batches, and one micro-batch if there is
+    no global batch."""
     assert Execution(data=8, tensor=4, pipeline=2, context=2, micro_batch=2, global_batch=64).micro_batches == 4
     assert Execution(data=4, micro_batch=3).batch == 12
 
@@ -25,7 +26,7 @@ def test_replicas_run_their_share_of_the_batch_in_micro_batches() -> None:
     st.sampled_from(sorted(RUNTIMES)),
 )
 def test_another_recipe_is_executed_alike(recipe: Recipe, name: str) -> None:
-    """An execution of another recipe keeps runtime, optimizer and precision, and has defaults for free fields."""
+    """`Execution.of` another recipe keeps runtime, optimizer and precision, and fills free fields with defaults."""
     found = Execution(runtime=RUNTIMES[name], optimizer="sgd", precision="f8").of(recipe)
     plain = Execution()
     for item in fields(Recipe):
@@ -47,13 +48,13 @@ def test_another_recipe_is_executed_alike(recipe: Recipe, name: str) -> None:
     ],
 )
 def test_what_cannot_be_executed_is_named(fields: dict[str, Any], message: str) -> None:
-    """Each mistake has one clear sentence."""
+    """An unknown or impossible value is refused, and the error names the field and the value."""
     with pytest.raises(RecipeError, match=message):
         Execution(**fields)
 
 
 def test_no_field_of_a_recipe_is_one_of_a_runtime() -> None:
-    """Layout and execution share no field."""
+    """A runtime shares no field with an execution, and a recipe has 15 fields."""
     runtime = {item.name for item in fields(RUNTIMES["megatron"])}
     assert len(fields(Recipe)) == 15
     assert not runtime & {item.name for item in fields(Execution)}

@@ -1,4 +1,4 @@
-"""Files that cannot be written are named, with a way out that helps."""
+"""Errors of files that cannot be written give a way out that fits the reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autoshard.ir.files import check_can_write, write_text
 def test_the_way_out_fits_the_reason(
     number: int, way_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk needs space, and a missing folder another name."""
+    """The error for a full disk says to free space, and for a missing folder to name another file."""
 
     def fail(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -30,7 +30,7 @@ def test_the_way_out_fits_the_reason(
 
 
 def test_a_place_is_checked_before_the_work(tmp_path: Path) -> None:
-    """A folder, and a file in no folder, are refused; nothing is written."""
+    """A folder, and a file in a folder that does not exist, are refused before the work, and nothing is written."""
     check_can_write(tmp_path / "trace.json")
     for wrong in (tmp_path, tmp_path / "none" / "trace.json"):
         with pytest.raises(NotAvailableError, match="cannot be written"):

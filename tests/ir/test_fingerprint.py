@@ -1,4 +1,4 @@
-"""Programs with one fingerprint are equal."""
+"""Equal programs have equal fingerprints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoshard.tracing import trace
 
 
 class Scaled(nn.Module):
-    """Returns a number of its own beside a tensor."""
+    """A model that returns a number beside a tensor."""
 
     def __init__(self, factor: int) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Scaled(nn.Module):
 
 
 def test_results_that_are_no_tensors_belong_to_a_program() -> None:
-    """Results that are no tensors belong to the fingerprint, although the graph does not contain them."""
+    """Programs that return different numbers have different fingerprints, although their graphs are equal."""
     one, again, two = (trace(Scaled(factor), (torch.ones(2),)) for factor in (1, 1, 2))
     assert one.text() == two.text()
     assert fingerprint(one) == fingerprint(again) != fingerprint(two)

@@ -1,4 +1,4 @@
-"""Garbage collection is rare within a compile, and has the user's settings afterwards."""
+"""Garbage collection is rarer while autoshard compiles, and has the user's thresholds afterwards."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_an_error_restores_them() -> None:
 
 
 def test_threads_do_not_leave_them_raised() -> None:
-    """The first to begin ends first, within the second."""
+    """When two calls in threads overlap, the thresholds stay raised until the last of them ends."""
     began, end = threading.Event(), threading.Event()
 
     @seldom_collecting
@@ -81,7 +81,7 @@ def test_threads_do_not_leave_them_raised() -> None:
 
 
 def test_planning_and_a_first_call_are_within() -> None:
-    """The thresholds while a model is traced, by `plan` and by the call that compiles."""
+    """While `plan` and a first compiled call trace a model, garbage collection has the rarer thresholds."""
     seen = []
 
     class Looks(nn.Module):

@@ -1,4 +1,4 @@
-"""Tests of `autoshard.ir.initialisation`."""
+"""Boxes and strided views of `autoshard.ir.initialisation`, and the values that an initialisation reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _strided(tensor: torch.Tensor) -> StridedView:
 
 @given(_SHAPES, st.data())
 def test_a_view_of_a_box_is_found_to_be_it(shape: tuple[int, ...], data: st.DataObject) -> None:
-    """Dims of one element may be dropped, as by `weight[row]`."""
+    """The strided view of a box is recognised as this box, also with dims of one element left out."""
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     box = data.draw(_boxes(shape))
     view = box.of(whole)
@@ -38,7 +38,7 @@ def test_a_view_of_a_box_is_found_to_be_it(shape: tuple[int, ...], data: st.Data
 
 @given(_SHAPES, st.data())
 def test_what_is_said_to_be_a_box_is_one(shape: tuple[int, ...], data: st.DataObject) -> None:
-    """Any strided tensor that `is_box` accepts is a box."""
+    """If `box_in` finds a box for a strided tensor, the box has the tensor's elements."""
     whole = torch.arange(torch.Size(shape).numel())
     sizes = data.draw(st.lists(st.integers(1, 4), max_size=3))
     room, strides = whole.numel() - 1, []
@@ -72,7 +72,8 @@ def test_boxes_cover_what_they_write(shape: tuple[int, ...], data: st.DataObject
 
 
 def test_a_weight_that_is_written_row_by_row_has_no_source() -> None:
-    """Thousands of rows take a second, because each write does not look at all writes before it."""
+    """A weight that 4000 rows write depends on no earlier value. If one row is left out, it depends on its own
+    earlier value."""
     weight = StridedView(0, (4000, 8), (8, 1), 0, torch.float32)
     rows = [StridedView(0, (8,), (1,), 8 * row, torch.float32) for row in range(4000)]
     fill = torch.ops.aten.fill_.Scalar

@@ -14,7 +14,7 @@ from autoshard.ir.loss_scaling import LossScaling, scales_loss
 
 
 def test_the_defaults_are_those_of_torch() -> None:
-    """Each field has the name and the default of `GradScaler`."""
+    """Each field has the name and the default of torch's `GradScaler`."""
     state = torch.amp.GradScaler("cpu").state_dict()
     expected = {"init_scale": state["scale"], **{name: state[name] for name in state if "_f" in name or "_i" in name}}
     assert dataclasses.asdict(LossScaling()) == expected
@@ -35,12 +35,12 @@ def test_the_defaults_are_those_of_torch() -> None:
     ],
 )
 def test_a_value_out_of_range_is_named(name: str, value: Any, message: str) -> None:
-    """The message has the field, its value and its range."""
+    """A value out of range is refused with its field and the range."""
     with pytest.raises(NotAvailableError, match=message):
         LossScaling(**{name: value})
 
 
 def test_only_training_steps_in_float16_scale_the_loss() -> None:
-    """Other precisions have the range of float32."""
+    """The loss is scaled in float16 with an optimizer, and otherwise never."""
     assert scales_loss("f16", "adamw")
     assert not any(scales_loss(*asked) for asked in (("bf16", "adamw"), (None, "adamw"), ("f16", None)))

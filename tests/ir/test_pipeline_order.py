@@ -1,4 +1,4 @@
-"""Tasks of a pipeline know their transfers, and print in torch's notation."""
+"""Tasks of a pipeline know the message that they send or receive, and print in torch's notation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from autoshard.ir.pipeline_order import Message, PipelineOrder, StageTask, Work
     ],
 )
 def test_both_ends_of_a_transfer_name_one_message(work: Work, message: Message, reader: int) -> None:
-    """The stage that makes a message and the stage that reads it use one name."""
+    """A task's message has the stage that makes it, the direction and the micro-batch, and names the stage that
+    reads it."""
     task = StageTask(work, 2, 5)
     assert task.message == message
     assert task.message.reader == reader
@@ -29,7 +30,7 @@ def test_both_ends_of_a_transfer_name_one_message(work: Work, message: Message, 
 
 
 def test_the_ends_of_a_pipeline_tell_nobody() -> None:
-    """The ends of a pipeline, and neighbours on one rank, transfer nothing."""
+    """A message crosses ranks only between neighbouring stages on different ranks."""
     order = PipelineOrder((0, 1, 1), 1, ((), ()))
     crossing = [Message(stage, forward, 0) for stage in range(3) for forward in (True, False)]
     assert list(filter(order.crosses_ranks, crossing)) == [Message(0, True, 0), Message(1, False, 0)]
@@ -48,7 +49,7 @@ def test_the_ends_of_a_pipeline_tell_nobody() -> None:
 def test_stages_of_an_edited_order_are_checked(
     stage_ranks: list[int] | None, ranks: list[str] | None, message: str
 ) -> None:
-    """A file whose order has other ranks or stages than its plan is refused."""
+    """An order whose ranks or stages differ from its plan's is refused."""
     data = None if ranks is None else {"stage_ranks": stage_ranks, "micro_batches": 1, "ranks": ranks}
     with pytest.raises(PlanMismatchError, match=message):
         PipelineOrder.of_plan(data, stages=2)

@@ -1,4 +1,4 @@
-"""The parts of a plan as JSON data."""
+"""The layout of parameters in a plan as JSON data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ WHOLE, SPLIT = P(), P("data")
 
 
 def test_a_parameters_layout_is_text_that_says_all_of_it() -> None:
-    """A parameter's layout prints its spec and, with an update, its gradient and optimizer state."""
+    """The JSON of a parameter's layout has its spec, shape and bytes and, with an update, its gradient's and
+    state's specs."""
     plan = ParameterPlan(WHOLE, (4, 2), 32, SPLIT, {"exp_avg": SPLIT}, "ZeRO-2 over data")
     assert plan.to_json() == {
         "spec": "P()", "shape": [4, 2], "local_bytes": 32,
@@ -19,5 +20,5 @@ def test_a_parameters_layout_is_text_that_says_all_of_it() -> None:
 
 
 def test_without_an_update_there_is_only_where_it_lies() -> None:
-    """The file of a plan of a call has no empty fields."""
+    """A parameter of a plan without an update has no fields for gradients and optimizer state."""
     assert ParameterPlan(SPLIT, (4,), 8).to_json() == {"spec": "P('data')", "shape": [4], "local_bytes": 8}

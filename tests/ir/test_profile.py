@@ -1,4 +1,4 @@
-"""Profiles as data: parts of a step, and differences between measured and predicted seconds."""
+"""Profiles of steps: their parts, and differences between measured and predicted seconds."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def steps(draw: st.DrawFn) -> StepSpans:
 
 @given(steps())
 def test_parts_add_up_to_the_step(step: StepSpans) -> None:
-    """The parts of a step add up to the step, whatever overlaps, and none is negative."""
+    """The parts of a step add up to its duration, whichever spans overlap, and none is negative."""
     assert sum(step.parts.values()) == pytest.approx(step.duration_ns / 1e9)
     assert min(step.parts.values()) >= 0
 
 
 def step_of(compute_ms: int, reduce_ms: int) -> StepSpans:
-    """A product, and a collective that starts in its middle."""
+    """A step of 20 ms with a product, and a collective that starts in the product's middle."""
     middle = compute_ms * MS // 2
     spans = (
         RangeSpan("forward: layers.0.up mm", 0, compute_ms * MS),
@@ -52,20 +52,20 @@ def test_communication_counts_while_no_operator_runs() -> None:
 
 
 def test_a_collective_takes_the_time_of_the_rank_that_joins_last() -> None:
-    """Operators have the mean of the ranks."""
+    """A collective has the shortest time of the ranks, that of the last to join, and an operator has the mean."""
     ranks = [(step_of(6, 9),), (step_of(10, 5),)]
     assert measured_seconds(ranks) == pytest.approx({"forward: layers.0.up mm": 0.008, REDUCE: 0.005})
 
 
 def test_the_largest_difference_comes_first() -> None:
-    """Differences have names of equal blocks."""
+    """Differences of measured and predicted seconds are sorted by size, and equal blocks share a name with a star."""
     first, second = profile_of(step_of(6, 9), step_of(10, 9)).differences
     assert first == pytest.approx((REDUCE, 0.009, 0.001))
     assert second == pytest.approx(("forward: layers.*.up mm", 0.008, 0.004))
 
 
 def test_parts_of_a_profile_add_up() -> None:
-    """Measured and predicted parts add up to the measured and the predicted step."""
+    """The measured parts add up to the measured step, and the predicted parts to the predicted step."""
     profile = profile_of(step_of(6, 9), step_of(10, 9))
     measured, predicted = (sum(each) for each in zip(*profile.parts.values(), strict=True))
     assert measured == pytest.approx(profile.step_time_s)
@@ -73,7 +73,7 @@ def test_parts_of_a_profile_add_up() -> None:
 
 
 def test_a_timeline_has_both_rows_of_each_rank() -> None:
-    """Each rank is a process; clocks are aligned at the start of the step."""
+    """Each rank is a process with measured and predicted rows, and each rank's step starts at 0."""
     trace = profile_of(step_of(6, 9), step_of(10, 9)).timeline
     assert trace.processes == ("rank 0", "rank 1")
     rows = {(span.process, span.stream) for span in trace.spans}

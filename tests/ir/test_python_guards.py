@@ -1,4 +1,4 @@
-"""Guards on Python values detect changes."""
+"""Guards on Python values that a trace has read: they hold until a value changes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def test_values_are_compared_by_type_and_value(found: Any, value: Any, alike: bo
 
 
 def test_what_a_record_holds_is_guarded_in_depth() -> None:
-    """Nested lists of settings are guarded in depth, and objects with other contents are not."""
+    """Settings in nested objects and lists are guarded, and so are plain tensors, dicts and None. Parameters, and
+    objects with other contents, are not."""
     settings = SimpleNamespace(inner=SimpleNamespace(sizes=[1, {"a": 2}]))
     other = SimpleNamespace(data=object(), count=0)
     holder = SimpleNamespace(settings=settings, other=other, table=torch.ones(2), weight=torch.ones(2), hooks={})
@@ -65,7 +66,7 @@ def test_what_a_record_holds_is_guarded_in_depth() -> None:
 
 
 class Settings:
-    """An object with attributes; an instance of plain values is a setting."""
+    """An object with the given attributes."""
 
     kind = "settings"
 
@@ -74,7 +75,7 @@ class Settings:
 
 
 def _with_attributes() -> None:
-    """A function that holds a setting."""
+    """A function with a number as an attribute."""
 
 
 _with_attributes.size = 1  # type: ignore[attr-defined]
@@ -94,12 +95,13 @@ _with_attributes.size = 1  # type: ignore[attr-defined]
     ],
 )
 def test_records_hold_settings_alone(value: Any, holds_settings: bool) -> None:
-    """Types, functions and modules hold other things too, and an object that holds nothing may be anything."""
+    """An object counts as settings if it holds plain values or settings, and a type, function, module or empty
+    object does not."""
     assert is_record(value) is holds_settings
 
 
 class Slotted:
-    """Holds settings in slots."""
+    """An object with settings in slots."""
 
     __slots__ = ("scale", "sizes", "unset")
 
@@ -108,7 +110,7 @@ class Slotted:
 
 
 class SlottedBeside(Slotted):
-    """Has a dict beside its slots, and a name of its own."""
+    """An object with a dict and a private slot beside inherited slots."""
 
     __slots__ = ("__dict__", "__hidden")
 
@@ -184,7 +186,7 @@ IN_PLACE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_what_is_changed_in_place_is_noticed(name: str) -> None:
-    """A change in place is noticed and named."""
+    """A change in place breaks the guard, and `changes` names the value."""
     make, change = IN_PLACE[name]
     value = make()
     guards = _guards(value)
@@ -215,7 +217,7 @@ def _in_inference_mode() -> torch.Tensor:
 
 @pytest.mark.parametrize("name", UNTOUCHED)
 def test_what_is_not_changed_holds(name: str) -> None:
-    """Unchanged values of any kind pass two checks, and stay usable."""
+    """Guards hold for values that nobody changes, and a bytearray can still grow after the checks."""
     value = UNTOUCHED[name]()
     guards = _guards(value)
     str(value)
@@ -226,7 +228,7 @@ def test_what_is_not_changed_holds(name: str) -> None:
 
 @pytest.mark.parametrize("make", [lambda: np.arange(3), lambda: np.float32(0.5), lambda: bytearray(b"a"), Fraction])
 def test_an_equal_value_in_its_place_is_alike(make: Callable[[], Any]) -> None:
-    """An equal new object passes, and its later changes are noticed."""
+    """A new equal object passes the guard, and a change in a new array breaks it."""
     holder = SimpleNamespace(value=make())
     guards = PythonUse((("", holder, ("value",)),)).guards([])
     holder.value = make()

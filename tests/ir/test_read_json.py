@@ -1,4 +1,4 @@
-"""JSON that leaves something open is refused by name."""
+"""JSON that a reader could understand in two ways is refused by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VALUES = st.recursive(
 
 @given(_VALUES)
 def test_what_json_writes_is_read(value: object) -> None:
-    """Python's own JSON output is read as Python's own reader does."""
+    """Any value that Python writes as JSON is read equal."""
     assert parse(json.dumps(value)) == value
 
 
@@ -48,6 +48,6 @@ def test_what_json_leaves_open_is_refused(text: str, message: str) -> None:
 
 
 def test_a_tuple_of_one_entry_is_read() -> None:
-    """A tuple's type gives the number of entries, or `...` for any number."""
+    """A list of one entry is read as `tuple[int]` and as `tuple[int, ...]`."""
     assert read(tuple[int], [2]) == (2,)
     assert read(tuple[int, ...], [2]) == (2,)

@@ -1,4 +1,4 @@
-"""Recipes validate their own fields."""
+"""Recipes check their own fields, count devices, and print in words."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from cost_models.schedule_orders import SCHEDULES
 
 
 def test_a_recipe_counts_devices() -> None:
-    """Ranks are pipeline x data x context x tensor."""
+    """The devices of a recipe are the product of its pipeline, data, context and tensor degrees."""
     assert Recipe(data=8, tensor=4, pipeline=2, context=2).devices == 128
     assert Recipe(data=8).devices == 8
 
 
 def test_a_recipe_says_what_is_decided() -> None:
-    """A partial recipe prints its decided fields in the user's words."""
+    """A partial recipe prints the fields that are decided, and says that the others are searched."""
     assert {getattr(Recipe(), item.name) for item in fields(Recipe)} == {None}
     assert Recipe().words == "everything is searched"
     assert Recipe(schedule="ZBVZeroBubble").words == "schedule='ZBVZeroBubble'; all else is searched"
@@ -29,7 +29,7 @@ def test_a_recipe_says_what_is_decided() -> None:
 
 
 def test_a_complete_recipe_is_a_sentence() -> None:
-    """A complete recipe prints as a sentence in the words of experts."""
+    """A complete recipe prints as a sentence in the usual terms."""
     recipe = Execution(data=4, zero=1, tensor=8, sequence_parallel=True, pipeline=2).recipe
     assert recipe.words == (
         "data 4 (ZeRO-1), tensor 8 with sequence parallelism, pipeline 2 (1F1B); micro-batches of 1"
@@ -71,14 +71,14 @@ def test_a_complete_recipe_is_a_sentence() -> None:
     ],
 )
 def test_a_contradiction_is_named(fields: dict[str, Any], message: str) -> None:
-    """Each mistake has one clear sentence."""
+    """An impossible value of a field is refused with the field and the value."""
     with pytest.raises(RecipeError, match=message):
         Recipe(**fields)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_that_runs_is_asked_for_by_its_name(schedule: str) -> None:
-    """Every schedule that runs has its name in torch.distributed.pipelining."""
+    """Each schedule can be named in a recipe, which then has the fewest virtual stages. Other names are refused."""
     least = SCHEDULES[schedule].least_stages
     recipe = Execution().of(Recipe(pipeline=2, schedule=schedule))
     assert f"pipeline 2 ({schedule}" in recipe.words

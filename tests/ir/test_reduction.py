@@ -1,4 +1,4 @@
-"""Reductions and their identities."""
+"""Reductions, and the identity of each."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.uint8, t
 @pytest.mark.parametrize("reduction", list(Reduction))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_identity_changes_no_bit(reduction: Reduction, dtype: torch.dtype) -> None:
-    """Combining with the identity, on either side, keeps every value, negative zero and extremes too."""
+    """Combining a value with the identity, on either side, returns the value bit for bit."""
     value = torch.tensor([0.0, -0.0, 1.0, -3.5, float("inf"), -float("inf")])
     value = value.to(dtype) if dtype.is_floating_point else torch.tensor([0, 1, 100]).to(dtype)
     other = torch.full_like(value, identity_of(reduction, dtype))
@@ -22,12 +22,12 @@ def test_identity_changes_no_bit(reduction: Reduction, dtype: torch.dtype) -> No
 
 
 def test_float8_without_infinity() -> None:
-    """The largest number of a type without infinity is its identity."""
+    """The identity of the minimum of a float8 type without infinity is its largest number, 448."""
     assert identity_of(Reduction.MIN, torch.float8_e4m3fn) == 448.0
 
 
 def test_bool_reductions_are_or_and_and() -> None:
-    """A sum of bools is `or`, a product `and`."""
+    """The sum of bools is `or`, and the product is `and`."""
     addends = [torch.tensor([False, False, True]), torch.tensor([False, True, True])]
     assert combine(Reduction.SUM, addends).tolist() == [False, True, True]
     assert combine(Reduction.PRODUCT, addends).tolist() == [False, False, True]

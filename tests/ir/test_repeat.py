@@ -1,4 +1,4 @@
-"""Names of blocks that a program leaves out."""
+"""Names of repeated blocks, of which a program leaves out the inner ones."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ PAIRS = Repeat("model.layers", period=2, before=4, behind=12)
 
 
 def test_units_lie_around_the_gap() -> None:
-    """Units have two blocks, and blocks 6 to 11 are left out."""
+    """The kept units of two blocks start at 2, 4, 12 and 14, and blocks 6 to 11 are three left-out units."""
     assert PAIRS.left_out == 3
     assert PAIRS.units == (2, 4, 12, 14)
 
 
 def test_a_path_has_a_place_in_its_unit() -> None:
-    """Paths in the four units have a place in their unit, and other paths have none."""
+    """A path in a kept unit has the unit's number and the path within, and any other path has None."""
     assert PAIRS.place("model.layers.3.mlp") == (0, "1.mlp")
     assert PAIRS.place("model.layers.12") == (2, "0.")
     assert PAIRS.place("model.layers.6.mlp") is None
@@ -26,7 +26,7 @@ def test_a_path_has_a_place_in_its_unit() -> None:
 
 
 def test_repeated_paths_lead_to_the_paths_that_stand_for_them() -> None:
-    """The path of a left-out block leads to the path in the unit's block that stays."""
+    """The path of a left-out block leads to the same block of the unit that stands for it."""
     assert PAIRS.unit("model.layers.9.mlp") == (8, "model.layers.13.mlp")
     assert PAIRS.unit("model.layers.12.mlp") == (12, "model.layers.12.mlp")
     assert PAIRS.unit("model.layers.5.mlp") is None
@@ -34,7 +34,8 @@ def test_repeated_paths_lead_to_the_paths_that_stand_for_them() -> None:
 
 
 def test_names_stand_for_those_of_repeated_blocks() -> None:
-    """A name of a parameter or optimizer state stands for its repeated blocks; other names stand for themselves."""
+    """In the unit that stands for left-out units, a name represents its namesakes there. Any other name represents
+    itself."""
     assert names_represented_by((PAIRS,), "exp_avg:model.layers.13.w") == tuple(
         f"exp_avg:model.layers.{number}.w" for number in (7, 9, 11, 13)
     )

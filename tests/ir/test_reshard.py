@@ -1,4 +1,4 @@
-"""Plans of reshards."""
+"""Plans of reshards, compared with the shortest path over all specs."""
 
 import heapq
 import math
@@ -28,7 +28,7 @@ LATENCY_S, BANDWIDTH_BYTES_PER_S = 1e-5, 1e9
 
 
 def seconds(step: ReshardStep) -> float:
-    """Return a price with latency; local steps and groups of one rank are free."""
+    """Seconds of a step, with latency. Local steps and groups of one rank take none."""
     if step.kind in (ReshardKind.SLICE, ReshardKind.MAKE_PARTIAL) or step.axis_size == 1:
         return 0.0
     return LATENCY_S * step.axis_size + bytes_sent(step) / BANDWIDTH_BYTES_PER_S
@@ -42,7 +42,7 @@ def price_plan(steps: Sequence[ReshardStep], cost: StepCost) -> float:
 def brute_force(
     source: PartitionSpec, target: PartitionSpec, shape: tuple[int, ...], mesh: Mesh, cost: StepCost
 ) -> float:
-    """Return the cheapest path by Dijkstra over specs, with every reduction of the two specs."""
+    """The price of the cheapest path by Dijkstra over all specs, with the reductions of the two specs."""
     reductions = sorted({reduction for spec in (source, target) for _, reduction in spec.partial})
     start, goal = state_of(source, len(shape)), state_of(target, len(shape))
     order = count()
@@ -67,7 +67,7 @@ def brute_force(
 
 @given(st.data(), st.sampled_from([bytes_sent, seconds]))
 def test_plans_are_shortest_paths(data: st.DataObject, cost: StepCost) -> None:
-    """No sequence of steps is cheaper than the plan."""
+    """No sequence of steps is cheaper than the plan, priced in bytes or in seconds."""
     mesh, shape = data.draw(meshes()), data.draw(shapes())
     source, target = data.draw(specs(mesh, len(shape))), data.draw(specs(mesh, len(shape)))
     steps = plan_reshard(source, target, shape, mesh, cost=cost)
@@ -76,7 +76,7 @@ def test_plans_are_shortest_paths(data: st.DataObject, cost: StepCost) -> None:
 
 @given(st.data())
 def test_steps_join_source_and_target(data: st.DataObject) -> None:
-    """Each step starts at the spec of the previous step's end, and states the bytes of both."""
+    """Each step starts at the spec where the previous step ends, and has the bytes of both specs."""
     mesh, shape = data.draw(meshes()), data.draw(shapes())
     source, target = data.draw(specs(mesh, len(shape))), data.draw(specs(mesh, len(shape)))
     steps = plan_reshard(source, target, shape, mesh, itemsize=2)
@@ -91,7 +91,7 @@ def test_steps_join_source_and_target(data: st.DataObject) -> None:
 
 @given(st.data(), st.sampled_from([bytes_sent, seconds]))
 def test_reshard_costs_equal_the_plans(data: st.DataObject, cost: StepCost) -> None:
-    """The matrix holds the price of each plan."""
+    """The matrix of `reshard_costs` holds the price of each plan."""
     mesh, shape = data.draw(meshes()), data.draw(shapes())
     drawn = st.lists(specs(mesh, len(shape)), min_size=1, max_size=4)
     sources, targets = data.draw(drawn), data.draw(drawn)
@@ -102,7 +102,7 @@ def test_reshard_costs_equal_the_plans(data: st.DataObject, cost: StepCost) -> N
 
 @given(st.data())
 def test_equal_specs_need_no_steps(data: st.DataObject) -> None:
-    """The identity is free."""
+    """A reshard to the same spec has no steps."""
     mesh, shape = data.draw(meshes()), data.draw(shapes())
     spec = data.draw(specs(mesh, len(shape)))
     assert plan_reshard(spec, spec, shape, mesh) == ()
@@ -132,12 +132,13 @@ SLICES = ["slice(data, to_dim=0)", "slice(model, to_dim=0)"]
     ],
 )
 def test_examples(source: PartitionSpec, target: PartitionSpec, expected: list[str]) -> None:
-    """Common reshards become the steps an expert would write."""
+    """Common reshards become the expected collectives."""
     assert [str(step) for step in plan_reshard(source, target, (8, 8), MESH, cost=seconds)] == expected
 
 
 def test_a_large_value_steps_aside_to_let_a_major_axis_in() -> None:
-    """An axis moves to another dim and back instead of being gathered, if bytes count."""
+    """To split a dim by a major axis, the minor axis moves to another dim and back, which sends fewer bytes than a
+    gather."""
     steps = plan_reshard(P("model"), P(("data", "model")), (1024, 1024), MESH, cost=seconds)
     assert [str(step) for step in steps] == [
         "all_to_all(model, dim=0, to_dim=1)",
@@ -147,7 +148,7 @@ def test_a_large_value_steps_aside_to_let_a_major_axis_in() -> None:
 
 
 def test_an_idle_axis_helps_where_it_pays() -> None:
-    """Copies of a large value are sliced over an idle axis before an all-reduce, and gathered afterwards."""
+    """A large value is sliced over an idle axis before an all-reduce, and gathered afterwards."""
     mesh = Mesh({"data": 4, "model": 4})
     steps = plan_reshard(P(partial={"data": "sum"}), P(), (1024, 1024), mesh)
     kinds = [(step.kind, step.axis) for step in steps]
@@ -159,7 +160,7 @@ def test_an_idle_axis_helps_where_it_pays() -> None:
 
 
 def test_groups_of_one_send_nothing() -> None:
-    """Over an axis of size one each step is free."""
+    """Steps over an axis of one rank send less than a byte."""
     mesh = Mesh({"data": 1})
     for source, target in [
         (P("data"), P()),
@@ -170,7 +171,7 @@ def test_groups_of_one_send_nothing() -> None:
 
 
 def test_spec_that_does_not_fit() -> None:
-    """Specs are checked against mesh and shape."""
+    """A spec with an axis that the mesh lacks, or with more dims than the shape, is refused."""
     with pytest.raises(InvalidSpecError, match="names mesh axis 'stage'"):
         plan_reshard(P(), P("stage"), (8,), MESH)
     with pytest.raises(InvalidSpecError, match="splits 2 dims"):
@@ -178,7 +179,7 @@ def test_spec_that_does_not_fit() -> None:
 
 
 def test_mixed_reductions() -> None:
-    """A spec that awaits a sum and a maximum does not say in which order."""
+    """A spec that is partial in a sum and in a maximum is refused, because the two do not commute."""
     mixed = P(partial={"data": "sum", "model": "max"})
     with pytest.raises(InvalidSpecError, match="they do not commute"):
         plan_reshard(mixed, P(), (8,), MESH)
@@ -186,7 +187,7 @@ def test_mixed_reductions() -> None:
 
 @given(st.data())
 def test_no_step_mixes_reductions(data: st.DataObject) -> None:
-    """A value that awaits one reduction never becomes partial in another reduction."""
+    """No step of a plan leaves a value partial in two reductions."""
     mesh, shape = data.draw(meshes()), data.draw(shapes())
     source, target = data.draw(specs(mesh, len(shape))), data.draw(specs(mesh, len(shape)))
     for step in plan_reshard(source, target, shape, mesh, cost=seconds):
@@ -195,17 +196,17 @@ def test_no_step_mixes_reductions(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("price", [-1.0, math.nan, math.inf])
 def test_prices_are_checked(price: float) -> None:
-    """A negative or infinite price is refused."""
+    """A price that is negative, infinite or NaN is refused."""
     with pytest.raises(ValueError, match="a price is finite and not negative"):
         plan_reshard(P(), P("data"), (8,), MESH, cost=lambda step: price)
 
 
 def test_empty_matrix() -> None:
-    """A matrix without sources has no rows."""
+    """The matrix of no sources and one target has the shape (0, 1)."""
     assert reshard_costs([], [P()], (8,), MESH).shape == (0, 1)
 
 
 def test_reductions_are_all_known() -> None:
-    """Any reduction can be planned from and to."""
+    """Each reduction can be resharded to each other reduction at a finite price."""
     every = [P(partial={"data": reduction}) for reduction in Reduction]
     assert np.isfinite(reshard_costs(every, every, (), MESH)).all()

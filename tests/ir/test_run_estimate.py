@@ -1,4 +1,4 @@
-"""The length of a whole run, `plan.run`."""
+"""The estimate of a whole run, `plan.run`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLAN = Plan(
 
 
 def test_a_run_without_failures_is_its_steps_and_one_save() -> None:
-    """Without failures, the run has its steps and one checkpoint, at the end."""
+    """Without failures the run has its steps and one checkpoint, at the end."""
     run = PLAN.run(tokens=2e8, save_s=10.0)
     assert run.steps == run.checkpoint_every == 100_000
     assert run.days == pytest.approx((200_000 + 10) / 86400)
@@ -34,7 +34,7 @@ def test_a_run_without_failures_is_its_steps_and_one_save() -> None:
 
 
 def test_a_run_with_failures() -> None:
-    """The distance of checkpoints is the best interval in whole steps, and all shares add up to the run."""
+    """Checkpoints have the best interval, and the shares of steps, checkpoints and failures add up to the run."""
     run = PLAN.run(tokens=2e8, mtbf_hours=6, save_s=300.0, restart_s=600.0)
     assert run.checkpoint_every * run.step_time_s == pytest.approx(57 * 60, rel=0.01)
     assert run.failures == pytest.approx(run.days * 4)
@@ -44,20 +44,20 @@ def test_a_run_with_failures() -> None:
 
 
 def test_more_failures_never_shorten_a_run() -> None:
-    """Days grow, and the distance of checkpoints shrinks, with the rate of failures."""
+    """With more failures, a run takes more days, and checkpoints are closer."""
     runs = [PLAN.run(steps=10**6, mtbf_hours=hours, save_s=30.0) for hours in (math.inf, 1000, 100, 10, 1)]
     assert [run.days for run in runs] == sorted(run.days for run in runs)
     assert [run.checkpoint_every for run in runs] == sorted((run.checkpoint_every for run in runs), reverse=True)
 
 
 def test_steps_and_tokens_are_two_ways_to_say_one_length() -> None:
-    """A run in steps has the tokens of these steps; the last step of a run in tokens is counted whole."""
+    """A run of three steps has their tokens, and a run of tokens has its last step counted whole."""
     assert PLAN.run(steps=3).tokens == 6000
     assert PLAN.run(tokens=6001).steps == 4
 
 
 def test_a_checkpoint_has_parameters_and_state_once() -> None:
-    """Copies and padding do not count: 30 parameters of four bytes with two tensors of state."""
+    """A checkpoint has the 30 parameters and two tensors of state, four bytes each, without copies or padding."""
     assert PLAN.run(steps=1).checkpoint_bytes == 3 * 30 * 4
     assert PLAN.run(steps=1, checkpoint_bytes=7).checkpoint_bytes == 7
 
@@ -75,14 +75,14 @@ def test_the_bytes_of_a_searched_plan(mesh: dict[str, int]) -> None:
 
 
 def test_the_time_of_a_save_is_by_the_devices_bandwidth() -> None:
-    """By default all devices write their parts of the checkpoint at once."""
+    """By default all devices write their parts at once, so that twice the devices need half the time."""
     one, two = PLAN, replace(PLAN, mesh=Mesh({"data": 4}))
     first, second = (plan.run(steps=1, checkpoint_bytes=10**12) for plan in (one, two))
     assert first.save_s == pytest.approx(2 * second.save_s) == pytest.approx(10**12 / (2 * 1.22e8))
 
 
 def test_the_answer_is_data() -> None:
-    """The answer is JSON data without infinities."""
+    """The estimate is JSON data, in which an infinite time between failures is None."""
     data = json.loads(json.dumps(PLAN.run(steps=1).to_json(), allow_nan=False))
     assert data["mtbf_hours"] is None
     assert data["steps"] == 1
@@ -112,7 +112,7 @@ def test_what_is_refused(asked: dict[str, Any], message: str) -> None:
 
 
 def test_a_plan_without_tokens() -> None:
-    """A plan whose inputs are no tokens takes steps, and its run has no tokens."""
+    """A plan whose inputs are no tokens refuses `tokens`, and its run of steps has no tokens."""
     plan = replace(PLAN, predicted=replace(PREDICTED, tokens_per_s=None))
     with pytest.raises(NotAvailableError, match=r"has no input of integers\. Pass steps=\."):
         plan.run(tokens=1e9)
@@ -120,7 +120,7 @@ def test_a_plan_without_tokens() -> None:
 
 
 def test_a_plan_without_optimizer() -> None:
-    """A plan that lists no optimizer state takes the bytes of a checkpoint as an argument."""
+    """Without optimizer state in the plan, a run needs `checkpoint_bytes`."""
     plan = replace(PLAN, outputs={})
     with pytest.raises(NotAvailableError, match=r"Pass optimizer= to autoshard\.plan, or checkpoint_bytes= here\."):
         plan.run(steps=1)

@@ -1,4 +1,4 @@
-"""Profiles of other frameworks' runtimes."""
+"""Profiles of the runtimes of other frameworks."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def test_a_runtime_of_ones_own_is_a_usual_one() -> None:
     ],
 )
 def test_what_no_runtime_does_is_named(fields: dict[str, Any], message: str) -> None:
-    """Each mistake has one clear sentence."""
+    """An impossible field of a runtime is refused with the field and the value."""
     with pytest.raises(RecipeError, match=message):
         Runtime(name="mine", **fields)

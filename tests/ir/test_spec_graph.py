@@ -1,4 +1,4 @@
-"""The graph of specs."""
+"""The graph of specs, whose edges are single collectives."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +11,7 @@ from autoshard.testing.strategies import meshes, shapes, specs
 
 @given(st.data())
 def test_graph_holds_every_spec(data: st.DataObject) -> None:
-    """Every drawn spec is a node of the graph, and converts back."""
+    """The graph has a node for every spec, and gives the spec for the node."""
     mesh, ndim = data.draw(meshes()), data.draw(st.integers(0, 3))
     spec = data.draw(specs(mesh, ndim, reductions=(Reduction.SUM, Reduction.MAX)))
     graph = spec_graph(mesh, ndim, (Reduction.MAX, Reduction.SUM))
@@ -31,7 +31,7 @@ def test_local_bytes(data: st.DataObject) -> None:
 
 
 def test_moves_change_the_minor_most_axis() -> None:
-    """Only the minor-most axis of a dim leaves the dim, and an arriving axis becomes the minor-most."""
+    """Only the minor-most axis of a dim can leave the dim, and an axis that arrives becomes the minor-most."""
     mesh = Mesh({"a": 2, "b": 2, "c": 2})
     moves = {str(move): state for move, state in moves_from(state_of(P(("a", "b")), 2), mesh, ())}
     assert sorted(moves) == [
@@ -44,7 +44,7 @@ def test_moves_change_the_minor_most_axis() -> None:
 
 
 def test_moves_of_a_partial_axis() -> None:
-    """A partial axis is reduced, and never changes its reduction."""
+    """A partial axis can be all-reduced or reduce-scattered with its own reduction, and nothing else."""
     mesh = Mesh({"a": 2})
     moves = list(moves_from(state_of(P(partial={"a": "sum"}), 1), mesh, tuple(Reduction)))
     assert [str(move) for move, _ in moves] == [
@@ -54,7 +54,7 @@ def test_moves_of_a_partial_axis() -> None:
 
 
 def test_equal_moves_are_one_object() -> None:
-    """A graph of four axes has 30,784 edges, of 104 moves."""
+    """Equal moves are one object: a graph of four axes has 30,784 edges and 104 moves."""
     graph = spec_graph(Mesh({"a": 2, "b": 2, "c": 2, "d": 2}), 4, (Reduction.SUM,))
     assert len(graph.moves) == 30_784
     assert len({id(move) for move in graph.moves}) == len(set(graph.moves)) == 104

@@ -1,4 +1,4 @@
-"""Text for people."""
+"""Text for people: sizes, times, names and tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autoshard.ir.text import any_block, as_text, common_name, format_bytes, for
     ],
 )
 def test_sizes_are_in_binary_units(size: int, text: str) -> None:
-    """Bytes are whole, a size below zero keeps its sign."""
+    """Sizes print in binary units, and a negative size has a minus sign."""
     assert format_bytes(size) == text
     assert format_bytes(-size) == (f"-{text}" if size else text)
 
@@ -30,12 +30,12 @@ def test_sizes_are_in_binary_units(size: int, text: str) -> None:
     ],
 )
 def test_times_have_the_unit_that_suits_them(seconds: float, text: str) -> None:
-    """Times print with three digits in a suitable unit; a rounding error prints as zero."""
+    """Times print with three digits in a suitable unit, and a rounding error prints as zero."""
     assert format_time(seconds) == text
 
 
 def test_names_that_differ_in_numbers_are_one() -> None:
-    """Names that differ in numbers become one pattern with stars, and common numbers stay."""
+    """A number in which names differ becomes a star, and a number that they share stays."""
     assert any_block("layers.3.mlp.2.weight") == any_block("layers.4.mlp.2.weight")
     assert any_block("forward: layers.3 add") == "forward: layers.* add"
     assert common_name(["layers.3.mlp.2.weight", "layers.4.mlp.2.weight"]) == "layers.*.mlp.2.weight"

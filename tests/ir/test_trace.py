@@ -1,4 +1,4 @@
-"""Traces are in the format of Perfetto and Chrome, and survive JSON."""
+"""Traces have the format of Perfetto and Chrome, and are read back from JSON equal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def traces(draw: st.DrawFn) -> Trace:
 
 
 def check_trace_events(document: Mapping[str, Any]) -> None:
-    """Check the rules of Google's "Trace Event Format", and that no events of a thread overlap."""
+    """Check the rules of Google's "Trace Event Format", and that events of a thread do not overlap."""
     assert document["displayTimeUnit"] in ("ms", "ns")
     named: dict[str, set[tuple[int, int]]] = {"process_name": set(), "thread_name": set()}
     ends: dict[tuple[int, int], float] = {}
@@ -55,7 +55,7 @@ def check_trace_events(document: Mapping[str, Any]) -> None:
 
 @given(traces())
 def test_traces_follow_the_trace_event_format(trace: Trace) -> None:
-    """Every event is complete or names something, and threads run one span at a time."""
+    """Events follow the format, and each span is one complete event."""
     document = json.loads(json.dumps({"traceEvents": trace.events(), "displayTimeUnit": "ms"}))
     check_trace_events(document)
     assert sum(event["ph"] == "X" for event in document["traceEvents"]) == len(trace.spans)
@@ -68,7 +68,7 @@ def test_traces_survive_json(trace: Trace) -> None:
 
 
 def test_a_written_trace_has_times_in_microseconds(tmp_path: Path) -> None:
-    """Each stream of a process is a named thread, with times in microseconds."""
+    """A written trace has a named thread for each stream of a process, and times in microseconds."""
     spans = [(0, "compute", "mm", 0.0, 2e-3), (0, "network", "all-reduce", 2e-3, 3e-3), (1, "compute", "mm", 0.0, 1e-3)]
     Trace.of(["rank 0", "rank 1"], spans).write(tmp_path / "trace.json")
     document = json.loads((tmp_path / "trace.json").read_text())

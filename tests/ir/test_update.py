@@ -1,4 +1,4 @@
-"""Updates of optimizers, as data."""
+"""Updates of optimizers as data, and whether a program of one update serves another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ UPDATE = Update("SGD", (UpdateGroup(PLAIN, ("a", "b")), UpdateGroup(HEAVY, ("c",
 
 
 def test_a_program_serves_updates_that_group_alike() -> None:
-    """A program serves updates of equal or coarser groups, with parameters without gradient in any group."""
+    """A program serves an update unless the update separates parameters with gradients that the
+    program's groups join."""
     finer = replace(UPDATE, groups=(UpdateGroup(PLAIN, ("a",)), UpdateGroup(PLAIN, ("b",)), UPDATE.groups[1]))
     assert UPDATE.serves(UPDATE, {"a", "b", "c"})
     assert finer.serves(UPDATE, {"a", "b", "c"})
@@ -21,7 +22,7 @@ def test_a_program_serves_updates_that_group_alike() -> None:
 
 
 def test_a_program_serves_no_other_update() -> None:
-    """A program refuses updates with another limit, another rule or other parameters."""
+    """A program of an update refuses an update with another limit, optimizer, rule or set of parameters."""
     names = {"a", "b", "c"}
     assert not UPDATE.serves(replace(UPDATE, max_grad_norm=None), names)
     assert not UPDATE.serves(replace(UPDATE, optimizer="Adam"), names)
@@ -31,6 +32,6 @@ def test_a_program_serves_no_other_update() -> None:
 
 
 def test_slots_of_state_name_their_parameter() -> None:
-    """The state's name, a colon, the parameter's."""
+    """The slot of a state is the state's name, a colon, and the parameter's name."""
     assert state_slot("exp_avg", "layers.0.weight") == "exp_avg:layers.0.weight"
     assert parameter_of("exp_avg:layers.0.weight") == "layers.0.weight"

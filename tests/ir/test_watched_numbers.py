@@ -1,4 +1,4 @@
-"""Watched numbers record Python's uses of their values."""
+"""Watched numbers record the comparisons that Python makes with them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ def _watched(value: Any, function: Callable[[Any], Any]) -> tuple[SimpleNamespac
 
 @pytest.mark.parametrize("name", OF_INTEGERS)
 def test_integers_under_the_same_conditions_give_the_same(name: str) -> None:
-    """Integers under the recorded conditions give the first call's results, and conditions are as wide as possible."""
+    """Integers that satisfy the recorded conditions give the first call's result, and the expected number of
+    integers satisfies them."""
     function, expected = OF_INTEGERS[name]
     alike = _assert_sound(7, INTEGERS, function)
     assert len(alike) - 1 == expected, alike
@@ -115,7 +116,7 @@ def test_integers_under_the_same_conditions_give_the_same(name: str) -> None:
 @pytest.mark.parametrize("value", FLOATS)
 @pytest.mark.parametrize("name", OF_FLOATS)
 def test_floats_under_the_same_conditions_give_the_same(name: str, value: float) -> None:
-    """Floats under the recorded conditions give the first call's results or errors."""
+    """Floats that satisfy the recorded conditions give the first call's result or error."""
     _assert_sound(value, FLOATS, lambda number: _fails(lambda: OF_FLOATS[name](number)))
 
 
@@ -134,7 +135,7 @@ def _assert_sound(value: Any, values: tuple[Any, ...], function: Callable[[Any],
 
 
 def test_conditions_name_what_changed() -> None:
-    """Compared numbers form one condition, and a change of type breaks the condition."""
+    """Two compared attributes form one condition, and a changed type or a deleted attribute breaks a condition."""
     holder = SimpleNamespace(step=3, warm=5, beta=0.5)
     attributes = [Attribute("net", holder, name, type(value)) for name, value in vars(holder).items()]
     with watching(attributes) as watch:
@@ -153,7 +154,8 @@ def test_conditions_name_what_changed() -> None:
 
 
 def test_numbers_left_behind_are_plain() -> None:
-    """Numbers left in containers, closures and attributes are plain; numbers in tuples act as plain numbers."""
+    """A watched number that stays in a container, closure or attribute afterwards is plain, and in a tuple acts as
+    a plain number."""
     seen: list[Any] = []
     rolled, table, kept, beside = deque([0]), {"a": 0}, set(), SimpleNamespace()
     cell = 0
@@ -204,7 +206,7 @@ def _kind(value: Any) -> type:
 
 
 def test_code_that_asks_for_types_is_found() -> None:
-    """`type` reveals a watched number, which is found; `isinstance` and `__class__` do not."""
+    """`type` of a watched number is recorded as a question for its type, and `isinstance` and `__class__` are not."""
     assert _watched(3, _asks)[1].asks_for_types
     assert not _watched(3, lambda step: isinstance(step, int) and step.__class__ is int)[1].asks_for_types
     with cProfile.Profile():  # whose place is taken
@@ -212,7 +214,7 @@ def test_code_that_asks_for_types_is_found() -> None:
 
 
 def test_many_conditions_and_long_expressions_are_too_much() -> None:
-    """Nothing is known of the number then; the value of a long expression is compared."""
+    """Too many conditions exhaust a watch. The value of a long expression is compared instead of its parts."""
     assert _watched(3, lambda step: [step < limit for limit in range(99)])[1].is_exhausted
     assert len(_watched(3, lambda step: [step < 5 for _ in range(99)])[1].conditions) == 1
     _, watch, _ = _watched(3, lambda step: sum([step] * 300) > 5)
@@ -221,7 +223,7 @@ def test_many_conditions_and_long_expressions_are_too_much() -> None:
 
 
 def test_looking_at_all_attributes_is_no_use_of_them() -> None:
-    """Reads of all attributes by autoshard itself do not count as uses."""
+    """Within `unwatched`, uses of a watched number make no condition."""
 
     def look(step: Any) -> str:
         with unwatched():

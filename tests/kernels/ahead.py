@@ -181,7 +181,7 @@ def _target(architecture: str) -> GPUTarget:
 
 
 def _alignments(example: ExampleCompilation) -> dict[tuple[int, ...], list[list[object]]]:
-    """Pointers are aligned to 16 bytes, as torch allocates them. Triton specialises kernels for multiples of 16."""
+    """The compiler's attributes of the arguments in `aligned`: pointers and integers that are multiples of 16."""
     return {
         (index,): [["tt.divisibility", 16]]
         for index, (name, kind) in enumerate(example.signature.items())

@@ -96,7 +96,8 @@ def _cross_entropy(rows: int, columns: int) -> Any:
 
 
 def _linear_cross_entropy(rows: int, columns: int) -> Any:
-    """Use three chunks of classes: their kernels carry sums from chunk to chunk and write over the logits."""
+    """The hidden size is 8. The 8200 classes make three chunks, whose kernels carry sums from chunk to chunk and write
+    over the logits."""
     hidden, weight, target = _draw(rows, 8), _draw(8200, 8), _indices(rows, 8200)
     loss, lse = _run(linear_cross_entropy, hidden, weight, target, _IGNORED, 0.1)
     return loss, lse, *_run(linear_cross_entropy_backward, loss, hidden, weight, target, lse, _IGNORED, 0.1)
@@ -140,7 +141,7 @@ CALLS: Mapping[str, Callable[[int, int], Any]] = {
 
 
 def run(name: str, rows: int, columns: int, device: torch.device = DEVICE) -> tuple[Tensor, ...]:
-    """Return the results of a call, the same each time."""
+    """The results of a call. They are the same each time."""
     torch.manual_seed(0)
     with device:
         found = CALLS[name](rows, columns)

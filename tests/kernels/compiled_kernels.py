@@ -27,7 +27,7 @@ MODELS = ("gpt", "llama", "mixture", "vit", "encoder-decoder", "block")
 
 
 def compiled(architectures: str, which: str, models: str = "") -> list[dict[str, Any]]:
-    """The script's rows, from a process in which kernels are not interpreted."""
+    """The rows that the script writes, from a process in which kernels are not interpreted."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "error", "-m", "tests.kernels.compiled_kernels", architectures, which, models]
     result = subprocess.run(
@@ -77,7 +77,8 @@ def _generated(model: str) -> Iterator[tuple[ExampleCompilation, tuple[str, ...]
 
 
 def _chosen(which: str, models: str) -> Iterator[tuple[str, str, ExampleCompilation]]:
-    """The size or the model, the choice of blocks, and the kernel to compile."""
+    """For each kernel to compile: its row size or model, a text that names the choice of blocks, and
+    the compilation."""
     typical = [(str(item.size), item, TUNABLE.get(item.name, ())) for item in examples() if item.size in TYPICAL_SIZES]
     generated = [(model, *found) for model in models.split(",") if model for found in _generated(model)]
     match which:
@@ -103,7 +104,7 @@ def _chosen(which: str, models: str) -> Iterator[tuple[str, str, ExampleCompilat
 
 
 def _alternatives(example: ExampleCompilation, tunable: tuple[str, ...]) -> Iterator[tuple[str, ExampleCompilation]]:
-    """The other choices of blocks for a kernel: as a text, and their compilation."""
+    """The other choices of blocks for a kernel: each as a text and as the compilation with these blocks."""
     heuristic, fixed = choice_of(example.constants, tunable, example.num_warps)
     for choice in neighbours(heuristic, fixed)[1:]:
         constants = {**example.constants, **dict(choice.blocks)}

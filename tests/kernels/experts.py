@@ -1,4 +1,4 @@
-"""Layers of experts, drawn: operands of `autoshard::experts`."""
+"""Layers of experts with random numbers, as operands of `autoshard::experts`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autoshard.kernels.gates import CLAMPED_SILU, NAMES
 
 @dataclass(frozen=True)
 class Layer:
-    """Operands and constants of one call."""
+    """Operands and constants of one call of `autoshard::experts`."""
 
     x: Tensor
     index: Tensor
@@ -34,7 +34,7 @@ class Layer:
         inner: int = 4, halves: int = 2, activation: str = "silu", transposed: bool = False, interleaved: bool = False,
         bias: bool = False, dtype: torch.dtype = torch.float64,
     ) -> Layer:  # fmt: skip
-        """A layer with random numbers; the experts of a token differ."""
+        """A layer with random numbers, in which a token's chosen experts differ."""
 
         def numbers(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, dtype=dtype)
@@ -71,11 +71,11 @@ class Layer:
         return (*operands, self.count, self.activation, self.transposed, self.interleaved, self.alpha, self.limit)
 
     def requiring_gradients(self) -> Layer:
-        """The same with copies that gradients are taken of."""
+        """The same layer with copies of the tensors; those of floating point require gradients."""
         return self._map(lambda tensor: tensor.detach().clone().requires_grad_(tensor.is_floating_point()))
 
     def to(self, dtype: torch.dtype) -> Layer:
-        """The same in another type."""
+        """The same layer, detached, with its floating-point tensors in another type."""
         return self._map(lambda tensor: tensor.detach().to(dtype) if tensor.is_floating_point() else tensor)
 
     def _map(self, change: Any) -> Layer:
@@ -85,7 +85,7 @@ class Layer:
 
 @st.composite
 def layers(draw: st.DrawFn, width: int | None = None) -> Layer:
-    """Layers of every kind; `width`: hidden and intermediate size; drawn by default."""
+    """Random layers of every kind. `width` sets the hidden and the intermediate size."""
     activation, halves = draw(st.sampled_from(NAMES)), draw(st.sampled_from([2, 1]))
     layer = Layer.drawn(
         torch.Generator().manual_seed(draw(st.integers(0, 99))),

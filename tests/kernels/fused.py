@@ -1,4 +1,5 @@
-"""Shared parts of tests of fused kernels: a form run on real tensors in float64, and the comparison with it."""
+"""Shared parts of tests of fused kernels: a form is run in float64, and a kernel's results are compared with the
+form's."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal numbers."""
+    """Normally distributed numbers."""
     return torch.randn(shape, device=DEVICE).to(dtype)
 
 
@@ -32,7 +33,8 @@ def expected_of(form: Form, like: Tensor, **arguments: Any) -> tuple[Any, ...]:
 
 
 def assert_results(actual: Any, expected: tuple[Any, ...], dtype: torch.dtype, scale: float = 1.0) -> None:
-    """Each result has the right shape and dtype, and differs from the expected one by a few roundings of `dtype`."""
+    """Each result has the expected shape and dtype, and differs from the expected result by a few roundings of
+    `dtype`."""
     results = actual if isinstance(actual, tuple) else (actual,)
     eps = torch.finfo(dtype).eps * scale
     for index, (result, wanted) in enumerate(zip(results, expected, strict=True)):

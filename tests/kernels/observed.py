@@ -1,4 +1,4 @@
-"""The operators that ran within a context, and the largest tensor that one of them made."""
+"""Records the operators that ran within a context, and the size of the largest tensor that they made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Observed(TorchDispatchMode):
-    """The operators that ran, and the elements of the largest tensor that one made; `known` tensors are not made."""
+    """Records the operators that ran, and the elements of the largest tensor that one made; `known` tensors do not
+    count."""
 
     def __init__(self, *known: Tensor | None) -> None:
         super().__init__()

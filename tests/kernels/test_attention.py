@@ -29,7 +29,7 @@ def _inputs(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, p: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """The operator on a whole array."""
+    """The operator on whole tensors, which are no shards."""
     whole = [q.shape[0], q.shape[1], q.shape[2], k.shape[2]]
     return attention(q, k, v, mask, SEED if p else None, p, is_causal, SCALE, 1, [0] * 4, whole)
 
@@ -64,7 +64,8 @@ def _assert_same_gradients(out: Tensor, expected: Tensor, inputs: tuple[Tensor, 
     st.sampled_from(["none", "bool", "float", "causal"]),
 )
 def test_equals_torch_in_float64(heads_groups: tuple[int, int], s: int, t: int, kind: str) -> None:
-    """Output, log-sum-exp and gradients are torch's math attention's to float64 rounding."""
+    """Output and gradients equal those of torch's math attention to float64 rounding. The log-sum-exp is float64
+    and has no gradient."""
     heads, groups = heads_groups
     q, k, v = _inputs(heads, groups, s, t)
     is_causal = kind == "causal"
@@ -78,7 +79,7 @@ def test_equals_torch_in_float64(heads_groups: tuple[int, int], s: int, t: int, 
 
 
 def test_equals_torch_in_float32() -> None:
-    """In float32 output and gradients agree with torch within 1e-6 relative."""
+    """In float32 the output agrees with torch's math attention within 1e-6 relative."""
     q, k, v = _inputs(dtype=torch.float32)
     out, lse = _attend(q, k, v, is_causal=True)
     expected = _torch_math(q, k, v, None, True)
@@ -88,7 +89,7 @@ def test_equals_torch_in_float32() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_inputs_sum_in_float32(dtype: torch.dtype) -> None:
-    """Half inputs round once, at the output; gradients come in the inputs' dtype."""
+    """With 16-bit inputs the output errs by a rounding of float64's, and gradients come in the inputs' dtype."""
     q, k, v = _inputs(dtype=dtype)
     out, lse = _attend(q, k, v)
     expected = _torch_math(q.double(), k.double(), v.double(), None, False)
@@ -112,7 +113,8 @@ def test_dropout_equals_explicit_mask() -> None:
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_shards_of_batch_heads_and_queries_equal_slices(p: float) -> None:
-    """Attention of a shard of batch, heads and queries, at its offset, is the slice of the whole."""
+    """Attention of a shard of batch, heads and queries, given the shard's offset, equals the slice of the whole
+    attention."""
     q, k, v = _inputs(heads=4, groups=2, s=6, t=6)
     whole, lse = _attend(q, k, v, is_causal=True, p=p)
     part, part_lse = attention(
@@ -124,7 +126,8 @@ def test_shards_of_batch_heads_and_queries_equal_slices(p: float) -> None:
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_shards_of_keys_combine_by_lse(p: float) -> None:
-    """Shards of the keys, weighted by exp(lse - total), sum to the whole, as ring attention needs."""
+    """Outputs over shards of the keys, weighted by exp(lse - total), sum to the whole output, as ring
+    attention needs."""
     q, k, v = _inputs(s=6, t=6)
     whole, total = _attend(q, k, v, is_causal=True, p=p)
     combined = torch.zeros_like(whole)
@@ -137,7 +140,7 @@ def test_shards_of_keys_combine_by_lse(p: float) -> None:
 
 @pytest.mark.parametrize("is_float", [False, True])
 def test_fully_masked_rows_are_zero(is_float: bool) -> None:
-    """A row that attends to nothing gives 0, lse -inf and zero gradients, never NaN."""
+    """A query that may attend to no key has output 0, log-sum-exp -inf and a zero gradient, and no gradient is NaN."""
     q, k, v = _inputs()
     mask = torch.ones(5, 6, dtype=torch.bool)
     mask[2] = False
@@ -153,7 +156,7 @@ def test_fully_masked_rows_are_zero(is_float: bool) -> None:
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_composite_equals_operator_and_has_a_mask_gradient(p: float) -> None:
-    """`attention_composite` computes the same, and differentiates its mask."""
+    """`attention_composite` has the operator's output and gradients, and also a finite gradient of its mask."""
     q, k, v = _inputs()
     mask = torch.randn(5, 6, dtype=torch.float64)
     mask[3] = -float("inf")
@@ -167,7 +170,7 @@ def test_composite_equals_operator_and_has_a_mask_gradient(p: float) -> None:
 
 
 def test_mask_that_requires_grad_is_refused() -> None:
-    """The operator has no gradient for its mask, and names the alternative."""
+    """The backward with a mask that requires a gradient is refused, and the error names `attention_composite`."""
     q, k, v = _inputs()
     mask = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
     out, _ = _attend(q, k, v, mask)
@@ -176,7 +179,7 @@ def test_mask_that_requires_grad_is_refused() -> None:
 
 
 def test_dropout_without_a_seed_is_refused() -> None:
-    """Dropout needs the program's seed."""
+    """Dropout with p > 0 and no seed is refused."""
     q, k, v = _inputs()
     with pytest.raises(ValueError, match=r"dropout_p=0\.5 needs a seed"):
         attention(q, k, v, None, None, 0.5, False, SCALE, 1, [0] * 4, [2, 4, 5, 6])
@@ -191,7 +194,7 @@ def test_dropout_without_a_seed_is_refused() -> None:
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
-    """q, k and v must be of four dims and agree in batch, head size and keys."""
+    """q, k and v that are not of four dims, or differ in head size, or whose heads do not divide, are refused."""
     q, k, v = (torch.zeros(shape) for shape in shapes)
     with pytest.raises(ValueError, match=message):
         attention(q, k, v, None, None, 0.0, False, SCALE, 1, [0] * 4, [1] * 4)
@@ -199,7 +202,7 @@ def test_shapes_that_do_not_fit_are_refused(shapes: tuple[tuple[int, ...], ...],
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_opcheck(p: float) -> None:
-    """Schema, fake tensors, autograd registration and AOT dispatch agree."""
+    """Torch's checks of a custom operator pass: schema, fake tensors, autograd registration and AOT dispatch."""
     q, k, v = _inputs()
     q = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     seed = SEED if p else None

@@ -1,4 +1,4 @@
-"""Candidates: neighbours of the heuristic's choice, each with the heuristic's results."""
+"""Candidates of tuning are neighbours of the heuristic's block sizes, and each gives the heuristic's results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ NAMES = st.sampled_from(sorted(CALLS))
 
 @contextmanager
 def _handing_out(pick: Sequence[int]) -> Iterator[list[str]]:
-    """Launches take the candidates with these numbers in turn; yields the names of the launched kernels."""
+    """Within this context, launches use the candidates with these numbers in turn. Yields the names of the
+    launched kernels."""
     launched: list[str] = []
 
     def choose(tuning: Tuning, launch: Launch, heuristic: Choice) -> Choice:
@@ -50,7 +51,8 @@ def _handing_out(pick: Sequence[int]) -> Iterator[list[str]]:
 @settings(max_examples=30)
 @given(NAMES, st.integers(1, 9), st.sampled_from([1, 3, 64, 200]), st.lists(st.integers(0, 15), min_size=1, max_size=4))
 def test_any_candidate_gives_the_same_result(name: str, rows: int, columns: int, pick: list[int]) -> None:
-    """To a few roundings, as sums over other blocks are added in another order; codes of 8 bits are equal."""
+    """Any block sizes give the heuristic's results to a few roundings, because sums over other blocks are added in
+    another order."""
     expected = run(name, rows, columns)
     with _handing_out(pick):
         found = run(name, rows, columns)
@@ -59,7 +61,7 @@ def test_any_candidate_gives_the_same_result(name: str, rows: int, columns: int,
 
 
 def test_every_kernel_is_called() -> None:
-    """The calls reach every kernel that has block sizes to tune, and the table names no other."""
+    """The calls reach every kernel that has block sizes to tune, and the table of tunable kernels names no other."""
     with _handing_out([0]) as launched:
         for name in CALLS:
             run(name, 3, 20)
@@ -72,7 +74,7 @@ GROUPS = {"sum over columns": ((9, 40), [1]), "no sum": ((9, 333), None)}
 @settings(max_examples=20)
 @given(st.sampled_from(sorted(GROUPS)), st.integers(0, 15))
 def test_any_candidate_of_a_generated_kernel_gives_the_same_result(name: str, pick: int) -> None:
-    """The result is the same with the kernel's own block sizes and with others."""
+    """A generated kernel with any candidate's block sizes gives the values of its operators."""
     shape, dims = GROUPS[name]
     torch.manual_seed(0)
     x = draw(*shape)
@@ -91,14 +93,14 @@ def test_any_candidate_of_a_generated_kernel_gives_the_same_result(name: str, pi
 
 
 def test_other_blocks_have_other_grids() -> None:
-    """A grid covers the elements for any block size that tuning may choose."""
+    """The grid of a launch grows as the blocks of rows shrink, so that all elements are covered."""
     layout = ElementLayout({"BLOCK_R": 4, "BLOCK_C": 64}, 25, 4)
     assert [layout.grid({"BLOCK_R": rows, "BLOCK_C": 64}) for rows in (2, 4, 8)] == [(50,), (25,), (13,)]
 
 
 @pytest.mark.parametrize("columns", [1, 100, 4096, 16384])
 def test_neighbours_are_one_step_away(columns: int) -> None:
-    """The heuristic's comes first; block sizes and warps are powers of two, a factor of two from its own."""
+    """The heuristic's choice comes first. Each other choice has block sizes and warps that are half, equal or twice."""
     tile = row_tile(columns)
     constants = {"BLOCK_R": tile.rows, "BLOCK_C": tile.columns, "CENTRED": True}
     choice, fixed = choice_of(constants, ("BLOCK_R",), tile.num_warps)

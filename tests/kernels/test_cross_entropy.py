@@ -24,7 +24,7 @@ def _case(rows: int, classes: int, dtype: torch.dtype, seed: int = 0) -> tuple[t
 
 @given(st.integers(1, 6), st.integers(1, 9), st.sampled_from([0.0, 0.1, 1.0]), st.integers(0, 99))
 def test_equals_torch_in_float64(rows: int, classes: int, smoothing: float, seed: int) -> None:
-    """Loss and gradient equal torch's to float64 rounding; ignored rows have neither."""
+    """Loss and gradient equal torch's to float64 rounding, and ignored rows have a zero gradient."""
     logits, target = _case(rows, classes, torch.float64, seed)
     weight = torch.randn(rows, dtype=torch.float64)
     loss, lse = cross_entropy(logits, target, IGNORE, smoothing)
@@ -50,7 +50,7 @@ def test_equals_torch_in_float32(smoothing: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_logits_have_a_float32_loss(dtype: torch.dtype) -> None:
-    """Half logits are summed in float32; their gradient comes in their own dtype."""
+    """The loss of 16-bit logits is float32 and equals float64's, and the gradient has the logits' dtype."""
     logits, target = _case(9, 21, dtype)
     loss, lse = cross_entropy(logits, target, IGNORE, 0.1)
     assert loss.dtype == lse.dtype == torch.float32
@@ -61,7 +61,7 @@ def test_half_logits_have_a_float32_loss(dtype: torch.dtype) -> None:
 
 
 def test_infinite_ignored_row_gives_no_nan() -> None:
-    """An ignored row may contain infinities; loss and gradient stay 0."""
+    """An ignored row that contains an infinity has zero loss and a zero gradient, and all gradients are finite."""
     logits = torch.tensor([[float("inf"), 1.0], [2.0, 3.0]], requires_grad=True)
     loss, _ = cross_entropy(logits, torch.tensor([IGNORE, 1]), IGNORE, 0.1)
     loss.sum().backward()
@@ -72,7 +72,8 @@ def test_infinite_ignored_row_gives_no_nan() -> None:
 
 
 def test_opcheck() -> None:
-    """Schema, fake tensors, autograd registration and AOT dispatch agree; strides are the fake's."""
+    """Torch's checks of a custom operator pass for transposed logits, and the gradient is contiguous as in the fake
+    run."""
     logits = torch.randn(5, 4).t().requires_grad_()
     target = torch.tensor([0, 1, IGNORE, 4])
     torch.library.opcheck(cross_entropy, (logits, target, IGNORE, 0.1))

@@ -1,4 +1,5 @@
-"""The semantic operator of CTC: torch's loss and gradient, with a table whose size shapes tell."""
+"""The semantic operator of CTC equals torch's loss and gradient, and the size of its table follows from
+shapes alone."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def _operands(longest: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def test_it_equals_torch_whatever_the_longest_target_is() -> None:
-    """Loss and gradient; the table is as wide as the targets."""
+    """Loss and gradient equal torch's for longest targets of 0 to 4 labels, and the table is as wide as `targets`."""
     for longest in range(5):
         log_probs, targets, inputs, lengths = _operands(longest)
         log_probs.requires_grad_(True)
@@ -32,7 +33,7 @@ def test_it_equals_torch_whatever_the_longest_target_is() -> None:
 
 
 def test_shapes_and_types_are_those_of_its_fake() -> None:
-    """Forward and backward, also without targets."""
+    """The real run and the fake run agree, forward and backward, also for targets of width zero."""
     for operands in (_operands(2), (_operands(0)[0], torch.empty(3, 0, dtype=torch.int64), *_operands(0)[2:])):
         operands = (*operands[:3], operands[3].clamp_max(operands[1].shape[1]))
         torch.library.opcheck(ops.ctc_loss.default, (*operands, 0, True), test_utils="test_faketensor")

@@ -14,7 +14,8 @@ bnb = pytest.importorskip("bitsandbytes")
 
 
 def quantised(*shape: int, nested: bool, blocksize: int = 64) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Packed weights, their scales as bytes, and the weights as bitsandbytes dequantises them."""
+    """Packed weights, the bytes of their scales, the bytes of nested scales or None, and the weights as bitsandbytes
+    dequantises them."""
     weight = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
     packed, state = bnb.functional.quantize_4bit(
         weight, blocksize=blocksize, compress_statistics=nested, quant_type="nf4"
@@ -41,7 +42,7 @@ def definition_of_4_bits(packed: Tensor, scales: Tensor, blocksize: int, kind: s
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_equal_to_bitsandbytes(nested: bool, dtype: torch.dtype) -> None:
-    """More than one group of scales, and each type of result."""
+    """Weights with more than one group of scales equal those of bitsandbytes bit for bit in each result type."""
     packed, absmax, scales, expected = quantised(300, 128, nested=nested)
     found = dequantize_nf4(packed, absmax, scales, [300, 128], 64, 0, dtype)
     assert torch.equal(found, expected.to(dtype))
@@ -50,14 +51,15 @@ def test_equal_to_bitsandbytes(nested: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize(("shape", "blocksize"), [((3, 5 * 2), 64), ((7, 96), 64), ((4, 64), 32), ((2, 256), 128)])
 def test_any_shape_and_block(nested: bool, shape: tuple[int, int], blocksize: int) -> None:
-    """A last block that is not full, rows that are no whole blocks, and other sizes of blocks."""
+    """Weights equal bitsandbytes' where the last block is not full, where rows are no whole blocks, and for other
+    block sizes."""
     packed, absmax, scales, expected = quantised(*shape, nested=nested, blocksize=blocksize)
     found = dequantize_nf4(packed, absmax, scales, list(shape), blocksize, 0, torch.float32)
     assert torch.equal(found, expected)
 
 
 def test_a_piece_of_the_rows() -> None:
-    """The last rows, whose scales begin within a group of scales."""
+    """The last rows equal a slice of the whole, although their scales begin within a group of scales."""
     packed, absmax, scales, expected = quantised(300, 128, nested=True)
     rows, blocks = 40, 40 * 2
     found = dequantize_nf4(packed[-rows * 64 :], absmax[-blocks:], scales, [rows, 128], 64, 520, torch.float32)
@@ -66,7 +68,7 @@ def test_a_piece_of_the_rows() -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_opcheck(nested: bool) -> None:
-    """Schema, real run and fake run agree."""
+    """Torch's checks of schema and fake tensors pass."""
     packed, absmax, scales, _ = quantised(4, 64, nested=nested)
     arguments = (packed, absmax, scales, [4, 64], 64, 0, torch.bfloat16)
     torch.library.opcheck(dequantize_nf4, arguments, test_utils=("test_schema", "test_faketensor"))

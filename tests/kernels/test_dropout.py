@@ -1,4 +1,4 @@
-"""`autoshard::dropout`: its mask, scale, gradient and independence of the shard."""
+"""`autoshard::dropout`: its mask, its scale, its gradient, and equality of shards and slices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SEED = torch.tensor(11)
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_keeps_and_scales(dtype: torch.dtype) -> None:
-    """Kept elements are scaled by 1 / (1 - p), the others are zero."""
+    """Kept elements are scaled by 1 / (1 - p), and the others are zero."""
     x = torch.randn(5, 7, dtype=dtype)
     y = dropout(x, SEED, 0.25, 3, [0, 0], [5, 7])
     keep = keep_mask((5, 7), (0, 0), (5, 7), SEED, 3, 0.25)
@@ -34,7 +34,7 @@ def test_gradient_is_the_same_op() -> None:
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 5), st.floats(0.0, 1.0))
 def test_shard_equals_slice(rows: int, columns: int, start: int, p: float) -> None:
-    """Dropout of a shard is the shard of dropout."""
+    """Dropout of a shard is the slice of the dropout of the whole."""
     start = min(start, rows - 1)
     x = torch.randn(rows, columns)
     whole = dropout(x, SEED, p, 2, [0, 0], [rows, columns])
@@ -43,7 +43,7 @@ def test_shard_equals_slice(rows: int, columns: int, start: int, p: float) -> No
 
 @pytest.mark.parametrize(("p", "factor"), [(0.0, 1.0), (1.0, 0.0)])
 def test_extreme_probabilities(p: float, factor: float) -> None:
-    """p = 0 copies (no alias), p = 1 gives zeros (no NaN)."""
+    """p = 0 returns a copy of the input, and p = 1 returns zeros rather than NaN."""
     x = torch.randn(3, 3)
     y = dropout(x, SEED, p, 0, [0, 0], [3, 3])
     assert torch.equal(y, x * factor)
@@ -51,7 +51,8 @@ def test_extreme_probabilities(p: float, factor: float) -> None:
 
 
 def test_opcheck() -> None:
-    """Schema, fake tensors, autograd registration and AOT dispatch agree; strides are the fake's."""
+    """Torch's checks of a custom operator pass for a transposed input, and the result is contiguous as in the fake
+    run."""
     x = torch.randn(4, 3).t().requires_grad_()
     torch.library.opcheck(dropout, (x, SEED, 0.3, 1, [0, 0], [3, 4]))
     assert dropout(x, SEED, 0.3, 1, [0, 0], [3, 4]).is_contiguous()

@@ -1,4 +1,5 @@
-"""Experts of several ranks equal those of one rank, with rows saved or sent twice; a call's memory is counted."""
+"""Experts of several ranks equal those of one rank, with rows saved or sent twice, and a formula bounds a call's
+memory."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from tests.kernels.test_ring_attention import alone
 
 @given(layers(), st.sampled_from([2, 4]))
 def test_ranks_together_compute_what_one_does(layer: Layer, ranks: int) -> None:
-    """Some experts get no token, and some ranks have none. Saved rows give the same gradients as rows sent twice."""
+    """Outputs and gradients of ranks that share the experts equal one rank's, whether the backward has saved rows or
+    sends rows again."""
     ranks = ranks if layer.count % ranks == 0 else 1
     x, index, weights, gate_up, bias, down, *constants = layer.arguments
     grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(7), dtype=x.dtype)
@@ -48,14 +50,15 @@ def test_ranks_together_compute_what_one_does(layer: Layer, ranks: int) -> None:
 
 
 def assert_equal(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
-    """Bit for bit."""
+    """Each tensor equals the expected one bit for bit."""
     assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("activation", ["silu", "clamped_silu"])
 @pytest.mark.parametrize(("hidden", "inner"), [(64, 128), (128, 32), (64, 64)])
 def test_the_count_of_memory_is_a_bound(activation: str, hidden: int, inner: int) -> None:
-    """The formula bounds the memory of a rank with half of the experts and of the rows, beside operands and results."""
+    """The formula is at least the memory that a rank with half of the experts takes beside operands and results,
+    and at most half more."""
     layer = Layer.drawn(
         torch.Generator().manual_seed(0), tokens=512, hidden=hidden, inner=inner, count=8, activation=activation,
         dtype=torch.float32,

@@ -1,4 +1,5 @@
-"""Layers of experts equal every token through each of its experts separately, forward and backward."""
+"""Layers of experts equal the definition, in which each token goes through its experts one by one, forward and
+backward."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ ops = torch.ops.autoshard
 
 
 def one_by_one(layer: Layer) -> Tensor:
-    """The definition: no sorting, no groups."""
+    """The definition: each token goes through each of its known experts, one after another."""
     rows = []
     for token, chosen, shares in zip(layer.x, layer.index.tolist(), layer.weights, strict=True):
         known = [(e, share) for e, share in zip(chosen, shares, strict=True) if 0 <= e < layer.count]
@@ -45,14 +46,15 @@ def _gated(layer: Layer, halves: Tensor) -> Tensor:
 
 
 def gradients(layer: Layer, out: Tensor, grad: Tensor) -> list[Tensor]:
-    """Gradients of all operands that have one; zeros if no token has a known expert."""
+    """Gradients of all floating-point operands, which are zeros if no token has a known expert."""
     anchored = out + sum(0.0 * operand.sum() for operand in layer.trained)
     return list(torch.autograd.grad(anchored, layer.trained, grad))
 
 
 @given(layers())
 def test_it_equals_tokens_one_by_one(layer: Layer) -> None:
-    """All gates and orders of weights; experts without tokens, and indices of no expert."""
+    """Output and gradients equal the definition's for all gates and layouts of weights, with experts without tokens
+    and indices of no expert."""
     layer = layer.requiring_gradients()
     found, expected = ops.experts(*layer.arguments), one_by_one(layer)
     torch.testing.assert_close(found, expected)
@@ -63,7 +65,8 @@ def test_it_equals_tokens_one_by_one(layer: Layer) -> None:
 
 @given(layers())
 def test_rows_of_no_expert_add_nothing_where_they_are_not_cut_off(layer: Layer) -> None:
-    """Accelerators keep rows without an expert, lest the host wait for their number; their products are undefined."""
+    """Rows without an expert stay on accelerators, and here their products are NaN: output and gradients do not
+    change."""
     layer = layer.requiring_gradients()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(group_by_expert.__globals__, "_is_read_at_once", lambda tensor: False)
@@ -76,7 +79,7 @@ def test_rows_of_no_expert_add_nothing_where_they_are_not_cut_off(layer: Layer) 
 
 
 def _poisoned(products: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Products of groups, with NaN after the last group."""
+    """`products` with NaN in the rows after the last group."""
 
     def run(groups: ExpertGroups, *operands: Tensor) -> Tensor:
         made = products(groups, *operands)
@@ -88,7 +91,7 @@ def _poisoned(products: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @given(layers(width=8), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_products_in_groups_equal_a_loop(layer: Layer, dtype: torch.dtype) -> None:
-    """Results equal float64's, rounded, for operands that torch's grouped product takes."""
+    """For operands that torch's grouped product takes, output and gradients equal float64's to a few roundings."""
     narrow = layer.to(dtype).requiring_gradients()
     wide = narrow.to(torch.float64).requiring_gradients()
     found, expected = ops.experts(*narrow.arguments), ops.experts(*wide.arguments)
@@ -103,7 +106,7 @@ def test_products_in_groups_equal_a_loop(layer: Layer, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("operator", ["experts", "experts_backward"])
 def test_shapes_and_types_are_those_of_its_fake(operator: str) -> None:
-    """With a bias and without."""
+    """The real run and the fake run agree, with a bias and without."""
     for bias in (False, True):
         layer = Layer.drawn(torch.Generator().manual_seed(0), bias=bias)
         before: tuple[Any, ...] = () if operator == "experts" else (torch.randn_like(layer.x),)
@@ -112,7 +115,7 @@ def test_shapes_and_types_are_those_of_its_fake(operator: str) -> None:
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
-    """One weight too few is refused."""
+    """Weights with one column fewer than the indices are refused, and the error shows the shapes."""
     layer = Layer.drawn(torch.Generator().manual_seed(0))
     x, index, weights, *rest = layer.arguments
     with pytest.raises(ValueError, match=r"experts: pass x \[T, H\], .*Found x="):

@@ -1,4 +1,4 @@
-"""Programs for Inductor contain only operators that it knows."""
+"""Programs for Inductor contain only operators that Inductor can compile."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def handed(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> tuple[set[str], Tensors, Tensors]:
-    """The operators that a compiler gets, and the results of its graph and of the original graph."""
+    """The operators of the graph that a compiler gets, the compiled graph's results, and the original
+    graph's results."""
     found: set[str] = set()
 
     def compiler(graph: fx.GraphModule, inputs: object) -> object:
@@ -42,7 +43,7 @@ def handed(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> tupl
 
 
 def examples(graph_module: fx.GraphModule) -> list[torch.Tensor]:
-    """Inputs of a graph, drawn."""
+    """Random inputs of a graph, in the shapes and dtypes of its placeholders."""
     generator = torch.Generator().manual_seed(0)
     values = [node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")]
     drawn = [torch.randint(0, 2, value.shape, generator=generator) for value in values]
@@ -53,7 +54,8 @@ def examples(graph_module: fx.GraphModule) -> list[torch.Tensor]:
     "name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow), pytest.param("bert", marks=pytest.mark.slow)]
 )
 def test_nothing_of_ours_is_left(name: str) -> None:
-    """Attention is torch's flash kernel, and losses and norms are written out, forward and backward."""
+    """No operator of autoshard reaches the compiler, attention is torch's flash kernel, and results do not change,
+    forward and backward."""
     model, batch = MODELS[name]()
     program = trace(model, (), {key: item for key, item in batch.items() if key != "attention_mask"})
     plan = plan_program(program, MESH, h100s(MESH), PlanOptions(with_baselines=False))
@@ -69,7 +71,8 @@ def test_nothing_of_ours_is_left(name: str) -> None:
 
 
 def test_dropout_is_drawn_where_it_is_used() -> None:
-    """Philox is written out, so that the mask is never in memory."""
+    """A program with dropout has no operator of autoshard for the compiler, and its result equals the original graph's
+    bit for bit."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     program = trace(model, (torch.randn(2, 4),))
     plan = plan_program(program, MESH, h100s(MESH), PlanOptions(with_baselines=False))

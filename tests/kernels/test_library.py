@@ -1,4 +1,4 @@
-"""Second derivatives of the semantic operators equal those of equivalent small operators, or raise an error."""
+"""Derivatives of the semantic operators of any order equal finite differences, or raise an error."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_second_derivative(name: str) -> None:
 
 
 def test_third_derivative() -> None:
-    """Derivatives can be taken as often as wanted."""
+    """The third derivative of cross-entropy equals finite differences."""
     call, logits = CASES["cross-entropy"]()
 
     def gradient(logits: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def test_third_derivative() -> None:
 
 
 def test_gradients_of_nothing() -> None:
-    """Results without a gradient give none."""
+    """A result whose incoming gradient is None gives None as the gradient of every operand."""
 
     class Context:
         saved_tensors = ()
@@ -131,7 +131,8 @@ def test_composite_of_rms_norm(dtype: torch.dtype, eps: float | None) -> None:
 
 
 def test_refused_ctc_loss() -> None:
-    """A second derivative that torch lacks too raises when a gradient reaches it, and not before."""
+    """A second derivative of CTC, which torch lacks too, raises when a gradient reaches it, and the first derivative
+    does not."""
     scores = _numbers(5, 2, 4)
     lengths = (torch.tensor([5, 5]), torch.tensor([2, 2]))
     loss, _ = kernels.ctc_loss(scores.log_softmax(2), torch.tensor([[1, 2], [3, 1]]), *lengths, 0, False)

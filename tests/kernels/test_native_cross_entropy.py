@@ -49,7 +49,8 @@ def cases(draw: st.DrawFn) -> Case:
 
 @given(cases(), st.sampled_from([1 << 18, 8]))
 def test_equals_the_definition(case: Case, block: int) -> None:
-    """Loss, log-sum-exp of counted rows, and gradient, for all rows at once or a few."""
+    """The loss, the log-sum-exp of rows that count, and the gradient equal the definition's, for all rows at once or
+    for a few."""
     case = (case[0].to(DEVICE), case[1].to(DEVICE), *case[2:])
     logits, target, ignore_index, smoothing = case
     with pytest.MonkeyPatch.context() as patch:
@@ -71,7 +72,8 @@ def test_equals_the_definition(case: Case, block: int) -> None:
 
 @given(cases(), st.integers(1, 3), st.sampled_from([1 << 18, 8]))
 def test_parts_of_a_split_vocabulary_equal_their_definition(case: Case, ranks: int, block: int) -> None:
-    """Each rank's sum, logit and gradient; together they give the loss and the gradient of all classes."""
+    """Each rank's sum, logit and gradient equal the definition's, and together they give the loss and gradient of all
+    classes."""
     logits, target, ignore_index, smoothing = case[0].to(DEVICE), case[1].to(DEVICE), *case[2:]
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     allowed = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[logits.dtype]
@@ -104,7 +106,7 @@ def test_parts_of_a_split_vocabulary_equal_their_definition(case: Case, ranks: i
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="one kernel runs on a GPU")
 def test_parts_of_a_split_vocabulary_write_the_gradient_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Temporaries are no larger than a block of rows."""
+    """On a CPU no tensor is larger than a block of rows, apart from the gradient."""
     monkeypatch.setattr(module, "_CPU_BLOCK", 1 << 10)
     logits, target = torch.randn(256, 64), torch.randint(0, 64, (256,))
     flags, rows = torch.rand(256) < 0.5, torch.randn(256)
@@ -118,7 +120,8 @@ def test_parts_of_a_split_vocabulary_write_the_gradient_alone(monkeypatch: pytes
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="one kernel runs on a GPU")
 def test_no_probabilities_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Temporaries are no larger than a block of rows, but for the gradient."""
+    """On a CPU no tensor is larger than a block of rows, apart from the gradient, so that probabilities are never
+    whole."""
     monkeypatch.setattr(module, "_CPU_BLOCK", 1 << 10)
     logits, target = torch.randn(256, 64), torch.randint(0, 64, (256,))
     with Observed(logits, target) as forward:
@@ -133,7 +136,7 @@ def test_no_probabilities_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_nothing_waits_for_a_device(dtype: torch.dtype) -> None:
-    """On fake CUDA tensors one kernel runs each way, and none reads a value."""
+    """On fake CUDA tensors, forward and backward each run one kernel, and neither reads a value on the host."""
     with FakeTensorMode() as fakes:
 
         def on_cuda(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Muon's operators together are torch's own Muon; orthogonalised matrices are independent of their batch."""
+"""Muon's three operators together equal torch's Muon, and matrices of a batch are orthogonalised independently."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _step(parameter: Tensor, grad: Tensor, buffer: Tensor, scale: Tensor | None,
 def test_the_three_operators_are_torchs_own_muon(
     shape: tuple[int, int], dtype: torch.dtype, nesterov: bool, adjust: str, scale: float | None
 ) -> None:
-    """Parameter and momentum after some steps are those of torch.optim.Muon, and the operands are unchanged."""
+    """Parameter and momentum after three steps equal those of torch.optim.Muon, and the operands do not change."""
     rule = NewtonSchulz((3.4445, -4.7750, 2.0315), 5, 1e-7, adjust, nesterov)
     parameter, buffer = _values(shape, dtype), torch.zeros(shape, dtype=dtype)
     reference = nn.Parameter(parameter.clone())
@@ -63,7 +63,7 @@ def test_the_three_operators_are_torchs_own_muon(
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_matrices_of_a_batch_are_independent(shape: tuple[int, int]) -> None:
-    """A matrix has the same result alone and in a batch; a matrix of zeros stays zero."""
+    """A matrix has the same result bit for bit alone and in a batch, and a matrix of zeros stays zero."""
     matrices = torch.stack(
         [_values(shape, torch.bfloat16, seed) for seed in range(3)] + [torch.zeros(shape).bfloat16()]
     )
@@ -81,7 +81,7 @@ def test_singular_values_become_about_one() -> None:
 
 
 def test_updates_in_place_write_the_same_bits() -> None:
-    """The operators in place, of one parameter and of many, have the functional operator's results."""
+    """In place, for one parameter or for a list, the results equal the functional operator's bit for bit."""
     shape = SHAPES["wide"]
     parameter, grad, buffer, whole = (_values(shape, torch.float32, seed) for seed in range(4))
     expected = muon_update(parameter, grad, buffer, whole, None, HYPER, 1.5)

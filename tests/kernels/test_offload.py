@@ -1,4 +1,4 @@
-"""tests autoshard/kernels/offload.py."""
+"""Transfers between a device and the host, of `autoshard/kernels/offload.py`."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from autoshard.kernels.offload import TRANSFERS, from_host, to_host
 
 @pytest.mark.parametrize("x", [torch.randn(3, 4), torch.randn(4, 3).T, torch.arange(5), torch.tensor(1.5).bfloat16()])
 def test_a_value_comes_back_as_it_went(x):
-    """Bit for bit, with its strides, in memory of its own."""
+    """A tensor that goes to the host and back is equal bit for bit, with the same strides and in its own memory."""
     back = from_host(to_host(x))
     assert torch.equal(back, x)
     assert back.stride() == x.stride()
@@ -18,7 +18,7 @@ def test_a_value_comes_back_as_it_went(x):
 
 @pytest.mark.parametrize("operator", TRANSFERS)
 def test_operators_are_well_defined(operator):
-    """Torch's checks of schema, fake implementation and dispatch pass."""
+    """Torch's checks of schema and fake tensors pass, and a fake result keeps the strides of a transposed tensor."""
     torch.library.opcheck(operator, (torch.randn(3, 4),), test_utils=("test_schema", "test_faketensor"))
     with FakeTensorMode() as mode:
         fake = operator(mode.from_tensor(torch.randn(4, 3).T))
@@ -27,7 +27,7 @@ def test_operators_are_well_defined(operator):
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_host_holds_it():
-    """Pinned memory of the host; and back on the device."""
+    """A CUDA tensor is sent to pinned memory of the host, and comes back equal."""
     x = torch.randn(1000, device="cuda")
     host = to_host(x)
     assert host.device.type == "cpu"

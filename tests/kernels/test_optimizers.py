@@ -1,4 +1,4 @@
-"""Updates as operators are torch's own optimizers, in new tensors or in place."""
+"""Optimizer updates as operators equal torch's own optimizers, in new tensors or in place."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _gradients(dtype: torch.dtype) -> list[Tensor]:
 
 
 def _expected(case: str, dtype: torch.dtype, scale: float) -> tuple[Tensor, list[Tensor]]:
-    """Parameter and state after some steps of the optimizer itself."""
+    """Parameter and state after some steps of torch's optimizer."""
     kind, options, *_ = CASES[case]
     parameter = nn.Parameter(torch.linspace(-1, 1, 15, dtype=torch.float64).view(5, 3).to(dtype))
     optimizer = kind([parameter], foreach=False, **options)
@@ -67,7 +67,7 @@ def _expected(case: str, dtype: torch.dtype, scale: float) -> tuple[Tensor, list
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_an_update_is_torchs_own(case: str, dtype: torch.dtype, scale: float | None) -> None:
-    """Parameter and state after four steps are torch's, and the operands are unchanged."""
+    """Parameter and state after four steps equal those of torch's optimizer, and the operands do not change."""
     _, options, operator, hyper, states, flags = CASES[case]
     values = [torch.linspace(-1, 1, 15, dtype=torch.float64).view(5, 3).to(dtype)]
     values += [torch.zeros(5, 3, dtype=dtype) for _ in range(states)]
@@ -86,7 +86,7 @@ def test_an_update_is_torchs_own(case: str, dtype: torch.dtype, scale: float | N
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_long_updates_of_narrow_types_are_exact_but_for_rounding(case: str, dtype: torch.dtype) -> None:
-    """A step over vectors and their remainder is compared with float64; Adam rounds each result once."""
+    """A step of 67 elements in a 16-bit type equals float64's to a few roundings, and to one rounding for Adam."""
     _, options, operator, hyper, states, flags = CASES[case]
     values = [torch.linspace(start, 1, 67).to(dtype) for start in (-1, 0.5, *(0.25 for _ in range(states)))]
     found = operator(*values, None, hyper(options, 2), *flags)
@@ -100,7 +100,8 @@ def test_long_updates_of_narrow_types_are_exact_but_for_rounding(case: str, dtyp
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_twin_writes_over_its_operands(case: str) -> None:
-    """In place the same bits come out; a gradient laid out by columns is read by its indices."""
+    """The operator in place writes the functional operator's results bit for bit, also when the gradient lies by
+    columns."""
     _, options, operator, hyper, states, flags = CASES[case]
     grad = _gradients(torch.float32)[0].t().contiguous().t()
     values = [torch.linspace(-1, 1, 15).view(5, 3), *(torch.full((5, 3), 0.25) for _ in range(states))]
@@ -119,7 +120,8 @@ def test_the_twin_writes_over_its_operands(case: str) -> None:
 def test_many_are_updated_in_a_call(
     case: str, scale: float | None, first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each parameter is updated as alone, to the bit, whether torch's fused kernels take it or not."""
+    """Each of many parameters is updated as if alone, whether torch's fused kernels take it or not. Updates are
+    equal bit for bit, and within 1e-6 in a transposed layout."""
     monkeypatch.setattr(module, "_SCALED_AT_ONCE", 100)
     calls = _recorded(monkeypatch)
     _, options, operator, hyper, states, flags = CASES[case]
@@ -151,7 +153,7 @@ def test_many_are_updated_in_a_call(
 
 
 def _recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
-    """The calls of torch's functions from now on: whether fused, and how many parameters."""
+    """Records the later calls of torch's functions: whether each is fused, and how many parameters it has."""
     calls: list[tuple[bool, int]] = []
     for name in ("run_sgd", "run_adam"):
         own = getattr(module, name)
@@ -166,7 +168,7 @@ def _recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_shapes_are_known_without_values(case: str) -> None:
-    """torch's checks of a custom operator: schema, fake tensors, dispatch."""
+    """Torch's checks of schema and fake tensors pass."""
     _, options, operator, hyper, states, flags = CASES[case]
     operands = [torch.randn(5, 3) for _ in range(2 + states)]
     tests = ("test_schema", "test_faketensor")
@@ -175,7 +177,7 @@ def test_shapes_are_known_without_values(case: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_squares_are_summed_wide(dtype: torch.dtype) -> None:
-    """Numbers narrower than float32 are squared and summed in float32."""
+    """The sum of squares of types narrower than float32 is computed and returned in float32."""
     x = torch.full((3, 100), 300.0, dtype=dtype)
     found = sum_of_squares(x)
     assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)

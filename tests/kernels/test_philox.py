@@ -1,4 +1,4 @@
-"""Philox gives the published vectors, and shards draw the same numbers as the whole array."""
+"""Philox gives the published test vectors, and shards draw the same numbers as the whole array."""
 
 from __future__ import annotations
 
@@ -52,14 +52,15 @@ def test_shard_equals_slice_of_whole(shard: tuple[list[int], list[int], list[int
 
 
 def test_padding_beyond_the_global_shape_is_allowed() -> None:
-    """A padded shard draws its real part unchanged."""
+    """A shard padded beyond the global shape draws the same numbers in its real rows."""
     seed = torch.tensor(5)
     padded = random_words((3, 4), (2, 0), (4, 4), seed, 1)
     assert torch.equal(padded[:2], random_words((4, 4), (0, 0), (4, 4), seed, 1)[2:])
 
 
 def test_index_above_32_bits_uses_the_high_word() -> None:
-    """Elements 2^32 apart draw different words, each from its own counter."""
+    """An element whose index exceeds 32 bits uses the counter's high word, and draws another word than the element
+    2^32 before."""
     seed, whole = torch.tensor(1), (2**33,)
     far = random_words((1,), (2**32 + 3,), whole, seed, 9)
     three, one, zero = torch.tensor(3), torch.tensor(1), torch.tensor(0)
@@ -68,7 +69,7 @@ def test_index_above_32_bits_uses_the_high_word() -> None:
 
 
 def test_sites_and_seeds_draw_different_numbers() -> None:
-    """Neither two sites nor two seeds share numbers."""
+    """Draws with different sites or seeds differ."""
     draws = [
         random_words((64,), (0,), (64,), torch.tensor(seed), site)
         for seed, site in [(0, 0), (0, 1), (1, 0), (2**32, 0)]
@@ -77,7 +78,7 @@ def test_sites_and_seeds_draw_different_numbers() -> None:
 
 
 def test_words_have_the_right_moments() -> None:
-    """Shares of 2^32 have mean 1/2 and variance 1/12, within five standard errors."""
+    """Words divided by 2^32 have mean 1/2 and variance 1/12, within five standard errors."""
     x = random_words((20_000,), (0,), (20_000,), torch.tensor(3), 4).double() * 2.0**-32
     assert abs(float(x.mean()) - 0.5) < 5 * (1 / 12 / 20_000) ** 0.5
     assert abs(float(x.var()) - 1 / 12) < 5 * (1 / 180 / 20_000) ** 0.5
@@ -91,12 +92,12 @@ def test_keep_mask_keeps_the_share_it_should(p: float) -> None:
 
 
 def test_shapes_of_different_rank_are_refused() -> None:
-    """Shape, offset and global shape need one entry per dim."""
+    """An offset with fewer entries than the shape is refused."""
     with pytest.raises(ValueError, match=r"shape=\(2, 2\), offset=\(0,\)"):
         random_words((2, 2), (0,), (2, 2), torch.tensor(0), 0)
 
 
 def test_a_probability_outside_zero_to_one_is_refused() -> None:
-    """`p` is a probability."""
+    """A probability of 1.5 is refused."""
     with pytest.raises(ValueError, match=r"p=1\.5 must lie between 0 and 1"):
         drop_threshold(1.5)

@@ -60,21 +60,23 @@ def draw(distribution: str, *, count: int = COUNT, dtype: torch.dtype = torch.fl
 
 
 def distance(x: Tensor, cumulated: Callable[[np.ndarray], np.ndarray]) -> float:
-    """Kolmogorov's: the largest difference between the share of numbers up to x and its probability."""
+    """Kolmogorov's distance: the largest difference between the share of numbers up to x and the probability of at
+    most x."""
     values, counts = np.unique(x.double().numpy(), return_counts=True)
     shares, expected = counts.cumsum() / len(x), cumulated(values)
     return float(max(np.abs(shares - expected).max(), np.abs(shares - counts / len(x) - _left_of(expected)).max()))
 
 
 def _left_of(expected: np.ndarray) -> np.ndarray:
-    """The probability of less than x for distributions with few values; of at most x for others."""
+    """The probability of less than x for distributions with few values, and of at most x for others."""
     return np.concatenate(([0.0], expected[:-1])) if len(expected) < 100 else expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_numbers_follow_the_distribution(distribution: str, dtype: torch.dtype) -> None:
-    """Kolmogorov and Smirnov's test passes at a level of 1e-5, 2.5 / sqrt(n); PyTorch's own numbers pass too."""
+    """Numbers pass the Kolmogorov-Smirnov test at a level of 1e-5, 2.5 / sqrt(n), and PyTorch's own numbers pass it
+    too."""
     limit = 2.5 / math.sqrt(COUNT)
     assert distance(draw(distribution, dtype=dtype), _CUMULATED[distribution]) < limit
     torch.manual_seed(0)
@@ -84,7 +86,7 @@ def test_numbers_follow_the_distribution(distribution: str, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("distribution", [name for name in DISTRIBUTIONS if name != "cauchy"])
 def test_moments_are_those_of_pytorch(distribution: str) -> None:
-    """Mean and variance differ by less than six standard errors of both."""
+    """Mean and second moment differ from those of PyTorch's numbers by less than six standard errors."""
     torch.manual_seed(0)
     mine, theirs = draw(distribution), _OF_TORCH[distribution](torch.empty(COUNT, dtype=torch.float64))
     for power in (1, 2):
@@ -95,7 +97,7 @@ def test_moments_are_those_of_pytorch(distribution: str) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_uniform_numbers_stay_below_one(dtype: torch.dtype) -> None:
-    """A number has as many bits as its dtype holds, so that none rounds up to 1; all are multiples of the last bit."""
+    """Numbers are multiples of the last bit that the dtype holds, and none rounds up to 1."""
     x = random(SEED, "uniform", [0.0, 1.0], 1, [COUNT], [0], [COUNT], dtype=dtype)
     bits = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[dtype]
     assert x.dtype == dtype
@@ -108,7 +110,7 @@ def test_uniform_numbers_stay_below_one(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("low", "high"), [(1.0, 2.0), (-0.3, 0.1), (2.0, 2.0)])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_uniform_numbers_stay_below_the_end(low: float, high: float, dtype: torch.dtype) -> None:
-    """Rounding to the dtype does not reach the end, which belongs only to an empty interval."""
+    """Numbers rounded to the dtype stay below the interval's end, unless the interval is empty."""
     x = random(SEED, "uniform", [low, high], 1, [COUNT], [0], [COUNT], dtype=dtype)
     first, last = (torch.tensor(bound, dtype=dtype) for bound in (low, high))
     assert bool((x >= first).all())
@@ -116,7 +118,7 @@ def test_uniform_numbers_stay_below_the_end(low: float, high: float, dtype: torc
 
 
 def test_exponential_numbers_are_above_zero() -> None:
-    """Zero would make a category certain that is drawn by p / exponential."""
+    """The least exponential number is above zero, because categories are drawn by p / exponential."""
     assert 0.0 < draw("exponential", dtype=torch.float32).min().item() < 1e-3
 
 
@@ -126,7 +128,7 @@ def test_exponential_numbers_are_above_zero() -> None:
      (-(2**62), 2**62, torch.int64), (5, 6, torch.int32), (0, 2**24 + 1, torch.float32)],
 )  # fmt: skip
 def test_integers_fill_their_range(low: int, high: int, dtype: torch.dtype) -> None:
-    """All integers of a small range occur; the halves of a large range occur equally often."""
+    """All integers of a small range occur, and of a large range both halves are equally frequent."""
     x = random(SEED, "integer", [low, high], 1, [COUNT], [0], [COUNT], dtype=dtype)
     assert x.dtype == dtype
     assert low <= int(x.min()) <= int(x.max()) < high
@@ -138,7 +140,7 @@ def test_integers_fill_their_range(low: int, high: int, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_neighbours_sites_and_seeds_are_independent(distribution: str) -> None:
-    """Ranks of neighbours, and of two sites, correlate no more than chance does."""
+    """Neighbours in one draw, and the draws of two sites, correlate by less than five standard errors."""
     draws = (draw(distribution, site=site) for site in (4, 5))
     x, other = (x if distribution in _DISCRETE else x.argsort().argsort().double() for x in draws)
     for a, b in ((x[1:], x[:-1]), (x, other)):
@@ -165,17 +167,18 @@ def test_shard_equals_slice(distribution: str, rows: int, columns: int, start: i
      ("integer", [-(2**63), 2**63]), ("truncated_normal", [0.0, 1.0, 2.0, 1.0])],
 )  # fmt: skip
 def test_parameters_out_of_range_are_refused(distribution: str, parameters: list[float]) -> None:
-    """The message says the distribution's condition, and the given parameters."""
+    """Parameters out of range are refused, and the message says the distribution's condition and the
+    given parameters."""
     with pytest.raises(KernelError, match=rf"{distribution} numbers need .*; got .*{parameters[-1]}\."):
         random(SEED, distribution, parameters, 0, [2], [0], [2], dtype=torch.float32)
 
 
 def test_unknown_distributions_are_refused() -> None:
-    """The message lists the known distributions."""
+    """An unknown distribution is refused, and the message lists the known distributions."""
     with pytest.raises(KernelError, match=r"distribution='beta' is unknown\. Known: uniform, normal"):
         random(SEED, "beta", [1.0], 0, [2], [0], [2], dtype=torch.float32)
 
 
 def test_opcheck() -> None:
-    """Schema, fake tensors and dispatch agree."""
+    """Torch's checks of a custom operator pass."""
     torch.library.opcheck(random, (SEED, "normal", [0.0, 1.0], 1, [4, 3], [0, 0], [4, 3]), {"dtype": torch.bfloat16})

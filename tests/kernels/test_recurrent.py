@@ -1,4 +1,4 @@
-"""`autoshard::lstm`, `gru` and `rnn` beside torch's layers in float64, forward and backward."""
+"""`autoshard::lstm`, `gru` and `rnn` against torch's layers in float64, forward and backward."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ INPUT, HIDDEN = 3, 4
 
 
 def _layer(kind: str, bias: bool = True, dtype: torch.dtype = torch.float64) -> nn.RNNBase:
-    """A layer of both directions; `reverse` computes the second."""
+    """A torch layer of both directions."""
     torch.manual_seed(0)
     return LAYERS[kind](INPUT, HIDDEN, bias=bias, bidirectional=True, batch_first=True).to(dtype)
 
 
 def _states(kind: str, batch: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """h, or h and c, of both directions [2, B, ...]."""
+    """First states h, or h and c, of both directions [2, B, ...]."""
     sizes = {"lstm": [HIDDEN, HIDDEN], "projected": [2, HIDDEN]}.get(kind, [HIDDEN])
     return [torch.randn(2, batch, size, dtype=dtype, requires_grad=True) for size in sizes]
 
@@ -48,7 +48,7 @@ def _states(kind: str, batch: int, dtype: torch.dtype = torch.float64) -> list[T
 def _run(
     kind: str, layer: nn.RNNBase, x: Tensor, states: list[Tensor], lengths: Tensor | None, reverse: bool
 ) -> tuple[Tensor, ...]:
-    """One direction by our operator: the result and the last states."""
+    """Run one direction with our operator, and return the result and the last states."""
     suffix = "_l0_reverse" if reverse else "_l0"
     weights = {name.removesuffix(suffix): w for name, w in layer.named_parameters() if name.endswith(suffix)}
     w_hh, b_ih, b_hh = weights["weight_hh"], weights.get("bias_ih"), weights.get("bias_hh")
@@ -76,7 +76,7 @@ def _flat(result: Any) -> list[Tensor]:
 
 
 def _assert_same(mine: list[Tensor], torchs: list[Tensor], operands: list[Tensor]) -> None:
-    """Equal results, and equal gradients from equal gradients of all results."""
+    """Results are equal, and so are the gradients for equal gradients of all results."""
     grads = [torch.randn_like(result) for result in torchs]
     found = torch.autograd.grad(mine, operands, grads)
     expected = torch.autograd.grad(torchs, operands, grads)
@@ -86,7 +86,7 @@ def _assert_same(mine: list[Tensor], torchs: list[Tensor], operands: list[Tensor
 
 @given(kind=KINDS, batch=st.integers(1, 4), steps=st.integers(1, 6), bias=st.booleans())
 def test_equals_torch_in_float64(kind: str, batch: int, steps: int, bias: bool) -> None:
-    """Results, last states and gradients of operands, states and weights, to rounding."""
+    """Results, last states, and gradients of inputs, states and weights equal torch's to rounding."""
     layer, states = _layer(kind, bias), _states(kind, batch)
     x = torch.randn(batch, steps, INPUT, dtype=torch.float64, requires_grad=True)
     expected = layer(x, tuple(states) if len(states) > 1 else states[0])
@@ -95,7 +95,8 @@ def test_equals_torch_in_float64(kind: str, batch: int, steps: int, bias: bool) 
 
 @given(kind=KINDS, lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4))
 def test_rows_of_different_lengths_equal_packed_sequences(kind: str, lengths: list[int]) -> None:
-    """A row stops after its own last step; in reverse it starts there."""
+    """Rows with their own numbers of steps have the results and gradients of torch's packed sequences, in both
+    directions."""
     layer, states = _layer(kind), _states(kind, len(lengths))
     x = torch.randn(len(lengths), max(lengths), INPUT, dtype=torch.float64, requires_grad=True)
     sizes = torch.tensor(lengths)
@@ -109,7 +110,7 @@ def test_rows_of_different_lengths_equal_packed_sequences(kind: str, lengths: li
 
 
 def test_a_row_without_steps_keeps_its_state() -> None:
-    """The row's result at every step is its first state, and its operand has no gradient."""
+    """For a row of no steps, the result at every step is its first state, and its inputs have no gradient."""
     inputs = torch.randn(2, 3, 4 * HIDDEN, dtype=torch.float64, requires_grad=True)
     h0, c0 = (torch.randn(2, HIDDEN, dtype=torch.float64, requires_grad=True) for _ in range(2))
     w = torch.randn(4 * HIDDEN, HIDDEN, dtype=torch.float64)
@@ -128,7 +129,7 @@ _WHICH = [(True, False, False), (False, True, False), (False, False, True), (Tru
 
 @pytest.mark.parametrize("used", _WHICH)
 def test_results_that_nothing_uses_have_no_gradient(used: tuple[bool, ...]) -> None:
-    """The backward takes the gradients of some results, and zero for the others."""
+    """Gradients equal torch's when only some of the results have a gradient."""
     layer, states = _layer("lstm"), _states("lstm", 2)
     x = torch.randn(2, 3, INPUT, dtype=torch.float64, requires_grad=True)
     pick = lambda results: [result for result, is_used in zip(results, used, strict=True) if is_used]  # noqa: E731
@@ -156,7 +157,7 @@ def _operands(kind: str, lengths: Tensor | None, reverse: bool) -> tuple[Any, tu
 @pytest.mark.parametrize("lengths", [None, torch.tensor([4, 0, 2])], ids=["whole", "lengths"])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_gradcheck_and_opcheck(kind: str, lengths: Tensor | None, reverse: bool) -> None:
-    """Gradients equal finite differences; schema, fake tensors and dispatch agree."""
+    """Gradients equal finite differences, and torch's checks of a custom operator pass."""
     torch.manual_seed(1)
     operator, args = _operands(kind, lengths, reverse)
     differentiable = {"lstm": 3, "projected": 3}.get(kind, 2)
@@ -165,7 +166,7 @@ def test_gradcheck_and_opcheck(kind: str, lengths: Tensor | None, reverse: bool)
 
 
 class CountLaunches(TorchDispatchMode):
-    """Counts the operators that compute: all but views and allocations."""
+    """Counts the operators that ran, except views and allocations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +178,7 @@ class CountLaunches(TorchDispatchMode):
 
 
 def _launches(kind: str, steps: int) -> tuple[int, int]:
-    """How many kernels the references launch, forward and backward from y, in float32."""
+    """The numbers of operators that the references run, forward and backward, in float32."""
     forward, backward = REFERENCES[kind]
     _, args = _operands(kind, None, False)
     inputs, *rest = (arg.detach().float() if isinstance(arg, Tensor) else arg for arg in args)
@@ -202,7 +203,7 @@ def test_launches_are_those_that_are_priced(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_half_precision_rounds_at_steps(kind: str, dtype: torch.dtype) -> None:
-    """Results and gradients are in the operands' dtype, within a few of its roundings of float64."""
+    """Results and gradients are in the operands' dtype, and equal float64's to a few of its roundings."""
     layer, states = _layer(kind), _states(kind, 3)
     x = torch.randn(3, 5, INPUT, dtype=torch.float64, requires_grad=True)
     operands = [x, *states, *layer.parameters()]
@@ -233,7 +234,7 @@ def test_half_precision_rounds_at_steps(kind: str, dtype: torch.dtype) -> None:
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(call: Callable[[Tensor], Any], message: str) -> None:
-    """The message names the operator, its operands and the found shapes."""
+    """Operands whose shapes do not fit are refused, and the error shows the operator's shapes and the found ones."""
     with pytest.raises(ValueError, match=message):
         call(torch.zeros(3, 4, 5))
 
@@ -248,7 +249,7 @@ _FITTING: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
 
 @pytest.mark.parametrize("kind", sorted(_FITTING))
 def test_no_size_may_differ_alone(kind: str) -> None:
-    """Every size but the number of steps occurs in two operands; a difference of one is refused."""
+    """A size that differs by one in one operand is refused, for every size but the number of steps."""
     call, shapes = _FITTING[kind]
     call(*map(torch.zeros, shapes))
     for place, shape in enumerate(shapes):

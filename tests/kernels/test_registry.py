@@ -1,4 +1,4 @@
-"""The table of kernels: each stands in for its operator with the same arguments and results."""
+"""The table of kernels: each kernel has its operator's arguments and the shapes, dtypes and strides of its results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ aten, autoshard = torch.ops.aten, torch.ops.autoshard
 
 
 def _calls(device: str, dtype: torch.dtype = torch.float32) -> list[tuple[torch._ops.OpOverload, tuple]]:
-    """One call of every operator that has a kernel."""
+    """Arguments of one call of every operator that has a kernel."""
 
     def x(*shape: int) -> Tensor:
         return torch.ones(shape, device=device, dtype=dtype)
@@ -56,7 +56,7 @@ def _describe(results: Tensor | tuple[Tensor | None, ...]) -> list[tuple[object,
 
 @pytest.mark.parametrize("index", range(10))
 def test_replacement_gives_the_operators_results(index: int) -> None:
-    """On meta tensors a replacement gives its operator's shapes, dtypes and strides."""
+    """On meta tensors a kernel gives its operator's shapes, dtypes and strides."""
     operator, arguments = _calls("meta")[index]
     kernel = find_kernel(operator, arguments)
     assert kernel is not None
@@ -65,7 +65,7 @@ def test_replacement_gives_the_operators_results(index: int) -> None:
 
 @pytest.mark.parametrize("index", range(10))
 def test_replacement_takes_the_operators_arguments(index: int) -> None:
-    """A replacement's schema names the operator's arguments in the same order."""
+    """The arguments of a kernel's schema have its operator's names in the same order."""
     operator, _ = _calls("meta")[index]
     ours = [argument.name for argument in KERNELS[operator]._schema.arguments]
     assert ours == [argument.name for argument in operator._schema.arguments]
@@ -74,18 +74,18 @@ def test_replacement_takes_the_operators_arguments(index: int) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs through the interpreter")
 @pytest.mark.parametrize("index", range(10))
 def test_opcheck(index: int) -> None:
-    """Schema, real run and fake run of each replacement agree."""
+    """Torch's checks of schema and fake tensors pass for each kernel."""
     operator, arguments = _calls("cpu")[index]
     torch.library.opcheck(KERNELS[operator], arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_every_kernel_is_called_here() -> None:
-    """The calls above cover the table."""
+    """`_calls` has a call for each operator of the table."""
     assert {operator for operator, _ in _calls("meta")} == set(KERNELS)
 
 
 def _fused_calls() -> dict[torch._ops.OpOverload, tuple]:
-    """One call of every operator that fuses several."""
+    """Arguments of one call of every fused kernel."""
     x, statistic, row = torch.randn(2, 4, 6), torch.ones(2, 4, 1), torch.randn(6)
     q, k, angle = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8)
     total, index = torch.randn(4), torch.arange(4)
@@ -111,14 +111,15 @@ def _fused_calls() -> dict[torch._ops.OpOverload, tuple]:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs through the interpreter")
 @pytest.mark.parametrize("kernel", FUSED, ids=lambda kernel: kernel.name)
 def test_fused_opcheck(kernel: FusedKernel) -> None:
-    """Schema, real run and fake run of each fused kernel agree, and it takes these arguments."""
+    """Each fused kernel takes these arguments, and torch's checks of schema and fake tensors pass."""
     arguments = _fused_calls()[kernel.operator]
     assert why_not(kernel.operator, *arguments) is None
     torch.library.opcheck(kernel.operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_float64_has_no_kernel_and_explains_why() -> None:
-    """A kernel that does not apply is not found, and gives its reason."""
+    """A kernel is not found for float64 operands, and gives a reason with the dtype. An operator without a kernel
+    has None."""
     operator, arguments = aten._fused_rms_norm.default, (torch.ones(2, 3, dtype=torch.float64), [3], None, 1e-6)
     assert find_kernel(operator, arguments) is None
     assert str(why_not(KERNELS[operator], *arguments)).startswith("input has dtype torch.float64")

@@ -1,4 +1,4 @@
-"""Attention as a ring: equal work on all ranks, layouts of results as in their fakes, and counted memory."""
+"""Ring attention: equal work on all ranks, strides of results as in the fakes, and memory as the cost model counts."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 def place(rank: int, ranks: int, is_paired: bool) -> tuple[Any, ...]:
-    """The arguments of a causal call of equal pieces, behind its operands."""
+    """The constants of a causal ring call with equal pieces, which follow the operands."""
     shape = [BATCH, HEADS, ranks * PIECE, ranks * PIECE]
     called = (0.0, True, 0.125, 0, [0, 0, rank * PIECE, 0], shape)
     return (*called, rank, [PIECE * number for number in range(ranks)], [PIECE] * ranks, is_paired)
 
 
 def pieces(ranks: int, dtype: torch.dtype, keys: int = HEADS) -> list[list[Tensor]]:
-    """Queries, keys, values and gradients [B, H, S, D] of each rank, which lie by rows."""
+    """Queries, keys, values and gradients [B, H, S, D] of each rank, stored as [B, S, H, D]."""
     generator = torch.Generator().manual_seed(0)
     heads = (HEADS, keys, keys, HEADS)
     return [
@@ -39,7 +39,8 @@ def pieces(ranks: int, dtype: torch.dtype, keys: int = HEADS) -> list[list[Tenso
 
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_ranks_have_as_much_to_do_in_pairs(ranks: int) -> None:
-    """In pairs, work is equal at each hop; otherwise the first rank computes at one hop, and the last at all."""
+    """With paired pieces, all ranks compute equally many scores at each hop. Otherwise rank r computes
+    at r + 1 hops."""
     pairs, hops = [], []
     for rank in range(ranks):
         paired, alone = (Ring(*place(rank, ranks, is_paired)) for is_paired in (True, False))
@@ -56,7 +57,8 @@ def _scores(rows: slice, keys: slice, _: slice, is_causal: bool, __: Sequence[in
 
 @pytest.mark.parametrize("is_paired", [False, True])
 def test_sums_are_kept_in_float32(is_paired: bool) -> None:
-    """In 16 bits, results equal float64's with a few roundings, for any number of hops; layouts equal the fakes'."""
+    """With bfloat16 operands, results of four ranks equal float64's to a few roundings, with the
+    strides of the fakes."""
     ranks = 4
     given = pieces(ranks, torch.bfloat16, keys=2)
     whole = [torch.cat([rank[operand].double() for rank in given], 2) for operand in range(4)]
@@ -87,7 +89,7 @@ def _assert_near(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("is_paired", [False, True])
 @pytest.mark.parametrize("dtype", NAMES)
 def test_memory_is_as_counted(ranks: int, is_paired: bool, dtype: torch.dtype) -> None:
-    """The last rank's memory beside operands and results is within a sixth of the formula."""
+    """The last rank's memory, beside operands and results, is within a sixth of the cost model's formula."""
     q, k, v, grad = pieces(1, dtype)[0]
     at = place(ranks - 1, ranks, is_paired)
     out, lse = _check_memory(kernels.ring_attention, (q, k, v), (None, None), at)

@@ -1,4 +1,4 @@
-"""The cross-entropy kernels against torch in float64."""
+"""The cross-entropy kernels equal torch in float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _case(rows: int, classes: int, dtype: torch.dtype) -> tuple[torch.Tensor, to
 
 
 def _check(logits: torch.Tensor, target: torch.Tensor, smoothing: float) -> None:
-    """Loss, log-sum-exp and gradient against torch's."""
+    """Loss, log-sum-exp and gradient equal torch's in float64."""
     loss, lse = forward(logits, target, IGNORE, smoothing)
     wide = logits.double().requires_grad_()
     expected = F.cross_entropy(wide, target, reduction="none", label_smoothing=smoothing)
@@ -53,7 +53,7 @@ def test_equals_torch(rows: int, classes: int, dtype: torch.dtype, smoothing: fl
 
 
 def test_walks_long_rows_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row longer than a block is summed over blocks, also when whole blocks are -inf."""
+    """A row longer than a block has the right loss and gradient, also when whole blocks are -inf."""
     monkeypatch.setattr(triton_cross_entropy, "_MAX_BLOCK", 8)
     logits, target = _case(21, 29, torch.float32)
     _check(logits, target, 0.1)
@@ -63,14 +63,14 @@ def test_walks_long_rows_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_strided_logits() -> None:
-    """Logits with gaps between rows, and transposed logits, are read correctly."""
+    """Logits with gaps between rows, and transposed logits, give torch's results."""
     logits, target = _case(11, 19, torch.float32)
     _check(logits[:, 2:17], target.clamp(max=14), 0.1)
     _check(logits.t().contiguous().t(), target, 0.1)
 
 
 def test_backward_may_overwrite_the_logits() -> None:
-    """The gradient may be written over the logits, in a strided view, touching nothing else."""
+    """The gradient may be written over a strided view of logits, and the elements around the view keep their values."""
     whole = torch.randn(7, 13, device=DEVICE)
     before = whole.clone()
     logits = whole[1:6, 2:11]
@@ -85,7 +85,7 @@ def test_backward_may_overwrite_the_logits() -> None:
 
 
 def test_a_target_that_is_no_class_gives_nan() -> None:
-    """Targets out of range are never silently counted: their loss and gradient are NaN."""
+    """A target that is no class has the loss NaN and the gradient NaN."""
     logits = torch.randn(3, 5, device=DEVICE)
     target = torch.tensor([1, 5, -1], device=DEVICE)
     loss, lse = forward(logits, target, IGNORE, 0.0)

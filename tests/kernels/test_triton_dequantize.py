@@ -1,4 +1,4 @@
-"""The dequantising kernel writes the weights of its definition."""
+"""The dequantising kernel writes the weights of the reference."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def drawn_floats(count: int) -> torch.Tensor:
 def test_equal_to_the_definition(
     rows: int, columns: int, blocksize: int, nested: bool, first: int, dtype: torch.dtype
 ) -> None:
-    """Any shape and block, scales of both kinds, and pieces that begin within a group of scales."""
+    """The kernel equals the reference for any shape and block, for plain and nested scales, and for pieces that begin
+    within a group."""
     weights = rows * columns
     blocks = -(-weights // blocksize)
     scales = drawn_floats(SCALE_VALUES + 1 + (first + blocks) // GROUP + 1) if nested else None
@@ -48,6 +49,6 @@ def test_equal_to_the_definition(
 
 
 def test_float64_is_refused() -> None:
-    """The kernel writes no float64 and says so."""
+    """A result in float64 is refused, and the error names the dtype."""
     with pytest.raises(KernelError, match=r"has dtype torch\.float64"):
         triton_dequantize_nf4(drawn_bytes(32), drawn_floats(1), None, [1, 64], 64, 0, torch.float64)

@@ -1,4 +1,4 @@
-"""The dropout kernel draws the bits that the reference draws."""
+"""The dropout kernel draws the reference's bits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @st.composite
 def shards(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
-    """(shape, offset, global_shape) of a shard; the global array may have more than 2^32 elements."""
+    """(shape, offset, global_shape) of a shard."""
     shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     offset = [draw(st.integers(0, 5000)) for _ in shape]
     whole = [size + start + draw(st.integers(0, 3)) for size, start in zip(shape, offset, strict=True)]
@@ -36,7 +36,7 @@ def shards(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
 def test_bit_equal_to_the_reference(
     shard: tuple[list[int], list[int], list[int]], seed: int, site: int, p: float, dtype: torch.dtype
 ) -> None:
-    """Kept elements and their values equal the reference's bit for bit, far into large arrays."""
+    """The kernel keeps the reference's elements with the reference's values, also far into large arrays."""
     shape, offset, whole = shard
     x = torch.randn(shape, device=DEVICE).clamp(-9, 9).to(dtype)
     p = min(p, 0.99)
@@ -50,7 +50,7 @@ def test_bit_equal_to_the_reference(
 
 
 def test_strided_wide_and_extreme() -> None:
-    """Views with gaps, rows of several blocks, and p = 1 agree with the reference."""
+    """A view with gaps between rows of several blocks has the reference's values for p = 0, 0.5 and 1."""
     key = torch.tensor(3, device=DEVICE)
     x = torch.randn(5, 2300, device=DEVICE)[1:4, 7:2100]
     for p in (0.0, 0.5, 1.0):
@@ -59,7 +59,7 @@ def test_strided_wide_and_extreme() -> None:
 
 
 def test_five_dims_are_refused() -> None:
-    """The kernel takes up to four dims and says so."""
+    """An operand of five dims is refused, and the error names the number."""
     x = torch.zeros(1, 1, 1, 1, 1, device=DEVICE)
     with pytest.raises(KernelError, match="x has 5 dims"):
         triton_dropout(x, torch.tensor(0, device=DEVICE), 0.5, 0, [0] * 5, [1] * 5)

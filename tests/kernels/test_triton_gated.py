@@ -1,4 +1,4 @@
-"""The gated units against their forms in float64."""
+"""The kernels of gated units equal their forms in float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BACKWARD, FORWARD = FUSED
 
 @given(st.integers(1, 19), st.integers(1, 41), dtypes, st.sampled_from(ACTIVATIONS))
 def test_gated(rows: int, columns: int, dtype: torch.dtype, activation: str) -> None:
-    """Forward and both gradients at odd sizes, of every activation."""
+    """The output and the gradients of gate and up equal the forms' at odd sizes, for every activation."""
     grad_out, gate, up = (draw(rows, columns, dtype=dtype) for _ in range(3))
     form = FORWARD.forms[ACTIVATIONS.index(activation)]
     assert_results(gated(gate, up, **form.constants(gate)), expected_of(form, gate, gate=gate, up=up), dtype)
@@ -28,7 +28,7 @@ def test_gated(rows: int, columns: int, dtype: torch.dtype, activation: str) -> 
 
 
 def test_halves_of_one_tensor_and_many_blocks() -> None:
-    """Gate and up may be halves of rows; rows longer than a block, and several dims."""
+    """Gate and up that are the halves of long rows, with several dims before, have the forms' results."""
     both = draw(2, 3, 2 * 1500)
     gate, up = both.chunk(2, dim=-1)
     assert not gate.is_contiguous()
@@ -39,7 +39,7 @@ def test_halves_of_one_tensor_and_many_blocks() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    """Other shapes, dtypes and activations are refused with the reason."""
+    """Operands of other shapes or dtypes, and an unknown activation, are refused with the reason."""
     x = draw(2, 3)
     with pytest.raises(KernelError, match="tensors of one shape"):
         gated(x, x[:1], "silu")

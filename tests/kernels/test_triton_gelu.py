@@ -1,4 +1,4 @@
-"""The gelu with bias against its forms in float64."""
+"""The kernel of gelu with bias equals its forms in float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ BACKWARD, FORWARD = FUSED
 
 @given(st.integers(1, 5), st.integers(1, 7), st.integers(1, 41), dtypes, st.integers(0, len(FORWARD.forms) - 1))
 def test_bias_gelu(batch: int, rows: int, columns: int, dtype: torch.dtype, index: int) -> None:
-    """Forward and gradient of every form: exact, tanh, and tanh written out; rows reshaped behind the bias or not."""
+    """Output and gradient equal every form's: exact, tanh, and tanh written out, with rows reshaped after the bias or
+    not."""
     form = FORWARD.forms[index]
     grad_out, bias = draw(batch, rows, columns, dtype=dtype), draw(columns, dtype=dtype)
     is_reshaped = index >= len(FORWARD.forms) // 2
@@ -30,7 +31,7 @@ def test_bias_gelu(batch: int, rows: int, columns: int, dtype: torch.dtype, inde
 
 
 def test_strided_rows_in_several_blocks() -> None:
-    """Rows with gaps, longer than a block."""
+    """Rows with gaps between them that are longer than a block have the forms' results."""
     x, bias = draw(3, 2000)[:, 100:1700], draw(1600)
     out = bias_gelu(x, bias, [3, 1600], "gelu")
     assert_results(out, expected_of(FORWARD.forms[0], x, x=x, bias=bias), x.dtype)

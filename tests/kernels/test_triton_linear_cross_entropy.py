@@ -1,4 +1,4 @@
-"""Cross-entropy in chunks of the classes, compared with its forms in float64, and its memory."""
+"""Cross-entropy in chunks of the classes equals its forms in float64, and never holds all logits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _case(lead: Sequence[int], classes: int, depth: int, dtype: torch.dtype) -> 
 
 
 def _check(hidden: Tensor, weight: Tensor, target: Tensor, smoothing: float) -> None:
-    """Loss, log-sum-exp and both gradients against torch's in float64."""
+    """Loss, log-sum-exp and both gradients equal torch's in float64."""
     dtype = hidden.dtype
     loss, lse = linear_cross_entropy(hidden, weight, target, IGNORE, smoothing)
     grad_loss = draw(len(target))
@@ -68,13 +68,13 @@ def _check(hidden: Tensor, weight: Tensor, target: Tensor, smoothing: float) -> 
 def test_equals_torch(
     rows: int, classes: int, depth: int, dtype: torch.dtype, smoothing: float, has_sequence: bool
 ) -> None:
-    """Results equal torch's at odd sizes, in several chunks with a short last one; targets fall into any chunk."""
+    """Results equal torch's at odd sizes, in several chunks with a short last chunk, and with targets in any chunk."""
     torch.manual_seed(0)
     _check(*_case((2, rows) if has_sequence else (rows,), classes, depth, dtype), smoothing)
 
 
 def _results(form: Form, like: Tensor, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """The results of a form in float64, except logits that it makes float32."""
+    """The results of a form in float64, with the logits in float64 also where the form makes them float32."""
     variables = {name: wide(value) for name, value in arguments.items()}
     variables |= {name: compute(arguments) for name, compute in form.derived_variables.items()}
     return tuple(x.double() for x in form.results(like.double(), variables))
@@ -82,7 +82,7 @@ def _results(form: Form, like: Tensor, arguments: Mapping[str, Any]) -> tuple[Te
 
 @pytest.mark.parametrize("form", [ROWS, WIDE_ROWS, SEQUENCE, WIDE_SEQUENCE])
 def test_forms(form: int) -> None:
-    """Each form computes the same as the kernel."""
+    """The kernel's results equal those of each form, forward and backward."""
     torch.manual_seed(0)
     lead = (2, 3) if form in (SEQUENCE, WIDE_SEQUENCE) else (6,)
     hidden, weight, target = _case(lead, 40, 5, torch.float32)
@@ -95,7 +95,8 @@ def test_forms(form: int) -> None:
 
 
 def test_strided_operands() -> None:
-    """Hidden states and weights that are not row-major, and an expanded gradient, are read correctly."""
+    """Hidden states and weights that are not row-major give torch's results. An expanded gradient gives the
+    results of a contiguous one."""
     torch.manual_seed(0)
     hidden, weight, target = _case((2, 7), 50, 6, torch.float32)
     _check(hidden.transpose(0, 1).contiguous().transpose(0, 1), weight.t().contiguous().t(), target, 0.0)
@@ -108,7 +109,7 @@ def test_strided_operands() -> None:
 
 
 def test_a_target_that_is_no_class_gives_nan() -> None:
-    """Targets out of range are never silently counted."""
+    """A target that is no class has the loss NaN and the gradient NaN."""
     hidden, weight, _ = _case((3,), 33, 4, torch.float32)
     target = torch.tensor([1, 33, -1], device=DEVICE)
     loss, lse = linear_cross_entropy(hidden, weight, target, IGNORE, 0.0)
@@ -118,7 +119,7 @@ def test_a_target_that_is_no_class_gives_nan() -> None:
 
 
 class _Largest(TorchDispatchMode):
-    """Records the most memory that any result has."""
+    """Records the bytes of the largest storage of any result."""
 
     memory_bytes = 0
 
@@ -131,7 +132,7 @@ class _Largest(TorchDispatchMode):
 
 
 def test_the_logits_are_never_held() -> None:
-    """The largest thing that forward and backward make has the logits of one chunk, not of all classes."""
+    """The largest tensor that forward and backward make has the size of one chunk's logits."""
     hidden, weight, target = _case((300,), 160, 4, torch.float32)
     with _Largest() as largest:
         _, lse = implementation_of(linear_cross_entropy)(hidden, weight, target, IGNORE, 0.0)
@@ -141,7 +142,7 @@ def test_the_logits_are_never_held() -> None:
 
 
 def test_what_gains_nothing_or_does_not_fit_is_refused() -> None:
-    """A single chunk would hold all logits; operands must fit each other."""
+    """A single chunk, a missing target, and mixed dtypes are refused."""
     hidden, weight, target = _case((3,), 16, 4, torch.float32)
     with pytest.raises(KernelError, match="all 16 classes fit into one chunk"):
         linear_cross_entropy(hidden, weight, target, IGNORE, 0.0)

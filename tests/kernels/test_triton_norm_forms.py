@@ -1,4 +1,4 @@
-"""Norms with residuals and biases against their forms in float64."""
+"""Norms with residuals and biases equal their forms in float64."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _inputs(rows: int, columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 @given(st.integers(1, 17), st.integers(1, 41), dtypes)
 def test_add_rms_norm(rows: int, columns: int, dtype: torch.dtype) -> None:
-    """Sum, norm, statistics and all gradients, for the form of small operators, and for the norm alone."""
+    """Sum, norm, statistics and gradients equal the forms', and so does the RMS norm without a residual."""
     inputs = _inputs(rows, columns, dtype)
     out, rstd, total = add_rms_norm(**inputs, eps=EPS)
     # The norm is of the sum as it is stored.
@@ -55,7 +55,7 @@ def test_add_rms_norm(rows: int, columns: int, dtype: torch.dtype) -> None:
 
 @given(st.integers(1, 17), st.integers(1, 41), dtypes)
 def test_add_layer_norm(rows: int, columns: int, dtype: torch.dtype) -> None:
-    """Sum, norm and statistics, and all gradients."""
+    """Sum, norm, statistics and all gradients equal the forms'."""
     inputs, bias = _inputs(rows, columns, dtype), draw(columns, dtype=dtype)
     *normed, total = add_layer_norm(**inputs, bias=bias, eps=EPS)
     arguments = {"x": total, "residual": torch.zeros_like(total), "weight": inputs["weight"], "bias": bias, "eps": EPS}
@@ -68,7 +68,7 @@ def test_add_layer_norm(rows: int, columns: int, dtype: torch.dtype) -> None:
 
 
 def test_torchs_own_rms_norm_is_a_form_too() -> None:
-    """The fused operator, forward and backward, equals the small operators."""
+    """The kernels equal the forms that contain torch's own RMS norm, forward and backward."""
     inputs = _inputs(3, 5, torch.float32)
     out, rstd, total = add_rms_norm(**inputs, eps=EPS)
     assert_results((out, rstd, total), expected_of(ADD_RMS.forms[1], out, **inputs, eps=EPS), torch.float32)
@@ -78,7 +78,7 @@ def test_torchs_own_rms_norm_is_a_form_too() -> None:
 
 
 def test_strided_inputs_and_many_rows_per_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs with gaps between rows; weight gradients are whole when programs walk several blocks."""
+    """Results are right for inputs with gaps between rows, and when programs go over several blocks of rows."""
     monkeypatch.setattr(triton_norm, "SUMMING_PROGRAMS", 2)
     x, residual, weight = draw(2, 90, 20)[:, 3:, 4:11], draw(2, 7, 87).transpose(1, 2), draw(14)[::2]
     out, rstd, total = add_rms_norm(x, residual, weight, EPS)
@@ -98,7 +98,7 @@ def test_what_is_added_must_fit() -> None:
 
 @given(st.integers(1, 17), st.integers(1, 41), dtypes, st.booleans())
 def test_sum_norm_and_statistics(rows: int, columns: int, dtype: torch.dtype, is_centred: bool) -> None:
-    """x has the rows of a product, the residual has the model's shape; each form uses the stored sum."""
+    """The kernel equals each form when x has the rows of a product and the residual has the model's shape."""
     x, residual = draw(2 * rows, columns, dtype=dtype), draw(2, rows, columns, dtype=dtype)
     x_bias, weight, bias = (draw(columns, dtype=dtype) for _ in range(3))
     affine = {"weight": weight, "eps": EPS} | ({"bias": bias} if is_centred else {})
@@ -112,7 +112,7 @@ def test_sum_norm_and_statistics(rows: int, columns: int, dtype: torch.dtype, is
 
 
 def test_strided_rows_with_a_bias() -> None:
-    """Rows of x and of the residual may have gaps between them."""
+    """Rows of x and of the residual that have gaps between them give the results of contiguous copies."""
     x, residual = draw(6, 10)[:, :5], draw(2, 3, 10)[..., 5:]
     x_bias, weight = draw(5), draw(5)
     out, rstd, total = bias_add_rms_norm(x, x_bias, residual, weight, EPS)
@@ -130,13 +130,13 @@ def test_strided_rows_with_a_bias() -> None:
     ],
 )
 def test_rows_and_biases_that_do_not_fit_are_refused(shapes: tuple[tuple[int, ...], ...], reason: str) -> None:
-    """Shapes that the kernel does not add up, by name."""
+    """Operands with different rows, or a bias of another length, are refused with their shapes."""
     x, x_bias, residual = (draw(*shape) for shape in shapes)
     with pytest.raises(KernelError, match=reason):
         bias_add_rms_norm(x, x_bias, residual, draw(4), EPS)
 
 
 def test_mixed_dtypes_are_refused() -> None:
-    """A sum of two types is rounded elsewhere."""
+    """Addends of different dtypes are refused."""
     with pytest.raises(KernelError, match="different dtypes"):
         bias_add_layer_norm(draw(4, 4), draw(4, dtype=torch.bfloat16), draw(2, 2, 4), draw(4), draw(4), EPS)

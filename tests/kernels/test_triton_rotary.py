@@ -1,4 +1,4 @@
-"""The rotary embedding against its forms in float64."""
+"""The kernel of the rotary embedding equals its forms in float64."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def _angles(batch: int, start: int, length: int, size: int, *, interleaved: bool
 def test_rotary(
     batch: int, heads: int, groups: int, length: int, half: int, dtype: torch.dtype, per_batch: bool, start: int
 ) -> None:
-    """Queries and keys, forward and backward, from any first position, with angles for all or for each of the batch."""
+    """Rotated queries and keys equal the form's, forward and backward, from any position, with shared angles or with
+    angles of each batch row."""
     size = 2 * half
     q, k = draw(batch, heads, length, size, dtype=dtype), draw(batch, groups, length, size, dtype=dtype)
     cos, sin = (x.to(dtype) for x in _angles(batch if per_batch else 1, start, length, size))
@@ -42,7 +43,8 @@ def test_rotary(
 
 
 def test_interleaved_pairs() -> None:
-    """Interleaved pairs are complex numbers, turned by the angle; the inverse turns back."""
+    """Interleaved pairs equal complex numbers multiplied by the angle's unit number, and the inverse
+    restores q and k."""
     q, k = draw(2, 3, 5, 8), draw(2, 1, 5, 8)
     cos, sin = _angles(1, 3, 5, 8, interleaved=True)
     turned = rotary(q, k, cos, sin, True, False)
@@ -55,7 +57,7 @@ def test_interleaved_pairs() -> None:
 
 
 def test_strided_inputs() -> None:
-    """Heads are between the elements of a sequence, as projections return them."""
+    """Queries and keys that are transposed views have the form's results."""
     q, k = draw(2, 5, 3, 6).transpose(1, 2), draw(2, 6, 2, 5).permute(0, 2, 3, 1)
     cos, sin = _angles(1, 0, 5, 6)
     arguments = {"q": q, "k": k, "cos": cos, "sin": sin}

@@ -1,4 +1,4 @@
-"""The local parts of cross-entropy over a split vocabulary against their forms in float64."""
+"""The local parts of cross-entropy over a split vocabulary equal their reference in float64."""
 
 from __future__ import annotations
 
@@ -43,17 +43,18 @@ def _check(logits: Tensor, smoothing: float) -> None:
 
 @given(st.integers(1, 19), st.integers(1, 67), dtypes, st.sampled_from([0.0, 0.1]))
 def test_split_cross_entropy(rows: int, columns: int, dtype: torch.dtype, smoothing: float) -> None:
-    """Sum, target's logit and gradient at odd sizes; targets here, elsewhere and ignored; smoothed or not."""
+    """Sum, target's logit and gradient are right at odd sizes, with targets here, elsewhere and ignored, smoothed or
+    not."""
     _check(draw(rows, columns, dtype=dtype), smoothing)
 
 
 def test_strided_rows_in_several_blocks() -> None:
-    """Rows with gaps, longer than a block."""
+    """Rows with gaps between them that are longer than a block have the reference's results."""
     _check(draw(3, 9100)[:, 50:9050], 0.0)
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    """Statistics of another number of rows, or not in float32, are refused with the reason."""
+    """A statistic with another number of rows, and one that is not in float32, are refused with the reason."""
     logits, targets = draw(4, 3), _targets(4, 3)
     with pytest.raises(KernelError, match="one number per row"):
         triton_split_cross_entropy(logits, draw(3), **targets, factor=1.0)

@@ -1,4 +1,4 @@
-"""Tuning: off unless asked for, kept for other processes, and without a trace in results."""
+"""Tuning of block sizes is off unless asked for, is kept for other processes, and does not change results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _off_afterwards() -> Iterator[None]:
 
 
 class CountingTimer:
-    """Runs the timed function `runs` times, and reports candidate number `best` as the fastest."""
+    """A timer that runs the timed function `runs` times, and reports candidate number `best` as the fastest."""
 
     def __init__(self, best: int = 2, runs: int = 1) -> None:
         self.best, self.runs, self.calls = best, runs, 0
@@ -54,7 +54,7 @@ class CountingTimer:
 
 
 def _choices(folder: Path) -> dict[str, list[str]]:
-    """Return the choices of each kernel in a folder."""
+    """The choices in a folder, by kernel."""
     found: dict[str, list[str]] = {}
     for path in sorted(folder.glob("*.json")):
         entry = json.loads(path.read_text())
@@ -65,7 +65,8 @@ def _choices(folder: Path) -> dict[str, list[str]]:
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("name", sorted(CALLS))
 def test_timing_leaves_no_trace(name: str, tmp_path: Path) -> None:
-    """Kernels run many times while they are measured; results, also those written in place, are unchanged."""
+    """Kernels run many times while they are measured, and results do not change, also where a kernel
+    writes in place."""
     expected = run(name, 5, 20)
     timer = CountingTimer(best=1)
     autoshard.tune_kernels(folder=tmp_path, timer=timer)
@@ -76,7 +77,8 @@ def test_timing_leaves_no_trace(name: str, tmp_path: Path) -> None:
 
 
 def test_what_is_measured_is_kept(tmp_path: Path) -> None:
-    """One measurement for a class of sizes; the fastest candidate is taken, and known to whoever comes later."""
+    """The fastest candidate is stored. Sizes of one class share a measurement, and a new object for the folder
+    measures nothing again."""
     timer = CountingTimer(best=2)
     autoshard.tune_kernels(folder=tmp_path, timer=timer)
     norm(draw(33, 100))
@@ -118,7 +120,7 @@ def test_a_second_process_measures_nothing(tmp_path: Path) -> None:
 
 
 def test_a_damaged_entry_is_measured_again(tmp_path: Path) -> None:
-    """And written anew."""
+    """A truncated file counts as missing, so that the kernel is measured again and the file is written anew."""
     timer = CountingTimer()
     autoshard.tune_kernels(folder=tmp_path, timer=timer)
     norm(draw(33, 100))
@@ -133,7 +135,8 @@ def test_a_damaged_entry_is_measured_again(tmp_path: Path) -> None:
 def test_a_full_disk_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One warning that names the folder; kernels then run with the heuristic's choice, and nothing more is measured."""
+    """A full disk gives one warning with the folder's name. Kernels then run with the heuristic's choice, and nothing
+    more is measured."""
 
     def refuse(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
@@ -163,7 +166,7 @@ def test_the_interpreter_is_not_timed(tmp_path: Path) -> None:
 
 
 def test_large_copies_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The heuristic's choice stays if a tensor written in place is too large to be copied."""
+    """Nothing is measured, and the heuristic's choice stays, if a tensor written in place is too large to be copied."""
     monkeypatch.setattr("autoshard.kernels.tuning._MAX_COPIED_BYTES", 10)
     timer = CountingTimer()
     autoshard.tune_kernels(folder=tmp_path, timer=timer)
@@ -172,7 +175,8 @@ def test_large_copies_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_variable_switches_it_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The value 1 uses the user's cache, another value is the folder; a call of the function takes precedence."""
+    """AUTOSHARD_TUNE=1 uses the user's cache, 0 means off, another value is the folder, and `tune_kernels` takes
+    precedence."""
     monkeypatch.setattr("autoshard.kernels.tuning_switch._SET", [])
     assert active_tuning() is None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -190,7 +194,8 @@ def test_the_variable_switches_it_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
 def test_ranks_compare_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a program with kernels runs, each rank tells the others the folder of its measurements."""
+    """Before a program with kernels runs, each rank tells the other ranks the identity of its folder of measurements,
+    or "none"."""
     told: dict[str | PieceFact, str] = {}
     monkeypatch.setattr(SimulatorEngine, "agree", lambda engine, facts: told.update(facts()))
     model, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
@@ -204,7 +209,7 @@ def test_ranks_compare_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    """The error names the folder, and the variable."""
+    """The error names the folder, and the variable AUTOSHARD_TUNE."""
     (tmp_path / "file").write_text("")
     autoshard.tune_kernels(folder=tmp_path / "file")
     with pytest.raises(KernelError, match=r"cannot be kept in .*file.*AUTOSHARD_TUNE"):
@@ -213,7 +218,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_measures(tmp_path: Path) -> None:
-    """On a GPU `triton.testing.do_bench` measures, without a timer of one's own."""
+    """On a GPU without a timer of the caller, `triton.testing.do_bench` measures, and the choice is stored."""
     autoshard.tune_kernels(folder=tmp_path)
     x = torch.randn(1000, 4096, device=DEVICE)
     torch.testing.assert_close(norm(x), F.rms_norm(x, x.shape[-1:], eps=EPS))

@@ -1,4 +1,4 @@
-"""The folder of choices: the first to publish decides, and damaged files count as missing."""
+"""The folder of choices of block sizes: the first process to publish decides, and damaged files count as missing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def _entry(folder: Path) -> Path:
 
 
 def test_what_is_published_is_read(tmp_path: Path) -> None:
-    """A store of the same folder reads the choice; the file has readable times of all candidates."""
+    """Another store of the same folder reads the published choice, and the file has the times of all candidates in
+    words."""
     assert Store(tmp_path / "new").publish(KEY, CANDIDATES[1], TIMES) == CANDIDATES[1]
     assert Store(tmp_path / "new").read(KEY) == CANDIDATES[1]
     entry = json.loads(_entry(tmp_path / "new").read_text())
@@ -35,7 +36,7 @@ def test_what_is_published_is_read(tmp_path: Path) -> None:
 
 
 def test_the_first_decides(tmp_path: Path) -> None:
-    """A process that measured another choice in the meantime takes the published one."""
+    """A process that publishes a second choice for a key gets the first choice."""
     store = Store(tmp_path)
     store.publish(KEY, CANDIDATES[2], TIMES)
     assert store.publish(KEY, CANDIDATES[0], TIMES) == CANDIDATES[2]
@@ -50,7 +51,7 @@ def test_the_first_decides(tmp_path: Path) -> None:
     ],
 )
 def test_other_keys_are_apart(tmp_path: Path, other: Key) -> None:
-    """A choice holds for its kernel, its facts and its candidates, under any file name."""
+    """A choice counts for its kernel, facts and candidates only, also when its file lies under another key's name."""
     store = Store(tmp_path)
     store.publish(KEY, CANDIDATES[0], TIMES)
     assert store.read(other) is None
@@ -75,7 +76,8 @@ def test_other_keys_are_apart(tmp_path: Path, other: Key) -> None:
     ],
 )
 def test_damage_counts_as_missing(tmp_path: Path, damage: Callable[[str], str]) -> None:
-    """Half a file, other content, and an unknown choice are measured again, and repaired."""
+    """A file that is cut, has other content, or names an unknown choice counts as missing, and the next publication
+    repairs it."""
     store = Store(tmp_path)
     store.publish(KEY, CANDIDATES[1], TIMES)
     path = _entry(tmp_path)
@@ -88,9 +90,9 @@ def test_damage_counts_as_missing(tmp_path: Path, damage: Callable[[str], str]) 
 
 
 def test_writers_at_once_agree(tmp_path: Path) -> None:
-    """Who publishes other choices of the same keys at once comes out with the same.
+    """Writers that publish different choices of the same keys at once all get the same choices.
 
-    Threads stand for ranks: a lock of `flock` is held by an open file, of which each has its own.
+    Threads stand for ranks, because a lock of `flock` belongs to an open file and each thread opens its own.
     """
     keys = [Key(KEY.kernel, {"number": number}, CANDIDATES) for number in range(30)]
     start = Barrier(len(CANDIDATES))
@@ -107,7 +109,7 @@ def test_writers_at_once_agree(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error reaches the caller; half a file does not stay."""
+    """An error of the disk reaches the caller, and no temporary file remains."""
 
     def refuse(path: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
@@ -120,13 +122,14 @@ def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path: Path, monkeypatch: 
 
 
 def test_a_folder_has_an_identity(tmp_path: Path) -> None:
-    """Its own, and always the same."""
+    """A folder's identity is the same for each store of the folder, and two folders have different identities."""
     assert Store(tmp_path / "a").identity() == Store(tmp_path / "a").identity()
     assert Store(tmp_path / "a").identity() != Store(tmp_path / "b").identity()
 
 
 def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
-    """Choices of other users could become ours, so the folder is refused. A folder that is made is private."""
+    """A folder with mode 777 is refused, because other users could choose the block sizes. A folder that the store
+    makes is private."""
     Store(tmp_path / "own").identity()
     assert (tmp_path / "own").stat().st_mode & 0o777 == 0o700
     shared = tmp_path / "shared"

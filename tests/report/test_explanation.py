@@ -1,4 +1,4 @@
-"""Plans side by side."""
+"""The comparison of two plans, as figures and as text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_plan(mesh: dict[str, int], **constraints: autoshard.PartitionSpec) -> P
 
 
 def test_differences_are_both_plans_figures() -> None:
-    """A comparison shows time, memory and specs of both plans."""
+    """A comparison has both plans' step times, memory, parts of the step, and specs."""
     one, other = make_plan({"data": 4}), make_plan({"data": 2, "model": 2}, **{"0_weight": P("model", None)})
     found = one.compare(other)
     assert found.step_time_s == (one.predicted.step_time_s, other.predicted.step_time_s)
@@ -36,7 +36,7 @@ def test_differences_are_both_plans_figures() -> None:
 
 
 def test_what_is_hidden_stands_beside_what_is_exposed() -> None:
-    """Hidden communication has a row for each axis beside the exposed time, and the parts of the step stay."""
+    """Hidden communication is listed for each axis apart from the parts of the step, which still add up."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(3)))
         inputs = (torch.zeros(65536, 2048),)
@@ -61,7 +61,7 @@ def test_a_plan_differs_from_itself_in_nothing() -> None:
 
 
 def test_ways_that_memory_does_not_exclude_are_not_said_to_need_memory() -> None:
-    """Memory is named only if more memory would do."""
+    """ "Fits in memory" is said of a variant only if a larger memory would fit it, and "was found" otherwise."""
     chosen = Outcome(fits=True, step_time_s=1.0, peak_memory_bytes=1, breakdown={})
     for smallest, words in ((0, "was found"), (2**30, "fits in memory")):
         ways = (Variant("tensor over data", fits=False, smallest_bytes=smallest),)
@@ -69,7 +69,7 @@ def test_ways_that_memory_does_not_exclude_are_not_said_to_need_memory() -> None
 
 
 def test_alike_differences_share_a_row() -> None:
-    """Blocks are counted, and numbers that agree are kept."""
+    """Equal differences of repeated blocks share a row with their count, and numbers in which names agree are kept."""
     one = make_plan({"data": 4}, **{"1_*_weight": P("data", None)})
     other = make_plan({"data": 4}, **{"1_*_weight": P(None, "data")})
     row = next(line for line in str(one.compare(other)).splitlines() if "1.*.weight" in line and "update" not in line)

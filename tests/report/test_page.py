@@ -1,4 +1,4 @@
-"""Plans as a page of HTML."""
+"""A plan as a page of HTML."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PLAN = Plan(
 
 
 class _Page(HTMLParser):
-    """The text of a page, its open tags, and its external references."""
+    """A parsed page: its text, the tags that are still open, and its references."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class _Page(HTMLParser):
 
 
 def test_the_page_says_what_the_plan_is() -> None:
-    """Well-formed, with nothing from outside; names are escaped."""
+    """The page is well-formed and refers to nothing outside. It shows the plan's figures, with names escaped."""
     page = _Page(render_page(PLAN))
     text = " ".join(" ".join(page.text).split())
     assert not page.open
@@ -83,7 +83,7 @@ def test_what_a_plan_does_not_have_is_left_out() -> None:
 
 
 def test_report_writes_the_page(tmp_path: Path) -> None:
-    """The file holds the page of `render_page`."""
+    """`Plan.report` writes the page of `render_page`."""
     PLAN.report(tmp_path / "plan.html")
     assert (tmp_path / "plan.html").read_text(encoding="utf-8") == render_page(PLAN)
 
@@ -93,7 +93,7 @@ _DURATIONS = st.lists(st.tuples(st.sampled_from(("a", "b")), st.integers(1, 10**
 
 @given(durations=_DURATIONS)
 def test_every_span_is_drawn_in_its_place(durations: list[tuple[str, int, int]]) -> None:
-    """Pieces of a lane do not overlap, and stand for all spans of their stream, however narrow."""
+    """The drawn pieces of each stream do not overlap, and together count all of its spans."""
     clock: dict[str, int] = {}
     spans = []
     for number, (stream, duration, pause) in enumerate(durations):
@@ -110,12 +110,13 @@ def test_every_span_is_drawn_in_its_place(durations: list[tuple[str, int, int]])
 
 
 def _count(name: str) -> int:
-    """How many spans a piece stands for, by its name."""
+    """How many spans a piece represents, by its name."""
     return int(name.split()[0]) if " operators from " in name else 1
 
 
 def test_a_schedule_is_drawn_in_the_colours_of_its_work() -> None:
-    """A schedule has colours and a legend for forwards, backwards and halves; other timelines have none."""
+    """A pipeline's timeline has a colour and a legend for each kind of work, and other timelines have
+    no such legend."""
     names = ("0F0", "1F0", "1I0", "1W0", "0B0")
     spans = [(0, "compute", name, number * 1e-3, (number + 1) * 1e-3) for number, name in enumerate(names)]
     trace = Trace.of(["pipeline rank 0"], [*spans, (0, "compute", "update", 5e-3, 6e-3)])
@@ -129,13 +130,14 @@ def test_a_schedule_is_drawn_in_the_colours_of_its_work() -> None:
 
 
 def test_a_bar_leaves_out_what_is_nothing() -> None:
-    """Parts of no time are not in the legend."""
+    """Parts of zero time are not in the legend."""
     parts: Mapping[str, float] = {"forward compute": 1e-3, "copies": 0.0}
     assert "copies" not in render_page(replace(PLAN, predicted=replace(PLAN.predicted, breakdown=parts)))
 
 
 def test_a_page_says_what_is_planned() -> None:
-    """The recipe, the batch of a step, and whether `compile` runs the plan."""
+    """The page has the recipe, the sequences of a step, the priced runtime, or the call of `compile` that runs the
+    plan."""
     priced = replace(PLAN, recipe=Execution(data=2, micro_batch=8).recipe, runtime="megatron")
     text = " ".join(_Page(render_page(priced)).text)
     assert "Recipe: data 2" in text

@@ -1,4 +1,4 @@
-"""Plans as text."""
+"""A plan as text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autoshard.report.printer import in_words, render_plan, running_lines
 
 
 def plan_with(predicted: Prediction) -> Plan:
-    """A plan of nothing, with a prediction."""
+    """An empty plan with this prediction."""
     return Plan(
         mesh=Mesh({"x": 2}), program_digest="", inputs={}, nodes={}, outputs={}, parameters={}, predicted=predicted,
         objective=1.0, lower_bound=None, search_time_s=0.0, hardware="h100_sxm:1x2",
@@ -38,7 +38,8 @@ def test_what_is_not_known_is_not_printed() -> None:
 
 
 def test_the_figures_asked_for_first_come_first() -> None:
-    """Step, throughput, utilisation and memory come first, then the roles of axes, then further figures."""
+    """The text begins with step, throughput, utilisation and memory, then has the roles of axes, and then further
+    figures."""
     predicted = replace(TODAY, tokens_per_s=4096.0)
     nodes = {"input_0": NodePlan((), (PartitionSpec("x"),))}
     parameters = {"w": ParameterPlan(PartitionSpec(), (8,), 0)}
@@ -54,7 +55,7 @@ def test_the_figures_asked_for_first_come_first() -> None:
 
 
 def test_a_sentence_says_what_each_axis_does() -> None:
-    """A sentence names each axis's role, by layouts with an update, and by specs without an update."""
+    """A sentence gives each axis's role, from the names of layouts with an update, and from specs without one."""
     split, whole = PartitionSpec("x"), PartitionSpec()
     without = {
         "a": ParameterPlan(split, (75, 1), 0),
@@ -83,7 +84,7 @@ def test_a_sentence_says_what_each_axis_does() -> None:
 
 
 def test_parameters_without_elements_have_no_share() -> None:
-    """A plan whose parameters all have no elements, such as one dummy parameter, is printed."""
+    """A plan whose only parameter has no elements is printed, without shares of layouts."""
     empty = ParameterPlan(PartitionSpec(), (0, 3), 0, layout="copied over x")
     rows = " ".join(render_plan(replace(plan_with(TODAY), parameters={"dummy": empty})).split())
     assert "dummy │ 1 │ 0x3 │ P() │ 0 B" in rows
@@ -91,7 +92,8 @@ def test_parameters_without_elements_have_no_share() -> None:
 
 
 def test_batch_and_whether_it_runs_are_told() -> None:
-    """The batch is printed in sequences for a recipe, and else by inputs, with the number of micro-batches."""
+    """The text has the plan's inputs and micro-batches and the call of `compile` that runs it, or the sequences of
+    a priced recipe."""
     plan = replace(plan_with(TODAY), inputs={"input:0": "i64[4, 8]"})
     assert running_lines(plan) == ["Inputs: input:0 i64[4, 8].", "compile(model, Mesh(x=2), plan=plan) runs it."]
     trains = replace(
@@ -120,7 +122,7 @@ def test_batch_and_whether_it_runs_are_told() -> None:
 
 
 def test_a_predicted_plan_says_so() -> None:
-    """A predicted plan prints its interval, its hidden time, and both utilisations."""
+    """The text of a predicted plan has its interval, its hidden time, and both utilisations."""
     predicted = replace(
         TODAY, overlaps=True, overlapped={"x": 1e-3}, step_time_interval_s=(1.8e-3, 2.2e-3), interval_coverage=0.9
     )
@@ -132,7 +134,7 @@ def test_a_predicted_plan_says_so() -> None:
 
 
 def test_communication_has_an_exposed_and_a_hidden_part() -> None:
-    """Communication is printed by axis: the exposed part within the step, in front of the hidden part."""
+    """Communication over an axis has an exposed part within the step, printed first, and a hidden part."""
     parts = {"forward compute": 1.5e-3, "communication over x": 5e-4}
     predicted = replace(TODAY, breakdown=parts, overlapped={"x": 1e-3, "y": 2e-3})
     assert predicted.communication == {"x": (5e-4, 1e-3), "y": (0.0, 2e-3)}
@@ -147,7 +149,8 @@ def test_communication_has_an_exposed_and_a_hidden_part() -> None:
 
 
 def test_known_recipes_stand_beside_the_predicted_step() -> None:
-    """Known recipes are printed with their steps, without the search's objective and gap."""
+    """Known recipes are printed with their step times relative to the plan's, without the search's
+    objective and bound."""
     known = {"data parallel": 2.5e-3, "ZeRO-1": None}
     nodes = {"input_0": NodePlan((), (PartitionSpec(),))}
     plan = replace(plan_with(TODAY), objective=1e-3, lower_bound=5e-4, baselines=known, nodes=nodes)
@@ -160,7 +163,7 @@ def test_known_recipes_stand_beside_the_predicted_step() -> None:
 
 
 def test_the_price_of_a_recipe_shows_its_gap() -> None:
-    """The search over recipes minimises the predicted step."""
+    """A priced recipe prints how far it may be from the fastest recipe."""
     priced = replace(plan_with(TODAY), objective=2e-3, lower_bound=1.5e-3, recipe=Recipe(data=2, micro_batch=8))
     nodes = {"input_0": NodePlan((), (PartitionSpec("x"),))}
     for each in (priced, replace(priced, nodes=nodes)):
@@ -168,14 +171,14 @@ def test_the_price_of_a_recipe_shows_its_gap() -> None:
 
 
 def test_the_price_of_a_recipe_says_nothing_of_axes() -> None:
-    """The specs of a price leave out stages and shards of optimizer state, so the recipe alone names the axes."""
+    """The text of a priced recipe does not describe axes by specs."""
     parameters, nodes = {"w": ParameterPlan(PartitionSpec(), (8,), 0)}, {"mm": NodePlan((), (PartitionSpec("x"),))}
     priced = replace(plan_with(TODAY), mesh=Mesh({"pipeline": 2, "x": 2}), parameters=parameters, nodes=nodes)
     assert in_words(replace(priced, runtime="megatron")) == []
 
 
 def test_kernels_alike_share_a_row() -> None:
-    """Equal kernels share a row with their total savings and the first replaced calls."""
+    """Equal kernels share a row with their number, and with the first calls that they replace."""
     one = KernelUse("triton_gated", "forward", "mul", {"silu": 1.0, "mul": 1.0}, (), (), 1e-3, 1, 100, 2, 1024)
     many = replace(one, name="triton_five", stands_for=dict.fromkeys("abcd", 1.0), copies=(("e", "a", 1.0),), times=3)
     kernels = Kernels((one, replace(one, times=3), many), breakdown_without={"forward compute": 3e-3})
@@ -187,7 +190,7 @@ def test_kernels_alike_share_a_row() -> None:
 
 
 def test_tables_are_no_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long name is folded, not torn by the terminal."""
+    """With a terminal of 60 columns the tables are 60 columns wide, although a name is longer."""
     monkeypatch.setenv("COLUMNS", "60")
     parameters = {f"{'a_long_name.' * 6}weight": ParameterPlan(PartitionSpec("x"), (8, 4), 64)}
     tables = render_plan(replace(plan_with(TODAY), parameters=parameters)).splitlines()[5:]

@@ -8,7 +8,7 @@ from tests.ir.test_profile import profile_of, step_of
 
 
 def test_the_table_of_a_profile() -> None:
-    """A row for each part, a row for the step, and differences in words."""
+    """The table has a row for each part and one for the step, and the largest differences follow in sentences."""
     text = str(profile_of(step_of(6, 9), step_of(10, 9)))
     assert "Profile of 1 step on 2 ranks, beside the prediction for h100_sxm:1x2" in text
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]

@@ -12,7 +12,7 @@ RUN = RunEstimate(
 
 
 def test_every_figure_is_in_the_table() -> None:
-    """The table has times with units, shares in percent, and the number of failures."""
+    """The table has every figure of a run with its unit."""
     text = " ".join(str(RUN).split())
     for told in (
         "A run on 64 devices, priced for h100_sxm:8x8.", "tokens │ 1.5e+13", "steps │ 1,000 of 7.5 s",

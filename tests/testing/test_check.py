@@ -1,4 +1,4 @@
-"""`check_plan` takes models of all kinds of outputs."""
+"""`check_plan` compares models with all kinds of outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoshard.testing import check_plan
 
 
 class Ends(nn.Module):
-    """A linear layer, and a function of its result."""
+    """A model of a linear layer and a function of its output."""
 
     def __init__(self, end: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Ends(nn.Module):
 
 @pytest.mark.parametrize("end", [lambda h: h.argmax(-1), lambda h: h.detach()], ids=["integers", "detached"])
 def test_outputs_without_gradients_are_compared(end: Callable[[Tensor], Tensor]) -> None:
-    """A model whose outputs require no grad is run and compared, and not trained."""
+    """A model whose outputs require no gradient is compared in outputs and parameters, without training."""
     report = check_plan(Ends(end), Mesh({"data": 2}), (torch.randn(4, 4),))
     assert report.is_equal
     assert {item.name for item in report.comparisons} == {
@@ -37,7 +37,7 @@ def test_outputs_without_gradients_are_compared(end: Callable[[Tensor], Tensor])
 
 
 def test_complex_outputs_are_trained() -> None:
-    """The loss of a complex output weighs real and imaginary parts."""
+    """A model with complex outputs is trained, and its gradients are compared."""
     report = check_plan(Ends(lambda h: torch.fft.fft(h)), Mesh({"data": 2}), (torch.randn(4, 4),))
     assert report.is_equal
     assert "gradient linear.weight" in {item.name for item in report.comparisons}

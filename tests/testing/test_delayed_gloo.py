@@ -1,4 +1,4 @@
-"""Gloo processes whose collectives and messages take the time of a given network."""
+"""Gloo processes whose collectives and messages take the time of a given link."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FAST = Link(latency_s=0.001, bandwidth_bytes_per_s=1e6)
 
 
 def check_each_functional_collective_is_right_and_takes_its_time() -> None:
-    """Bytes are those that a rank sends: with two ranks, half of a 400-byte tensor for each half of an all-reduce."""
+    """Each collective has the right result, and takes the link's time for the bytes that a rank sends."""
     mesh = delayed_mesh(AXES, {"data": SLOW, "model": FAST})
     group, mine = mesh.get_group("data"), mesh.get_local_rank("data")
     name = group.group_name
@@ -56,7 +56,7 @@ def check_each_functional_collective_is_right_and_takes_its_time() -> None:
 
 
 def assert_queued(after: Transfer, *before: Transfer) -> None:
-    """The link was occupied when `after` was issued, or when it had sent `before`."""
+    """The transfer `after` started when it was issued, or when the link had sent the transfers `before`."""
     start_s = max(after.issued_s, *(item.done_s - SLOW.latency_s for item in before))
     assert abs(after.done_s - after.duration_s - start_s) < 1e-6
 
@@ -83,7 +83,8 @@ def check_axes_have_links_of_their_own_and_groups_of_an_axis_share_it() -> None:
 
 
 def check_groups_inside_a_box_take_its_link() -> None:
-    """Pairs inside a box of a pipeline use the box's link; by a clock that only waits, a collective ends for all."""
+    """Pairs within a box take the box's link. With a clock that only moves by waiting, a collective ends at one
+    time for all ranks."""
     clock = _Waited(float(dist.get_rank()))
     mesh = delayed_mesh({"pipeline": 4}, {"pipeline": SLOW}, box=(2, FAST), clock=clock)
     backend, rank = dist.get_backend(mesh.get_group()), dist.get_rank()
@@ -99,22 +100,22 @@ def check_groups_inside_a_box_take_its_link() -> None:
 
 
 class _Waited:
-    """A clock that goes on by waiting alone."""
+    """A clock that moves only when it sleeps."""
 
     def __init__(self, now_s: float) -> None:
         self._now_s = now_s
 
     def now_s(self) -> float:
-        """Seconds."""
+        """The time in seconds."""
         return self._now_s
 
     def sleep(self, seconds: float) -> None:
-        """Go on."""
+        """Move the clock forward by `seconds`."""
         self._now_s += seconds
 
 
 def check_messages_take_the_time_of_their_senders_link() -> None:
-    """Ranks 0 and 1 exchange two messages each way, over one group per direction, as pipeline stages do."""
+    """Two messages each way between ranks 0 and 1, over one group per direction, take the time of the sender's link."""
     mesh = delayed_mesh({"pipeline": 4}, {"pipeline": SLOW})
     backend, rank = dist.get_backend(mesh.get_group()), dist.get_rank()
     there: Any = dist.new_group([0, 1], backend=backend)
@@ -202,13 +203,13 @@ outcomes = checked_once(CHECKS)
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_four_processes(outcomes: dict[str, str], name: str) -> None:
-    """Run the function of that name on processes."""
+    """The check of this name passes on four processes."""
     report(outcomes, name)
 
 
 @pytest.mark.parametrize("numbers", [{"latency_s": -1.0}, {"bandwidth_bytes_per_s": 0.0}, {"latency_s": float("nan")}])
 def test_a_link_that_no_network_is_is_refused(numbers: dict[str, float]) -> None:
-    """The message shows a correct link."""
+    """A link with a negative latency, no bandwidth or NaN is refused."""
     with pytest.raises(MeshError, match=r"write Link\("):
         Link(**numbers)
 
@@ -220,5 +221,5 @@ def test_a_mesh_needs_its_processes() -> None:
 
 
 def test_transfers_are_public() -> None:
-    """The type of recorded transfers is public."""
+    """`Transfer` can be made from its fields."""
     assert Transfer("allreduce", ("data",), 8, 0.0, 1.0, 1.0, 0.5).waited_s == 0.5

@@ -1,4 +1,4 @@
-"""A traced program runs on one device, however kernels lay results out."""
+"""A traced program runs on one device, even if kernels lay results out in another way than the trace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from autoshard.tracing import trace
 
 
 def test_a_view_of_what_a_kernel_laid_out_otherwise_is_a_reshape() -> None:
-    """Batch norm of a transposed value lies otherwise on the CPU than in the trace."""
+    """The program runs where batch norm's result has other strides on the CPU than in the trace, and gives the
+    model's result."""
     torch.manual_seed(0)
     norm, linear = nn.BatchNorm1d(8, affine=False, track_running_stats=False), nn.Linear(8, 8, bias=False)
 

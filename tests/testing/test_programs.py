@@ -1,4 +1,4 @@
-"""Drawn programs are ordinary models: they run and have gradients, and their source is complete."""
+"""Drawn programs are ordinary models with finite gradients, and their source reproduces them."""
 
 import torch
 from hypothesis import given
@@ -9,7 +9,7 @@ from autoshard.testing.programs import DrawnProgram, programs, run_source
 
 @given(programs())
 def test_drawn_programs_run_and_have_finite_gradients(program: DrawnProgram) -> None:
-    """The model maps its inputs to float32 values, and every parameter gets a finite gradient."""
+    """Every output is finite float32, and every parameter that the loss uses has a finite gradient."""
     leaves = pytree.tree_leaves(program.model(*program.inputs))
     assert all(leaf.dtype == torch.float32 and leaf.isfinite().all() for leaf in leaves)
     parameters = list(program.model.parameters())
@@ -19,7 +19,7 @@ def test_drawn_programs_run_and_have_finite_gradients(program: DrawnProgram) -> 
 
 @given(programs())
 def test_source_reproduces_the_program(program: DrawnProgram) -> None:
-    """Running the source again gives the same parameters and inputs, and leaves the random state alone."""
+    """Running the source again gives the same parameters and inputs, and does not change the random state."""
     state = torch.random.get_rng_state()
     again = run_source(program.source)
     assert torch.equal(torch.random.get_rng_state(), state)

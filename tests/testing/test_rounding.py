@@ -1,4 +1,4 @@
-"""Rounding explains a difference only as far as it can reach."""
+"""Differences are excused as rounding only up to the size that rounding explains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.passes.greedy_plans import most_split_plan
 
 @given(dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]), number=st.integers(0, 9))
 def test_every_element_moves_by_one_rounding(dtype: torch.dtype, number: int) -> None:
-    """An element moves to a neighbour, or back to itself just above a power of two; integers stay; the seed decides."""
+    """`nudge` moves each element by at most one rounding, leaves integers, and gives the same values for the same
+    number."""
     values = {"x": torch.linspace(1.1, 1.9, 7, dtype=torch.float64).to(dtype), "tokens": torch.arange(3)}
     moved = nudge(values, number)
     away = (moved["x"].double() - values["x"].double()).abs()
@@ -29,20 +30,20 @@ def test_every_element_moves_by_one_rounding(dtype: torch.dtype, number: int) ->
 
 
 def test_the_spacing_of_a_narrower_type_moves_further() -> None:
-    """Half of the spacing of bfloat16 is allowed for a float32 value."""
+    """With bfloat16's eps, elements of float32 move by half of bfloat16's spacing."""
     moved = nudge(torch.ones(5), 0, eps=torch.finfo(torch.bfloat16).eps)
     assert moved.sub(1).abs().tolist() == [2.0**-8] * 5
 
 
 class Product(nn.Module):
-    """A product of nearly opposite addends."""
+    """A matrix product."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
         return (torch.ops.aten.mm.default(x, y),)
 
 
 def test_partial_sums_that_cancel_differ_by_rounding_alone() -> None:
-    """In bfloat16, each rank rounds its part, which is far larger than the total."""
+    """Partial sums in bfloat16 that nearly cancel differ beyond the tolerance, and are excused as rounding."""
     torch.manual_seed(0)
     x, y = torch.randn(8, 64).bfloat16(), torch.randn(64, 8).bfloat16()
     x, y = torch.cat([x, -x * 0.9], 1), torch.cat([y, y])
@@ -53,7 +54,7 @@ def test_partial_sums_that_cancel_differ_by_rounding_alone() -> None:
 
 
 class Cancelling(nn.Module):
-    """A sum that almost vanishes beside its addends; a gradient path on which each element matters."""
+    """A sum that nearly vanishes beside its addends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class Cancelling(nn.Module):
 
 @pytest.mark.parametrize("fault", [0.0, 1e-6])
 def test_the_same_specs_in_a_more_precise_type_decide(monkeypatch: pytest.MonkeyPatch, fault: float) -> None:
-    """A difference in float32 beyond the samples' rounding is rounding if float64 agrees, and a fault if not."""
+    """A difference in float32 beyond the samples' spread is excused if float64 agrees, and is a fault otherwise."""
     torch.manual_seed(0)
     half = torch.randn(32, dtype=torch.float32) * 1e3
     inputs = (torch.cat([half, -half * torch.linspace(0.5, 0.99, 32) / torch.linspace(1.01, 1.5, 32)]),)
@@ -85,7 +86,7 @@ def test_the_same_specs_in_a_more_precise_type_decide(monkeypatch: pytest.Monkey
 
 
 class Single(nn.Linear):
-    """A layer whose kernel has no float64, like grouped products."""
+    """A layer that does not run in float64, like grouped products."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype == torch.float64:
@@ -94,6 +95,6 @@ class Single(nn.Linear):
 
 
 def test_a_type_in_which_a_model_does_not_run_is_refused_by_name() -> None:
-    """The message contains PyTorch's own."""
+    """`precise=` in a type in which the model does not run is refused with PyTorch's message."""
     with pytest.raises(NotAvailableError, match=r"precise=torch.float64, but .* Single in it: .* Leave precise= out."):
         check_plan(Single(8, 4), Mesh({"data": 2}), (torch.randn(4, 8),), precise=torch.float64)

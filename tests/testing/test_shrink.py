@@ -1,4 +1,4 @@
-"""A plan that computes other numbers is shrunk to code that runs by itself and differs too."""
+"""The failing part of a wrong plan is shrunk to code that runs by itself and fails alike."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ turned.register_autograd(lambda context, grad: torch.ops.autoshard_tests.turned(
 
 @autoshard.sharding_rule(torch.ops.autoshard_tests.turned.default)
 def turned_rule(x: torch.Tensor) -> str:
-    """A wrong rule: pieces cannot be turned one by one."""
+    """A wrong rule: the operator flips the whole tensor, not each piece."""
     return "n c -> n c"
 
 
 class Model(nn.Module):
-    """The operator with the wrong rule among other operators."""
+    """A model with the wrongly ruled operator among others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Model(nn.Module):
 
 
 def test_a_wrong_rule_is_found_among_roundings_to_bfloat16() -> None:
-    """One device's spread on nearly the same numbers does not excuse a wrong rule."""
+    """In bfloat16 a wrong rule is found, although one device's own results vary."""
     model, inputs = Model(), (torch.randn(4, 8),)
     split = most_split_plan(trace(model, inputs, compute_dtype=torch.bfloat16), MESH)
     plan = dataclasses.replace(split, precision="bf16")
@@ -63,7 +63,7 @@ def test_a_wrong_rule_is_found_among_roundings_to_bfloat16() -> None:
 
 
 class Normed(nn.Module):
-    """The operator with the wrong rule after a batch norm whose results are laid out otherwise than in the trace."""
+    """A model with the wrongly ruled operator after a batch norm whose result has other strides than in the trace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,8 @@ class Normed(nn.Module):
 
 
 def test_a_failure_among_views_is_printed() -> None:
-    """A view that is possible in the trace may be impossible for a kernel's result."""
+    """The shrunk code has the wrong operator, although some views of the trace are impossible for the
+    kernel's result."""
     model, inputs = Normed(), (torch.randn(4, 4, 8),)
     report = check_plan(model, MESH, inputs, plan=most_split_plan(trace(model, inputs), MESH))
     assert not report.is_equal
@@ -84,7 +85,7 @@ def test_a_failure_among_views_is_printed() -> None:
 
 
 def test_a_failure_is_printed_as_a_few_calls(tmp_path: Path) -> None:
-    """The call with the wrong rule is printed in a script that imports the operator and ends in the same error."""
+    """The shrunk code has one call, that of the wrong rule, and as a script it ends in the same error."""
     model, inputs = Model(), (torch.randn(4, 8),)
     plan = most_split_plan(trace(model, inputs), MESH)
     report = check_plan(model, MESH, inputs, plan=plan)
@@ -106,7 +107,7 @@ def test_a_failure_is_printed_as_a_few_calls(tmp_path: Path) -> None:
 
 
 def test_a_failure_of_micro_batches_is_shrunk_on_the_first() -> None:
-    """The program is of one micro-batch, and runs on that micro-batch's inputs."""
+    """A failure of a step with micro-batches is shrunk on the first micro-batch."""
     whole = WholeStep(partial(torch.optim.SGD, lr=0.1), micro_batches=2)
     model, inputs = Model(), (torch.randn(8, 8),)
     first = whole.cut(inputs, {})[0][0]
@@ -116,13 +117,14 @@ def test_a_failure_of_micro_batches_is_shrunk_on_the_first() -> None:
 
 
 def test_what_is_equal_is_not_shrunk() -> None:
-    """The report of a right plan has no code."""
+    """The report of a right plan has no shrunk code."""
     model, inputs = nn.Linear(8, 4), (torch.randn(4, 8),)
     assert check_plan(model, MESH, inputs).small_failure == ""
 
 
 def test_calls_run_under_the_specs_that_are_given() -> None:
-    """A product split over its summed dim, and a sum of a partial value."""
+    """`check_calls` runs a product split over its summed dim and a call on its partial result. Other specs or
+    numbers of calls are refused."""
     scope = run_code(
         """
 import torch

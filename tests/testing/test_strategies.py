@@ -1,4 +1,4 @@
-"""Drawn clusters and schedules have the requested properties, and every drawn cluster can be planned for."""
+"""Drawn clusters and schedules keep to the given sizes, and every drawn cluster can be planned for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoshard.testing import clusters, schedules
 
 @given(clusters(max_nodes=3, max_devices=6))
 def test_clusters_are_as_small_as_asked_for(cluster: autoshard.Cluster) -> None:
-    """Drawn clusters keep to the given sizes, and have one node if the node type has no network."""
+    """Drawn clusters have at most the given nodes and devices, and one node if the type has no network."""
     assert 1 <= cluster.size <= 6
     assert cluster.nodes <= (3 if cluster.node.inter is not None else 1)
 
@@ -20,7 +20,7 @@ def test_clusters_are_as_small_as_asked_for(cluster: autoshard.Cluster) -> None:
 @given(clusters(max_devices=4))
 @settings(max_examples=5)
 def test_any_cluster_can_be_planned_for(cluster: autoshard.Cluster) -> None:
-    """The plan uses all of the cluster's devices, within their memory."""
+    """A plan for a drawn cluster uses all of its devices and fits their memory."""
     plan = autoshard.plan(torch.nn.Linear(8, 8), cluster, example_inputs=(torch.ones(8, 8),))
     assert plan.mesh.size == cluster.size
     assert 0 < plan.predicted.step_time_s < 1
@@ -29,7 +29,7 @@ def test_any_cluster_can_be_planned_for(cluster: autoshard.Cluster) -> None:
 
 @given(schedules(max_ranks=3, max_micro_batches=4))
 def test_schedules_are_as_small_as_asked_for(order: PipelineOrder) -> None:
-    """Drawn schedules keep to the given sizes, with a stage on every rank."""
+    """Drawn schedules have at most the given ranks and micro-batches, and a stage on every rank."""
     assert set(order.stage_ranks) == set(range(len(order.ranks)))
     assert len(order.ranks) <= 3
     assert order.micro_batches <= 4

@@ -15,7 +15,7 @@ from autoshard.ir.program import InputKind, OutputKind, Program
 def run_program(
     program: Program, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, seed: int = 0
 ) -> dict[tuple[OutputKind, str], Tensor]:
-    """Return all results of a program; tangents are ones."""
+    """All results of a program on the model's state and these inputs, with tangents of ones."""
     leaves = pytree.tree_leaves((args, dict(kwargs or {})))
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     values, nodes = [], program.nodes_by_name()
@@ -41,7 +41,7 @@ def assert_equals_eager(
     kwargs: Mapping[str, Any] | None = None,
     call: Callable[..., Any] | None = None,
 ) -> None:
-    """The program's outputs, gradients and buffer updates are the eager model's."""
+    """The program's outputs, gradients and buffer updates equal the eager model's."""
     results = run_program(program, model, args, kwargs)
     value = (call or model)(*args, **dict(kwargs or {}))
     leaves = pytree.tree_leaves(value)

@@ -1,4 +1,4 @@
-"""A joint graph becomes a program with an ordered forward and backward."""
+"""A joint graph becomes a program whose forward calls come before its backward calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Overwrites(nn.Module):
 
 
 def test_what_only_the_backward_reads_stands_behind_the_forward() -> None:
-    """No forward call follows a backward call, because recomputation relies on this order."""
+    """All forward calls come before all backward calls, because recomputation relies on this order."""
     program = trace(Overwrites(), (torch.randn(3, 4),))
     phases = [node.meta["phase"] for node in program.graph.nodes if node.op == "call_function"]
     assert set(phases) == {"forward", "backward"}
@@ -39,6 +39,6 @@ class Draws(nn.Module):
 
 
 def test_random_operators_without_a_form_are_refused() -> None:
-    """A random operator without a layout-independent form is refused with the line of the model, at any place."""
+    """A random operator whose numbers depend on the layout is refused, and the error names the model's line."""
     with pytest.raises(TraceError, match=r"random operator aten\..* at test_assemble\.py:"):
         trace(Draws(), (torch.randn(4),))

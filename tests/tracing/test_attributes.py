@@ -1,4 +1,4 @@
-"""A traced model keeps no value of the trace, and its own values do not disturb the trace."""
+"""A trace leaves no tensor of its own in the model, and a model's kept tensors do not disturb the trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoshard.tracing.attributes import keeping_attributes
 
 
 class Keeps(nn.Module):
-    """Keeps a table of biases from its first call on, as some vision models do in evaluation, and more."""
+    """A model that keeps tensors of its first call in a dict, a list and an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,8 @@ class Keeps(nn.Module):
 
 
 def test_a_model_that_keeps_tensors_is_traced_and_left_as_it_was() -> None:
-    """The program has the gradient of a kept tensor, and the model can still be called."""
+    """A kept tensor's gradient is in the program, the model's containers are as before, and the model can still be
+    called."""
     model, x = Keeps(), torch.randn(2, 4)
     program = trace(model, (x,), {})
     assert {slot.name for slot in program.outputs} >= {"bias", "inner.weight"}
@@ -42,7 +43,7 @@ def test_a_model_that_keeps_tensors_is_traced_and_left_as_it_was() -> None:
 
 
 class KeepsDeeply(nn.Module):
-    """Keeps tables for rotary embeddings in a dict of tuples, and tensors of the last call in two other nests."""
+    """A model that keeps tensors in a dict of tuples, a list of lists, and an object."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +61,8 @@ class KeepsDeeply(nn.Module):
 
 
 def test_tensors_within_nested_containers_are_taken_out() -> None:
-    """Neither the next run of the trace nor the model gets them, and the user is told of them."""
+    """After a trace nested containers hold no tensor of the trace, a note names the attributes, and the model
+    still trains."""
     model, x = KeepsDeeply(), torch.randn(2, 4)
     program = trace(model, (x,), {})
     assert (model.tables, model.seen, vars(model.record)) == ({}, [[]], {"last": None})
@@ -70,7 +72,7 @@ def test_tensors_within_nested_containers_are_taken_out() -> None:
 
 
 def test_tensors_are_taken_out_after_an_error() -> None:
-    """An attribute that a failing call bound, replaced or filled with tensors is as before."""
+    """After an error in a call, an attribute that the call bound, replaced or filled with tensors is as before."""
     model = Keeps()
     table, old, new = model.tables, torch.ones(1), torch.zeros(1)
     table["old"] = old

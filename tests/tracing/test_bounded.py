@@ -1,4 +1,4 @@
-"""Sizes that depend on values have one program for all sizes, if the rules can handle padding."""
+"""Programs whose sizes depend on values serve all sizes if the rules can handle padding, and otherwise one size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Use = Callable[["Uses", Tensor, Tensor], Tensor]
 
 
 class Uses(nn.Module):
-    """A loss of the rows of a product that a mask selects."""
+    """A model whose loss uses the rows of a product that a mask selects."""
 
     def __init__(self, use: Use) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ GUARDED: dict[str, Use] = {
 
 
 def _inputs(count: int, *, nan: bool = False) -> tuple[Tensor, Tensor]:
-    """Return rows of which `count` are selected, never the first row, which has values that no sum may read."""
+    """Inputs of which `count` rows are selected. The first row is never selected, and may be NaN."""
     generator = torch.Generator().manual_seed(count)
     mask = torch.zeros(ROWS, dtype=torch.bool)
     mask[1 + torch.randperm(ROWS - 1, generator=generator)[:count]] = True
@@ -109,7 +109,8 @@ def _inputs(count: int, *, nan: bool = False) -> tuple[Tensor, Tensor]:
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("name", BOUNDED)
 def test_one_program_for_all_numbers_of_rows(name: str) -> None:
-    """Loss and gradients equal eager for no row, some rows, and all rows but the first."""
+    """Loss and gradients equal eager's for no row, some rows, and all rows but the first, in one program without
+    guards."""
     model = Uses(BOUNDED[name])
     program = trace(model, _inputs(3))
     assert not program.guards
@@ -121,7 +122,7 @@ def test_one_program_for_all_numbers_of_rows(name: str) -> None:
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("name", BOUNDED)
 def test_values_are_not_needed(name: str) -> None:
-    """A mask on meta gives the same program, because the program needs no values."""
+    """A mask on the meta device gives the same program as a mask with values."""
     x, mask = _inputs(3)
     assert trace(Uses(BOUNDED[name]), (x, mask.to("meta"))).text() == trace(Uses(BOUNDED[name]), (x, mask)).text()
 
@@ -147,7 +148,7 @@ def test_rows_that_are_not_selected_are_not_seen(name: str) -> None:
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("name", BOUNDED)
 def test_split_rows_equal_one_device(name: str) -> None:
-    """Bounded dims are split like other dims, also unevenly."""
+    """With bounded dims split unevenly over two ranks, loss and gradient equal one device's for each number of rows."""
     model, mesh = Uses(BOUNDED[name]), Mesh({"data": 2})
     plan = most_uneven_plan(trace(model, _inputs(3)), mesh)
     sharded = ShardedModule(model, SimulatorEngine(mesh), Planner(fixed=plan))
@@ -173,7 +174,8 @@ def test_what_needs_the_number_is_guarded(name: str) -> None:
 
 
 def test_a_comparison_is_guarded_and_the_size_is_not() -> None:
-    """Python that compares the number of rows is followed: each way is a program, each number is not."""
+    """When Python compares the number of rows, each outcome of the comparison has a program, which serves all
+    numbers with that outcome."""
 
     def use(model: Uses, x: Tensor, mask: Tensor) -> Tensor:
         rows = x[mask]
@@ -190,7 +192,7 @@ def test_a_comparison_is_guarded_and_the_size_is_not() -> None:
 
 
 def test_no_rows_are_selected_from_none() -> None:
-    """A mask without elements has a known number of ones, and its search is no operator of unknown size."""
+    """A mask without elements is indexed without an operator of unknown size, and the program equals eager."""
     model, args = Uses(lambda model, x, mask: x[:0][mask[:0]].sum() + x.sum()), _inputs(3)
     program = trace(model, args)
     assert torch.ops.aten.nonzero.default not in {node.target for node in program.graph.nodes}

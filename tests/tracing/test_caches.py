@@ -110,7 +110,8 @@ def _forget() -> None:
 @pytest.mark.parametrize("kind", [Direct, Wrapped, Method, Static, InGlobal, InClass, InFunction])
 @pytest.mark.parametrize("was_called", [False, True])
 def test_a_cached_tensor_is_neither_kept_from_nor_for_a_trace(kind: type[nn.Module], was_called: bool) -> None:
-    """A trace ignores and keeps no cached tensors, so results equal one device, and the user's model still works."""
+    """A trace neither uses nor leaves cached tensors: the loss equals one device's, and the model can
+    still be called."""
     _forget()
     model, x = kind(), torch.randn(4, 4)
     expected = model(x).item() if was_called else None

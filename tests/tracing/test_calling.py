@@ -26,13 +26,13 @@ LOSSES: dict[str, tuple[Callable[..., Any], int]] = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_takes_its_required_arguments_behind_the_outputs(name: str) -> None:
-    """Required arguments of the loss behind the outputs are the call's last arguments."""
+    """The loss takes as many targets, after the outputs, as it has further required arguments."""
     loss, targets = LOSSES[name]
     assert count_targets(nn.Linear(2, 2), loss, 3) == targets
 
 
 def test_a_loss_of_more_targets_than_there_are_arguments_is_refused() -> None:
-    """The message says both numbers."""
+    """The error names the three targets of the loss and the two arguments of the call."""
     with pytest.raises(TraceError, match=r"takes 3 targets after the outputs, .* only 2 positional arguments"):
         count_targets(nn.Linear(2, 2), LOSSES["of three targets"][0], 2)
 
@@ -42,7 +42,8 @@ def _doubled() -> nn.Sequential:
 
 
 def test_a_parameter_that_shares_its_memory_is_named() -> None:
-    """One device would update both tensors at once, and ranks would not."""
+    """A trainable parameter that shares memory with another is refused by name, because one device would update
+    both. Frozen parameters may share memory."""
     model = _doubled()
     model[1].weight.data = model[0].weight.data
     with pytest.raises(TraceError, match=r"Parameter '1\.weight' of Sequential shares its memory with parameter '0\.w"):
@@ -53,14 +54,14 @@ def test_a_parameter_that_shares_its_memory_is_named() -> None:
 
 
 def test_a_lazy_parameter_is_named() -> None:
-    """Its shape is known after a call."""
+    """A lazy parameter is refused by name, because its shape is unknown before a call."""
     with pytest.raises(TraceError, match=r"'weight' of LazyLinear has no shape yet"):
         autoshard.compile(nn.LazyLinear(2), autoshard.Mesh({"data": 2}))
 
 
 @pytest.mark.parametrize("detached", [False, True])
 def test_a_buffer_that_shares_its_memory_is_named(detached: bool) -> None:
-    """A buffer is the parameter itself, or has its values."""
+    """A buffer that is a parameter, or a detached view of one, is refused by name."""
     model = _doubled()
     model.register_buffer("teacher", model[0].weight.detach() if detached else model[0].weight)
     with pytest.raises(
@@ -70,7 +71,7 @@ def test_a_buffer_that_shares_its_memory_is_named(detached: bool) -> None:
 
 
 def test_tied_parameters_and_slices_of_one_tensor_are_apart() -> None:
-    """One parameter may have two names, and two parameters may lie beside each other in one memory."""
+    """One parameter may have two names, and two parameters may be slices of one tensor."""
     model = _doubled()
     model[1].weight = model[0].weight
     trace(model, (torch.ones(2),))

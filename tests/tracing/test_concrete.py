@@ -1,4 +1,4 @@
-"""Tensors whose first call sets their shape are refused in a sentence, and traced afterwards."""
+"""A buffer whose shape is set by the first call is refused before this call, and traced after it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoshard.tracing import trace
 
 
 class Quantized(nn.Module):
-    """A layer whose weight is quantised for training, by channel."""
+    """A layer whose weight is fake-quantised by channel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Quantized(nn.Module):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.ao.quantization")
 @pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning")
 def test_buffers_that_the_first_call_sizes() -> None:
-    """A buffer without a shape is refused with its line, and one call beforehand is the way out."""
+    """A buffer that the first call resizes is refused with its line. After one call of the model the trace works."""
     model, x = Quantized(), torch.ones(2, 4)
     with pytest.raises(
         TraceError, match=r"resizes a tensor of shape=.* at test_concrete.py.*call the model once before"

@@ -50,7 +50,7 @@ SELECTIONS: dict[str, Select] = {
 
 
 class Selects(nn.Module):
-    """A loss of the elements that a mask selects."""
+    """A model whose loss sums the weighted elements that a mask selects."""
 
     def __init__(self, select: Select) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def _inputs(seed: int = 0) -> tuple[Tensor, Tensor]:
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_a_sharded_selection_equals_one_device(name: str) -> None:
-    """Loss and gradient equal the plain call, and a mask of another count is traced anew."""
+    """Loss and gradient of each selection equal one device's for masks of different counts."""
     model = Selects(SELECTIONS[name])
     sharded = autoshard.compile(model, autoshard.Mesh({"data": 2}))
     for seed in range(3):
@@ -84,7 +84,7 @@ def test_a_sharded_selection_equals_one_device(name: str) -> None:
 
 
 def test_the_count_is_guarded() -> None:
-    """A mask that selects as many elements fits the program, and a mask that selects more elements does not."""
+    """A mask that selects as many elements as the example's fits the program, and a mask that selects more does not."""
     x, mask = _inputs()
     program = trace(Selects(SELECTIONS["index by a mask"]), (x, mask), {})
     assert [slot.kind for slot in program.inputs_of(InputKind.INPUT)] == [InputKind.INPUT] * 2
@@ -93,14 +93,14 @@ def test_the_count_is_guarded() -> None:
 
 
 def test_without_values_the_call_is_refused() -> None:
-    """A mask on the meta device has no count."""
+    """A selection by a mask on the meta device is refused, because its count is unknown."""
     x, mask = _inputs()
     with pytest.raises(TraceError, match="shape depends on values"):
         trace(Selects(SELECTIONS["where"]), (x, mask.to("meta")), {})
 
 
 def test_text_and_lists_of_scalars_are_read() -> None:
-    """A scalar in an f-string and a list of scalars in `torch.tensor` are read under guards."""
+    """A scalar that an f-string reads, and a scalar in a list for `torch.tensor`, are guarded."""
     model, x = Reads(), torch.arange(4.0)
     program = trace(model, (x,), {})
     assert len(program.guards) == 2
@@ -109,7 +109,7 @@ def test_text_and_lists_of_scalars_are_read() -> None:
 
 
 class Reads(nn.Module):
-    """A model that reads a number and uses the layer of that name."""
+    """A model whose input selects a layer by name, and gives a shift."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Loss and gradients of `ctc_loss` in models equal one device."""
+"""Models with `ctc_loss` have the loss and the gradients of one device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Lengths = Any
 
 
 class Recognises(nn.Module):
-    """A loss of sounds [N, T, 4] and their transcripts."""
+    """A CTC loss of transcripts, from features [N, T, 4] or [T, 4]."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def _check(model: nn.Module, sharded: Any, *call: Any) -> None:
     ids=str,
 )
 def test_ctc_loss_equals_one_device(form: str, reduction: str, mesh: autoshard.Mesh) -> None:
-    """Targets in rows or concatenated, lengths as tensors or lists, impossible and empty targets equal one device."""
+    """Loss and gradients equal one device's for targets in rows or concatenated, and lengths as tensors or lists."""
     model = Recognises(reduction=reduction, blank=0, zero_infinity=reduction != "none")
     sharded = autoshard.compile(model, mesh)
     for seed, lengths in enumerate([(3, 2, 1, 2), (1, 0, 4, 3), (2, 2, 2, 2)]):
@@ -79,14 +79,14 @@ def test_ctc_loss_equals_one_device(form: str, reduction: str, mesh: autoshard.M
 
 
 def test_a_sequence_without_a_batch() -> None:
-    """A sequence log_probs [T, C] with a target [S] needs no batch."""
+    """Log probabilities [T, C] and a target [S] without a batch have one device's loss and gradients."""
     x, targets, _, _ = _call(0, (3,))
     model = Recognises(zero_infinity=True)
     _check(model, autoshard.compile(model, MESHES[0]), x[0], targets[0, :3], torch.tensor(9), torch.tensor(3))
 
 
 def test_an_impossible_target_is_infinite() -> None:
-    """An impossible target has an infinite loss, or zero loss and gradients on request."""
+    """An impossible target has an infinite loss, or zero loss and gradients with `zero_infinity`."""
     x, targets, inputs, _ = _call(0, (3,))
     call = (x, targets, inputs.clamp(max=2), torch.tensor([6, 1, 1, 1]))
     assert autoshard.compile(Recognises(reduction="none"), MESHES[0])(*call).isinf()
@@ -95,7 +95,8 @@ def test_an_impossible_target_is_infinite() -> None:
 
 
 def test_lengths_of_targets_in_rows_are_not_read() -> None:
-    """Lengths of targets in rows are not read; concatenated targets guard the longest length, to a multiple of 32."""
+    """Targets in rows need no guard on their lengths. Concatenated targets guard the longest length, rounded up to a
+    multiple of 32."""
     x, targets, inputs, lengths = _call(0, (3, 2, 1, 2))
     assert not trace(Recognises(), (x, targets, inputs, lengths)).guards
     flat = targets.flatten()[:8]
@@ -105,14 +106,14 @@ def test_lengths_of_targets_in_rows_are_not_read() -> None:
 
 
 def test_counts_of_sequences_that_differ_are_refused() -> None:
-    """The message has the sizes."""
+    """Lengths of another number of sequences are refused, and the message has the number."""
     x, targets, inputs, lengths = _call(0, (3, 2, 1, 2))
     with pytest.raises(TraceError, match="log_probs of 4 sequences"):
         trace(Recognises(), (x, targets, inputs[:3], lengths))
 
 
 def test_sequences_are_split() -> None:
-    """A long batch is computed in parts."""
+    """In the plan of a long batch, the CTC loss and its backward are split."""
     model = nn.Sequential(nn.Linear(4, 5))
     x, targets = torch.randn(64, 512, 4), torch.randint(1, 5, (64, 64))
 

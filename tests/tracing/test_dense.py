@@ -1,4 +1,4 @@
-"""Lookups with sparse gradients become dense programs with equal numbers."""
+"""Lookups with sparse gradients become programs with dense gradients of equal numbers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Gathers(nn.Module):
 
 @pytest.mark.parametrize("kind", [Embeds, Bags, Gathers])
 def test_a_sparse_gradient_is_dense_and_trains(kind: type[nn.Module]) -> None:
-    """Loss, gradients and parameters after steps of SGD with momentum equal one device."""
+    """Losses, gradients and parameters over three steps of SGD with momentum equal one device's, and gradients are
+    dense."""
     for mesh in MESHES:
         torch.manual_seed(0)
         model = kind()
@@ -70,7 +71,8 @@ def test_a_sparse_gradient_is_dense_and_trains(kind: type[nn.Module]) -> None:
 
 
 def test_sparse_adam_is_refused_by_name() -> None:
-    """SparseAdam is refused as `optimizer=` at once, and by torch itself later."""
+    """SparseAdam as `optimizer=` is refused at once, and otherwise its step raises torch's error for
+    dense gradients."""
     model = Embeds()
     optimizer = torch.optim.SparseAdam(model.parameters())
     with pytest.raises(autoshard.NotAvailableError, match="SparseAdam takes sparse gradients only"):
@@ -81,7 +83,7 @@ def test_sparse_adam_is_refused_by_name() -> None:
 
 
 class Products(nn.Module):
-    """A model of products with an internal sparse matrix."""
+    """A model that computes with a sparse matrix."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -111,7 +113,7 @@ def _edges(model: Any, x: Tensor) -> Tensor:
     ],
 )
 def test_matrices_that_are_sparse_within(function: Callable[..., Tensor]) -> None:
-    """Losses and gradients with internal sparse matrices equal one device."""
+    """Loss and gradients of a model that makes a sparse matrix in its forward equal one device's."""
     model, x = Products(function), torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
     loss = model(x)
     (expected,) = torch.autograd.grad(loss, [model.weight])
@@ -125,7 +127,7 @@ def test_matrices_that_are_sparse_within(function: Callable[..., Tensor]) -> Non
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_buffers_that_are_sparse(layout: torch.layout) -> None:
-    """A sparse buffer is refused with the way to keep the same matrix."""
+    """A sparse buffer is refused, and the error says to make the matrix in forward."""
     model = Products(lambda model, x: model.matrix @ x)
     model.register_buffer("matrix", torch.eye(6).to_sparse(layout=layout))
     with pytest.raises(TraceError, match=r"keeps 'matrix' of layout=torch.sparse_.*make it in forward"):
@@ -133,7 +135,7 @@ def test_buffers_that_are_sparse(layout: torch.layout) -> None:
 
 
 def test_constants_that_are_sparse() -> None:
-    """A sparse constant is refused with the way to keep the same matrix."""
+    """A sparse constant is refused, and the error names its layout and shape."""
     matrix = torch.eye(6).to_sparse()
     model = Products(lambda model, x: matrix @ (x * model.weight))
     with pytest.raises(TraceError, match=r"constant tensor of layout=torch.sparse_coo, shape=\(6, 6\)"):

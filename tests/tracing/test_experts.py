@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's models
 
 
 def traced(name: str, implementation: str = "grouped_mm", **config: Any) -> tuple[nn.Module, Program]:
-    """A model of one layer, and its program."""
+    """A small model of an architecture, and its program."""
     architecture = ARCHITECTURES[name]
     model, inputs = architecture.build()
     model.set_experts_implementation(implementation)  # type: ignore[operator]
@@ -50,27 +50,27 @@ def test_experts_are_one_operator(name: str) -> None:
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
 def test_other_implementations_are_too(implementation: str) -> None:
-    """A loop over experts, and a product for each token, become the operator too."""
+    """A loop over experts, and a product for each token, also become one operator for each layer."""
     _, program = traced("mixtral", implementation)
     assert calls(program, kernels.experts) == 2
 
 
 def test_a_layer_by_itself_is_too() -> None:
-    """Transformers' layer of experts in a model of one's own, whose config names no implementation."""
+    """A layer of experts of transformers inside another model becomes the operator too."""
     config = MixtralConfig(hidden_size=16, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2)
     program = trace(nn.Sequential(MixtralSparseMoeBlock(config)), (torch.zeros(2, 8, 16),), {})
     assert calls(program, kernels.experts) == 1
 
 
 def test_an_unknown_gate_is_left_as_it_is() -> None:
-    """An activation that the operator does not have is computed by the model's own calls."""
+    """With an activation that the operator lacks, the program has the model's own grouped products instead."""
     _, program = traced("mixtral", act_fn=nn.Softsign())
     assert calls(program, kernels.experts) == 0
     assert any("grouped_mm" in str(node.target) for node in program.graph.nodes)
 
 
 def test_experts_are_taken_apart_where_that_is_asked_for() -> None:
-    """Experts are taken apart into the products that recipes are priced by."""
+    """With `whole_experts=False` the program has grouped products in place of the operator."""
     model, inputs = ARCHITECTURES["mixtral"].build()
     program = trace(model, (), inputs, whole_experts=False)
     assert calls(program, kernels.experts) == 0

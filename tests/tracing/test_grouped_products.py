@@ -1,4 +1,4 @@
-"""Grouped products on fake tensors: their form is that of torch's own results."""
+"""Grouped products on fake tensors have the shapes, strides and types of torch's results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _fake(*operands: Tensor, **options: Any) -> Tensor:
     ids=["rows by matrices", "columns lie together", "gradient of matrices", "columns", "batches"],
 )
 def test_forms(left: Tensor, right: Tensor, ends: Tensor | None, dtype: torch.dtype) -> None:
-    """Shape, strides and type equal torch's product."""
+    """Shape, strides and type of the fake result equal those of torch's product."""
     left, right = left.to(dtype), right.to(dtype)
     expected, found = F.grouped_mm(left, right, offs=ends), _fake(left, right, offs=ends)
     assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), dtype)

@@ -26,7 +26,7 @@ pytestmark = [  # torch's own, of Dynamo on one device
 
 
 class Call(nn.Module):
-    """A function of two matrices, a vector, and inputs."""
+    """A model of two matrices, a vector, and a given function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def _inputs(*shape: int) -> Tensor:
 
 
 def _both(model: nn.Module, *inputs: Tensor) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Loss and gradients on one device, and compiled."""
+    """Loss and gradients on one device, and those of the compiled model."""
     found = []
     compiled: Any
     for compiled in (copy.deepcopy(model), autoshard.compile(model, autoshard.Mesh({"data": 2}))):
@@ -97,13 +97,13 @@ def _prefixes(model: Call, x: Tensor, flag: Tensor) -> Tensor:
 @pytest.mark.parametrize("flag", [1.0, -1.0])
 @pytest.mark.parametrize("function", [_branches, _nested, _of_parameters, _of_rows, _scanned, _mapped, _prefixes])
 def test_control_flow(function: Callable[..., Tensor], flag: float) -> None:
-    """Losses and gradients of control flow equal one device, with zeros for the branch that is not taken."""
+    """Losses and gradients of control flow equal one device's, for either value of the predicate."""
     expected, found = _both(Call(function), _inputs(4, 8).abs() + 5, torch.full((3,), flag))
     torch.testing.assert_close(found, expected, equal_nan=True)
 
 
 def test_a_predicate_that_changes() -> None:
-    """Each value of a predicate has a program of its own."""
+    """A compiled model whose predicate changes from call to call equals the eager model in each call."""
     model = Call(_nested)
     compiled = autoshard.compile(copy.deepcopy(model), autoshard.Mesh({"data": 2}))
     for flag in (1.0, -1.0, 2.0, 1.0):
@@ -112,7 +112,7 @@ def test_a_predicate_that_changes() -> None:
 
 
 def test_a_loop_without_gradients() -> None:
-    """A while loop runs until its condition says so."""
+    """A while loop without gradients runs 3, 0 and 1 times in one compiled model, as its input says."""
 
     def loop(model: Call, x: Tensor, last: Tensor) -> Tensor:
         with torch.no_grad():
@@ -124,7 +124,8 @@ def test_a_loop_without_gradients() -> None:
 
 
 def test_the_derivative_of_a_loop_is_refused() -> None:
-    """torch's own differs from that of the steps."""
+    """A while loop on values that require gradients is refused, because torch's derivative differs from that of the
+    steps."""
 
     def loop(model: Call, x: Tensor) -> Tensor:
         return while_loop(lambda i, h: i < 2, lambda i, h: (i + 1, h @ model.first), (torch.tensor(0), x))[1]
@@ -156,7 +157,7 @@ def _table(model: Call) -> Callable[..., Tensor]:
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[..., Tensor] | None, mask_mod: Callable[..., Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    """Result and log-sum-exp of attention, from its definition."""
+    """Output and log-sum-exp of attention, from its definition."""
     scores = q @ k.repeat_interleave(2, 1).transpose(-1, -2) / q.size(-1) ** 0.5
     places = torch.meshgrid(*(torch.arange(size) for size in scores.shape), indexing="ij")
     scores = scores if score_mod is None else score_mod(scores, *places)
@@ -173,7 +174,8 @@ def _attention(
 def test_flex_attention(
     make_score: Callable[[Call], Callable[..., Tensor]] | None, mask_mod: Callable[..., Tensor] | None
 ) -> None:
-    """Flex attention takes functions of scores and masks, and two query heads per key head, by a composite backward."""
+    """Flex attention with functions of scores and masks, and grouped heads, equals its definition,
+    gradients included."""
 
     def run(model: Call, x: Tensor, *, ours: bool) -> Tensor:
         q, k, v = (x @ model.first).unflatten(1, (8, 2)).transpose(1, 2), x[:, None] @ model.first, x[:, None, :8].sin()
@@ -202,7 +204,7 @@ def test_flex_attention(
 
 
 def test_flex_attention_is_attention() -> None:
-    """Flex attention without a function of scores becomes the operator with kernels."""
+    """Flex attention without a function of scores becomes the attention operator, with causal attention's result."""
     mask = create_block_mask(_causal, None, None, 8, 8, device="cpu")
     model = Call(lambda model, x: flex_attention(x @ model.first, x, x, block_mask=mask))
     x = _inputs(2, 2, 8, 8)

@@ -1,4 +1,4 @@
-"""Hooks of modules are part of the program, or refused by name."""
+"""Hooks of modules that change results are part of the program, and hooks that only read are refused by name."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def fill_weight(module: nn.Module, _: Any) -> None:
 
 @pytest.mark.parametrize("name", IDLE)
 def test_hooks_that_only_look_are_refused(name: str) -> None:
-    """A hook that only reads is refused with the names of hook and module."""
+    """A hook that only reads is refused with its name and its module's, and the model keeps its hooks."""
     model = Perceptron(4, 4)
     IDLE[name](model.down)
     before = [dict(module._forward_hooks) for module in model.modules()]
@@ -78,7 +78,7 @@ def test_hooks_that_only_look_are_refused(name: str) -> None:
 
 
 def test_one_hook_of_two_is_refused() -> None:
-    """One of two hooks is refused, because the call needs the remaining hook."""
+    """If a model computes with one hook, a second hook that only reads is still refused, by name."""
     model = Collecting()
     trace(model, (X,))
     model.down.register_forward_hook(partial(look, []))
@@ -87,7 +87,7 @@ def test_one_hook_of_two_is_refused() -> None:
 
 
 def test_a_hook_on_every_module_is_refused() -> None:
-    """A hook on all modules is refused."""
+    """A hook on all modules that only reads is refused by name."""
     handle = register_module_forward_hook(partial(look, []))
     try:
         with pytest.raises(TraceError, match="hook 'look' on every module"):
@@ -111,7 +111,7 @@ def test_hooks_that_act_are_traced() -> None:
 @pytest.mark.parametrize("apply", [weight_norm, spectral_norm, parametrizations.weight_norm, prune.random_unstructured])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_hooks_of_torch_are_traced_without_a_word(apply: Callable[..., Any]) -> None:
-    """Torch's hooks and parametrizations for norms and pruning are traced without a warning."""
+    """Torch's own hooks and parametrizations, for norms and pruning, are traced without a note."""
     model = Perceptron(4, 4)
     options = {"amount": 0.5} if apply is prune.random_unstructured else {}
     apply(model.up, "weight", **options)

@@ -1,4 +1,4 @@
-"""Numbers from Python's or NumPy's generators are refused if they change results."""
+"""Numbers from Python's or NumPy's generators are refused if results depend on them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Keeps(nn.Module):
-    """Draws from a generator of its own."""
+    """A model that draws from its own generator."""
 
     def __init__(self, generator: Any) -> None:
         super().__init__()
@@ -63,7 +63,8 @@ def own_generators() -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("generator", own_generators(), ids=lambda generator: type(generator).__name__)
 def test_numbers_of_own_generators_are_refused(generator: Any) -> None:
-    """However rare another outcome is. The model keeps its generator, and numbers that do not matter may be drawn."""
+    """Numbers from a model's own generator are refused, even if they rarely matter. If they never matter, they may be
+    drawn."""
     model = Keeps(generator)
     with pytest.raises(TraceError, match="draws from a generator of its own in forward"):
         trace(model, (torch.randn(8, 4),))
@@ -73,13 +74,13 @@ def test_numbers_of_own_generators_are_refused(generator: Any) -> None:
 
 
 def test_numbers_of_a_seed_are_let_pass() -> None:
-    """A generator that each call makes with the same seed gives the same numbers."""
+    """A generator that each call makes anew with the same seed is allowed."""
     trace(Draws(lambda h: h * np.random.default_rng(3).random()), (torch.randn(8, 4),))
 
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_numbers_of_other_generators_are_refused(name: str) -> None:
-    """However rare another outcome is; generators give their own numbers afterwards."""
+    """Numbers that change a result are refused, even if they rarely do, and the generators work afterwards."""
     with pytest.raises(TraceError, match=r"Draws computes with numbers that it draws from .* in forward.*torch\.rand"):
         trace(Draws(DRAWS[name]), (torch.randn(8, 4),))
     assert len({random.random() for _ in range(3)}) == len({np.random.rand() for _ in range(3)}) == 3
@@ -92,12 +93,12 @@ def test_the_line_that_draws_is_named() -> None:
 
 
 def test_numbers_that_do_not_matter_are_let_pass() -> None:
-    """A layer drop of probability zero."""
+    """A layer drop of probability zero is traced, because its numbers change nothing."""
     trace(Draws(lambda h: 2 * h if random.uniform(0, 1) < 0.0 else h), (torch.randn(8, 4),))
 
 
 def test_generators_keep_their_states() -> None:
-    """Only the first of the traces takes numbers from Python's and NumPy's generators."""
+    """A trace advances Python's and NumPy's global generators by the draws of one call."""
 
     def draw(h: Tensor) -> Tensor:
         drawn.append((random.random(), random.choice(range(100)), np.random.randint(100), np.random.randn()))

@@ -110,7 +110,8 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_models_of_transformers(name: str) -> None:
-    """Scaled projections of GPT-2, rows of zeros, tied weights, rotary tables and position numbers come out right."""
+    """Every parameter and buffer of a model of transformers has the distribution, or the constant values, of the
+    model's own initialisation."""
     torch.manual_seed(0)
     expected = getattr(transformers, name)(CONFIGS[name]())
     with torch.device("meta"):
@@ -146,7 +147,7 @@ def _init_fn(module: nn.Module) -> None:
 
 
 def test_models_with_initialisers_of_their_own() -> None:
-    """A buffer may be assigned, and a function of the user has the last word."""
+    """A buffer that an initialiser assigns is computed, and `init_fn` overrides the weights that it sets."""
     torch.manual_seed(0)
     expected = Own()
     with torch.device("meta"):
@@ -169,7 +170,7 @@ def test_each_weight_and_each_seed_has_numbers_of_its_own() -> None:
 
 
 def test_a_model_in_memory_keeps_its_values() -> None:
-    """Its initialisers are run on tensors that stand for its own."""
+    """Recording the initialisation of a model in memory does not change its values."""
     model = nn.LSTM(4, 4)
     before = copy.deepcopy(model.state_dict())
     record_initialisation(model, CPU)
@@ -178,7 +179,7 @@ def test_a_model_in_memory_keeps_its_values() -> None:
 
 
 class Faulty(nn.Linear):
-    """A layer with an initialiser of any kind."""
+    """A layer with a given initialiser."""
 
     def __init__(self, init: Callable[[Any], Any]) -> None:
         self.init = init

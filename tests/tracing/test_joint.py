@@ -1,4 +1,4 @@
-"""Buffers of a traced model keep their shapes and types."""
+"""Buffers of a traced model must keep their shapes and types."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoshard.tracing import trace
 
 
 class Average(nn.Module):
-    """Assign a running average to a buffer."""
+    """A model that assigns a running average to its buffer."""
 
     def __init__(self, start: Tensor) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Average(nn.Module):
     ],
 )
 def test_an_assigned_tensor_of_another_shape_or_type_is_refused(start: Tensor, before: str) -> None:
-    """The buffer of one device would change its shape or type, and later calls would compute with that."""
+    """A buffer to which forward assigns a tensor of another shape or type is refused with both."""
     expected = rf"assigns 'average' of shape={before}, a tensor of shape=\(4,\), torch\.float32, in forward"
     with pytest.raises(TraceError, match=expected):
         trace(Average(start), (torch.rand(3, 4),), grad=False)

@@ -1,4 +1,4 @@
-"""Long lists of repeated blocks lose their inner blocks, and the remaining blocks keep their names."""
+"""Long lists of repeated blocks are traced without their inner blocks, and the remaining blocks keep their names."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ class _Stack(nn.Module):
     ],
 )
 def test_runs_are_found(widths: list[int], expected: list[Repeat]) -> None:
-    """Runs of the longest extent and shortest period are found in order."""
+    """The found runs of repeated blocks have the shortest period and the longest extent."""
     short = leave_out_blocks(_Stack(widths), margin=1)
     assert short is not None
     assert list(short.repeats) == expected
 
 
 def test_short_lists_stay() -> None:
-    """A list stays whole if too little would be left out."""
+    """A list of too few blocks, or of blocks that do not repeat, is not shortened."""
     assert leave_out_blocks(_Stack([1] * 7), margin=1) is None
     assert leave_out_blocks(_Stack([1, 2, 3, 4, 5, 6, 7, 8, 9]), margin=1) is None
 
 
 def test_what_stays_keeps_its_names_and_its_parameters() -> None:
-    """The remaining blocks keep names and parameters, and count indices as the model's own loops do."""
+    """The remaining blocks keep names and parameters, can be indexed as in the whole list, and the
+    model is unchanged."""
     model = _Stack([1] * 10)
     short = leave_out_blocks(model, margin=1)
     assert short is not None
@@ -53,7 +54,7 @@ def test_what_stays_keeps_its_names_and_its_parameters() -> None:
 
 
 def test_blocks_that_are_trained_are_not_like_frozen_ones() -> None:
-    """Their programs differ."""
+    """Trained blocks and frozen blocks are separate runs, because their programs differ."""
     model = _Stack([1] * 12)
     for layer in model.layers[:6]:
         layer.requires_grad_(requires_grad=False)
@@ -63,6 +64,6 @@ def test_blocks_that_are_trained_are_not_like_frozen_ones() -> None:
 
 
 def test_a_list_that_is_not_there_is_refused() -> None:
-    """A list of another model's plan is refused."""
+    """Leaving blocks out of a list that the model does not have is refused."""
     with pytest.raises(TraceError, match="no list of blocks 'layers' as long"):
         without(_Stack([1] * 4), [Repeat("layers", 1, 1, 8)])

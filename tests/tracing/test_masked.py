@@ -1,4 +1,4 @@
-"""Assignment through a mask, forward and backward, as on one device."""
+"""Assignment through a mask equals one device, forward and backward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ MESHES = (autoshard.Mesh({"data": 2}), autoshard.Mesh({"data": 2, "model": 2}))
 
 
 class Assigns(nn.Module):
-    """A loss of a tensor [2, 6, 4] behind an assignment; `token` [4] and `rows` give values with gradients."""
+    """A loss of a tensor [2, 6, 4] after an assignment, whose values come from the parameters `token`
+    [4] and `rows`."""
 
     def __init__(self, assign: Assign) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ def _inputs(seed: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", [*ONE_VALUE, *ROWS])
 def test_assignment_through_a_mask_equals_one_device(name: str) -> None:
-    """Loss and all gradients equal one device on each mesh, also for masks of other values."""
+    """Loss and all gradients equal one device's on each mesh, for masks of different values."""
     for mesh in MESHES:
         model = Assigns((ONE_VALUE | ROWS)[name])
         sharded = autoshard.compile(model, mesh)
@@ -109,7 +110,7 @@ def test_assignment_through_a_mask_equals_one_device(name: str) -> None:
 
 @pytest.mark.parametrize("name", ONE_VALUE)
 def test_one_value_for_all_places_reads_no_mask(name: str) -> None:
-    """One value at all places needs no guard, so a mask of any count, also on meta, runs one program."""
+    """An assignment of one value to all places has no guard and no `index_put`, also for a mask on the meta device."""
     x, mask = _inputs(0)
     program = trace(Assigns(ONE_VALUE[name]), (x.to("meta"), mask.to("meta")), {})
     assert not program.guards
@@ -117,14 +118,14 @@ def test_one_value_for_all_places_reads_no_mask(name: str) -> None:
 
 
 def test_a_mask_of_another_shape_is_refused_as_by_torch() -> None:
-    """A mask that does not broadcast is refused as by torch."""
+    """A mask that does not broadcast is refused."""
     x, mask = _inputs(0)
     with pytest.raises(Exception, match="mask"):
         trace(Assigns(ONE_VALUE["a token"]), (x, mask[:, :1]), {})
 
 
 def test_the_tensor_itself_changes() -> None:
-    """A view of the tensor sees the assignment."""
+    """An assignment through a transposed view becomes a `where` of the tensor."""
     program = trace(Assigns(_by_view), _inputs(0), {})
     assert _calls(program, "where")
 

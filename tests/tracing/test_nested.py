@@ -1,4 +1,4 @@
-"""Nested tensors of any function are refused in a sentence."""
+"""Nested tensors, whichever function makes them, are refused with the way out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OFFSETS = torch.tensor([0, 3, 8])
 
 
 class Call(nn.Module):
-    """A function of a matrix with a gradient."""
+    """A model that applies a function to its parameter."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -38,6 +38,6 @@ class Call(nn.Module):
     ],
 )
 def test_refusal(make: Callable[[Tensor], Tensor]) -> None:
-    """The error names the line and the way out."""
+    """The error names the line that makes the nested tensor, and says to pad the rows."""
     with pytest.raises(TraceError, match=r"makes a nested tensor in forward at test_nested.*Pad the rows"):
         trace(Call(lambda x: nested.to_padded_tensor(make(x), 0.0).sum()))

@@ -44,7 +44,7 @@ REFUSING: dict[object, Callable[[Tensor], Tensor]] = {
 
 
 class Called(nn.Module):
-    """A function of its input."""
+    """A model that applies a function to its input."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Called(nn.Module):
 
 
 class Layers(nn.Module):
-    """Two products and the layers in front."""
+    """A model of two linear layers, with an optional cast of its input."""
 
     def __init__(self, cast: torch.dtype | None = None) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def test_inputs_of_another_type_than_the_parameters_are_refused(dtype: torch.dty
 
 
 def test_products_of_one_type_are_traced() -> None:
-    """Casts in the model, and models in another type, trace to products of one type."""
+    """Inputs that the model casts, and inputs in a float64 model's type, are traced."""
     trace(Layers(torch.float32), (INTEGERS,))
     trace(Layers().double(), (INTEGERS.double(),))
 
@@ -101,7 +101,8 @@ def test_values_of_unlike_types_are_refused_by_their_lines() -> None:
 @pytest.mark.parametrize("operator", sorted(FLOATING, key=str), ids=str)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
 def test_integers_are_refused_by_operators_of_floating_point_numbers(operator: object, dtype: torch.dtype) -> None:
-    """The operators take floating point numbers and refuse integers, like on one device."""
+    """Operators for floating-point numbers refuse integers in the trace, as one device does, and are
+    traced for floats."""
     model = Called(REFUSING[operator])
     with pytest.raises(RuntimeError):
         model(INTEGERS.to(dtype))
@@ -112,7 +113,7 @@ def test_integers_are_refused_by_operators_of_floating_point_numbers(operator: o
 
 
 def test_they_are_refused_by_their_names() -> None:
-    """A plain operand of an unlike type is refused with its name and the way out."""
+    """An integer operand of gelu is refused, and the error names the input, its type, and a cast in the model."""
     named = (
         r"The operator aten\.gelu\.default at .* takes input 'input:0' of torch\.int64: .* floating point numbers only"
     )
@@ -121,7 +122,8 @@ def test_they_are_refused_by_their_names() -> None:
 
 
 def test_convolutions_and_sums_by_index_take_one_type() -> None:
-    """Integers with integers; indices are of their own."""
+    """Sums by index and convolutions of integers with floats are refused, as one device does. A convolution of
+    integers alone is traced."""
     weight, index = torch.ones(3, 3, 1), torch.tensor([0, 2, 2, 1])
 
     def added(x: Tensor) -> Tensor:
@@ -140,14 +142,14 @@ def test_convolutions_and_sums_by_index_take_one_type() -> None:
 
 
 def test_integers_are_taken_where_one_device_takes_them() -> None:
-    """Integers are accepted as on one device, by other functions and by a softmax with another type."""
+    """Relu, dropout in evaluation, and a softmax with a float type take integers, as one device does."""
     for function in (F.relu, lambda x: x.softmax(-1, dtype=torch.float32), lambda x: F.dropout(x, training=False)):
         function(INTEGERS)
         trace(Called(function), (INTEGERS,))
 
 
 def test_planning_compiling_and_pricing_refuse_alike() -> None:
-    """Planning, compiling and pricing refuse the call equally."""
+    """Planning on a mesh, planning on a cluster, and compiling refuse integer inputs with the same error."""
     asked = {"example_inputs": (INTEGERS,), "optimizer": "adamw"}
     with pytest.raises(TraceError, match=r"matrix product .* of unlike types"):
         autoshard.plan(Layers(), Cluster("h100_sxm", 1, 2).mesh({"data": 2}), **asked)

@@ -1,4 +1,4 @@
-"""Casts in traced programs, and values without a cast."""
+"""Programs with a compute dtype: where they cast, and which values they leave uncast."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def output_of(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
 
 
 class Block(nn.Module):
-    """A tied embedding, a float32 table of positions, a norm, a product, a loss."""
+    """A model with a tied embedding, a float32 table of positions, a norm, a product, and a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,8 @@ def block_inputs() -> tuple[Tensor, Tensor]:
 
 
 def test_parameters_are_cast_once_where_they_are_used() -> None:
-    """A parameter is cast once, at its first use in its own module, and its gradient as soon as the gradient exists."""
+    """A parameter is cast once, right before its first use and in its own module, and its gradient right after it
+    is computed."""
     program = trace(Block(), block_inputs(), compute_dtype=BF16)
     order = list(program.graph.nodes)
     casts = [node for node in order if node.target is CAST and node.args[0].op == "placeholder"]
@@ -71,14 +72,14 @@ def test_parameters_are_cast_once_where_they_are_used() -> None:
 
 
 def test_types_of_results() -> None:
-    """Gradients have the master weights' type, the loss is float32, and other outputs keep their computed type."""
+    """Gradients have the parameters' float32, the loss is float32, and other outputs are bfloat16."""
     found = dtypes_of(trace(Block(), block_inputs(), compute_dtype=BF16))
     assert found.pop("output output:1") is BF16
     assert set(found.values()) == {torch.float32}
 
 
 def test_a_program_computes_what_the_casts_do_on_one_device() -> None:
-    """Loss and gradients equal one device's casts operator by operator."""
+    """Loss and gradients equal one device's run with the same casts, to bfloat16's rounding."""
     model, inputs = Block(), block_inputs()
     program = trace(model, inputs, compute_dtype=BF16)
     found = {name: value for (_, name), value in run_program(program, model, inputs).items()}
@@ -93,7 +94,7 @@ def test_a_program_computes_what_the_casts_do_on_one_device() -> None:
 
 
 def test_the_loss_is_not_rounded() -> None:
-    """Cross-entropy of narrow logits is not rounded: plain, with weights, or of probabilities."""
+    """Cross-entropy of bfloat16 logits has a float32 loss: plain, with class weights, or of probabilities."""
     logits = torch.randn(64, 16).to(BF16)
     targets = torch.randint(0, 16, (64,))
     calls: list[Callable[[Tensor], Tensor]] = [
@@ -118,7 +119,8 @@ def test_the_loss_is_not_rounded() -> None:
 
 
 def test_a_loss_function_gets_float32() -> None:
-    """Inputs of the model are cast, its outputs widened for a loss function, and targets left unchanged."""
+    """With a loss function, the layer computes in bfloat16, and the loss gets float32 outputs and the
+    uncast targets."""
     program = trace(nn.Linear(4, 3), (torch.randn(2, 4), torch.randn(2, 3)), loss_fn=F.mse_loss, compute_dtype=BF16)
     loss = next(node for node in program.graph.nodes if "mse_loss" in str(node.target))
     assert [operand.meta["val"].dtype for operand in loss.all_input_nodes] == [torch.float32, torch.float32]
@@ -127,7 +129,7 @@ def test_a_loss_function_gets_float32() -> None:
 
 
 def test_norms_with_running_statistics_keep_their_parameters() -> None:
-    """Their operator takes narrow inputs beside float32 statistics and parameters only; statistics are buffers."""
+    """Batch norm keeps float32 parameters and statistics, and only inputs and other parameters are cast."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
     program = trace(model, (torch.randn(4, 3, 4, 4),), compute_dtype=BF16)
     cast = {node.args[0].name for node in program.graph.nodes if node.target is CAST}
@@ -137,7 +139,7 @@ def test_norms_with_running_statistics_keep_their_parameters() -> None:
 
 
 def test_a_norm_in_float64_is_refused_by_name() -> None:
-    """PyTorch's operator takes no float64 statistics beside narrow inputs; the message names the norm."""
+    """A batch norm in float64 is refused by name under a precision, and traced without."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
     x = torch.randn(4, 4, dtype=torch.float64)
     with pytest.raises(TraceError, match=r"precision=bfloat16: norm '1' \(BatchNorm1d\) has float64"):
@@ -147,7 +149,7 @@ def test_a_norm_in_float64_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_compute_narrowly(kind: type[nn.Module]) -> None:
-    """Their parameters are read from a list of their own."""
+    """A recurrent layer computes in bfloat16, although it reads its parameters from a list."""
     program = trace(kind(4, 4), (torch.randn(3, 2, 4),), compute_dtype=BF16)
     layer = next(node for node in program.graph.nodes if "autoshard" in str(node.target))
     assert layer.args[0].meta["val"].dtype is BF16
@@ -155,7 +157,7 @@ def test_recurrent_layers_compute_narrowly(kind: type[nn.Module]) -> None:
 
 
 class Mixed(nn.Module):
-    """Every operator that takes operands of one type, between a float32 buffer and a parameter."""
+    """A model of operators that need operands of one type, each applied to a float32 value and a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +177,8 @@ class Mixed(nn.Module):
 
 
 def test_operands_of_several_types_are_brought_to_the_narrow_one() -> None:
-    """Operands of unlike types, which PyTorch refuses, are cast to one type, and one device does the same."""
+    """Operands of unlike types, which PyTorch refuses, are cast to bfloat16, and the output equals one device's with
+    casts."""
     model, x = Mixed(), torch.randn(3, 2, 4)
     torch.testing.assert_close(output_of(model, (x,)), run_in_precision(model, BF16, x), rtol=2**-7, atol=0)
 
@@ -194,7 +197,8 @@ class Explicit(nn.Module):
 
 
 def test_products_that_are_asked_for_in_float32_are_computed_so() -> None:
-    """Explicit float32 products stay float32 in the program, forward and backward, as in the cast model."""
+    """Explicit float32 products stay float32 in the program, forward and backward, as in a model
+    converted to bfloat16."""
     model, x = Explicit(), torch.randn(16, 8)
     program = trace(model, (x,), compute_dtype=BF16)
     products = [node for node in program.graph.nodes if ".mm." in str(node.target) or "addmm" in str(node.target)]
@@ -211,7 +215,7 @@ def test_products_that_are_asked_for_in_float32_are_computed_so() -> None:
 
 
 def test_replaced_operators_come_back() -> None:
-    """After a trace, and after a run on one device, PyTorch refuses unlike types as before."""
+    """After a trace with a precision, and after a run on one device, PyTorch refuses unlike types as before."""
     model, x = Mixed(), torch.randn(3, 2, 4)
     trace(model, (x,), compute_dtype=BF16)
     run_in_precision(model, BF16, x)
@@ -237,7 +241,7 @@ class Scaling(nn.Module):
 
 
 def test_a_parameter_changed_in_place_is_refused() -> None:
-    """The change would be of the cast, and lost."""
+    """A parameter that forward changes in place is refused by name under a precision."""
     with pytest.raises(TraceError, match=r"changes parameter 'weight' in place in forward, which under a precision"):
         trace(Scaling(in_place=True), (torch.ones(3),), compute_dtype=BF16)
 
@@ -256,7 +260,7 @@ def test_frozen_parameters_are_cast_and_have_no_gradient() -> None:
 
 
 def test_what_only_dynamo_can_trace_is_refused() -> None:
-    """A model that only dynamo can trace is refused, because its graph has fixed types."""
+    """A model that only Dynamo can trace is refused under a precision."""
 
     class Numpy(nn.Module):
         def __init__(self) -> None:

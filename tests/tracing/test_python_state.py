@@ -1,4 +1,4 @@
-"""Models whose calls change their own attributes."""
+"""Models whose calls change their own attributes: refused if results depend on the changed attribute."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autoshard.tracing import trace
 
 
 class Counting(nn.Module):
-    """Each call scales by the number of calls so far."""
+    """A model that scales its input by the number of calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Counting(nn.Module):
 
 
 class Counted(Counting):
-    """Calls are counted and nothing is computed with their number."""
+    """A model that counts its calls, and does not compute with the count."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -39,7 +39,7 @@ class Counted(Counting):
 
 
 class Prepared(Counting):
-    """A model whose first call sets a value for all calls."""
+    """A model whose first call sets a number for all calls."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls = self.calls or 3
@@ -60,7 +60,7 @@ def test_other_attributes_may_change(model: nn.Module) -> None:
 
 
 class CountedInARecord(nn.Module):
-    """A model that counts calls in an object, beside or as a number of the computation."""
+    """A model that counts its calls in an object, and scales by one of the object's numbers."""
 
     def __init__(self, stats: Any, *, scale: str) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class CountedInARecord(nn.Module):
 
 
 class Slotted:
-    """Counts in a slot."""
+    """An object with slots."""
 
     __slots__ = ("beta", "calls")
 
@@ -82,7 +82,8 @@ class Slotted:
 
 @pytest.mark.parametrize("make", [lambda: SimpleNamespace(calls=0, beta=2.0), Slotted])
 def test_counts_in_objects_are_seen(make: Callable[[], Any]) -> None:
-    """A count in an object is named by its path, and a neighbouring number is still guarded."""
+    """A count in an object that scales the result is refused by its path. If another number scales, a guard is on that
+    number alone."""
     with pytest.raises(TraceError, match=r"changes stats\.calls with every call"):
         trace(CountedInARecord(make(), scale="calls"), (torch.randn(2, 4),))
     model = CountedInARecord(SimpleNamespace(calls=0, beta=2.0), scale="beta")
@@ -120,6 +121,6 @@ def _add(held: Any) -> float:
     ids=lambda item: type(item).__name__,
 )
 def test_counts_in_arrays_are_seen(held: Any, count: Callable[[Any], float]) -> None:
-    """Counts in arrays of any kind are found."""
+    """A count that a call keeps in a deque, a bytearray, an array or a NumPy array is found."""
     with pytest.raises(TraceError, match=r"changes held with every call"):
         trace(Remembering(held, count), (torch.randn(2, 4),))

@@ -8,7 +8,7 @@ from autoshard.tracing.python_use import all_reads
 
 
 def test_attributes_are_read_and_members_are_not() -> None:
-    """Parameters, buffers, submodules and modes are looked at by other means."""
+    """The reads of a dropout layer are its own attributes, without parameters, buffers, submodules and mode."""
     model = nn.Dropout(0.25)
     ((_, module, names), *_) = all_reads(model).names
     assert module is model

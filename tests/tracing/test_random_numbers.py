@@ -1,4 +1,4 @@
-"""Random operators of PyTorch in a trace: one operator of ours with a seed, or one clear refusal."""
+"""PyTorch's random operators in a trace become autoshard's operators, which take a seed, or are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _draws(program: Program) -> list[torch.fx.Node]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_draw_has_a_number_of_its_own(family: str) -> None:
-    """The seed is an input of the program; no operator that draws from a generator is left."""
+    """A program has one seed as input, each draw has another site, and no operator draws from a generator."""
     program = trace(Drawing(FAMILIES[family], 6), (torch.randn(4, 6),))
     calls = [node.target for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
     assert not [call for call in calls if torch.Tag.nondeterministic_seeded in call.tags]
@@ -69,7 +69,7 @@ def _random_operators() -> set[str]:
 
 
 def test_every_random_operator_is_drawn_or_named() -> None:
-    """Random operators of PyTorch without a form are on the page, by name or pattern."""
+    """Each random operator of PyTorch is traced, decomposed, or listed on the page of randomness as refused."""
     page = (Path(__file__).parents[2] / "docs" / "reference" / "randomness.md").read_text().partition("## Refused")[2]
     patterns = [
         re.compile(re.escape(name.rstrip("_")).replace(r"\*", ".*")) for name in re.findall(r"`([\w.*]+)`", page)
@@ -84,7 +84,7 @@ def test_every_random_operator_is_drawn_or_named() -> None:
 
 
 def test_a_draw_knows_its_line_and_module() -> None:
-    """A draw has the source and module that every other node has."""
+    """A draw's node has the line of the model and the shape of the numbers."""
     (node,) = _draws(_traced(lambda h: h + torch.randn_like(h)))
     assert node.meta["source"].startswith("test_random_numbers.py:")
     assert node.meta["val"].shape == (4, 6)
@@ -101,7 +101,8 @@ def test_a_draw_knows_its_line_and_module() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_generators_are_refused(draw: Callable[[Tensor, torch.Generator], Tensor], name: str) -> None:
-    """A generator is refused with the operator, the line and the way out; the default generator is accepted."""
+    """A generator as an argument is refused with the operator, the line and the way out. The default generator is
+    allowed."""
     message = rf"calls aten\.{name} at test_random_numbers\.py:\d+ in <lambda> with generator=.*Leave generator= out"
     with pytest.raises(TraceError, match=message):
         _traced(lambda h: draw(h, torch.Generator()))
@@ -109,7 +110,8 @@ def test_generators_are_refused(draw: Callable[[Tensor, torch.Generator], Tensor
 
 
 def test_seeds_are_set_outside_the_model() -> None:
-    """A seed set in the model is refused, because each call would draw equal numbers on one device."""
+    """Setting a seed inside forward is refused with the line, because each call would then draw equal numbers on one
+    device."""
 
     def draw(h: Tensor) -> Tensor:
         with torch.random.fork_rng(devices=[]):
@@ -140,13 +142,13 @@ class _NoisyBackward(torch.autograd.Function):
 
 
 def test_draws_of_a_backward_are_refused() -> None:
-    """Random operators in a backward are refused, because they follow the traced forward."""
+    """A random operator in a custom backward is refused by name."""
     with pytest.raises(TraceError, match=r"random operator aten\.rand_like\.default"):
         _traced(_NoisyBackward.apply)
 
 
 def test_attention_that_drops_nothing_is_not_random() -> None:
-    """PyTorch's attention called by name is random with dropout alone."""
+    """PyTorch's flash attention, called by name, is traced without dropout and refused with dropout."""
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     assert not _draws(_traced(lambda h: attend(h[None, None], h[None, None], h[None, None])[0]))
     with pytest.raises(TraceError, match=r"random operator aten\._scaled_dot_product_flash_attention_for_cpu"):
@@ -154,18 +156,18 @@ def test_attention_that_drops_nothing_is_not_random() -> None:
 
 
 def test_parameters_out_of_range_are_refused() -> None:
-    """Parameters that one device refuses are refused by the trace."""
+    """A negative standard deviation is refused in the trace, with the given parameters."""
     with pytest.raises(TraceError, match=r"normal numbers need std >= 0; got 0\.0, -1\.0"):
         _traced(lambda h: h + torch.empty(6).normal_(0.0, -1.0))
 
 
 def test_numbers_lie_in_memory_as_those_of_pytorch() -> None:
-    """Random numbers like a transposed tensor have its memory layout, and can be viewed like it."""
+    """`rand_like` of a transposed tensor is traced as transposed, so that a view of it works as in PyTorch."""
     program = _traced(lambda h: h.t() + torch.rand_like(h.t()).t().reshape(-1).view(4, 6).t())
     assert len(_draws(program)) == 1
 
 
 def test_native_dropout_trains_unless_told_otherwise() -> None:
-    """`torch.native_dropout(x, p, None)` drops, as PyTorch's own does."""
+    """`torch.native_dropout` draws with `train` True or None, and does not draw with False."""
     for train, draws in ((None, 1), (True, 1), (False, 0)):
         assert len(_draws(_traced(lambda x, train=train: torch.native_dropout(x, 0.5, train)[0]))) == draws

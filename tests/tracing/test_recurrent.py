@@ -41,7 +41,8 @@ _OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", _OPTIONS, ids=str)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_layers_equal_eager(kind: str, options: dict[str, Any]) -> None:
-    """Results, last states and gradients equal eager, with one operator forward and one backward per layer."""
+    """Outputs, last states and gradients equal eager's, with one operator forward and one backward per layer and
+    direction."""
     layer, x = _layer(kind, 3, 4, **options), torch.randn(5, 2, 3)
     program = trace(layer, (x,))
     counts = count_operators(program)
@@ -52,7 +53,7 @@ def test_layers_equal_eager(kind: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_given_states_and_unbatched_sequences(kind: str) -> None:
-    """A given state gets its gradient, and an unbatched sequence runs as a batch of one."""
+    """States given as input get gradients, and a sequence without a batch is traced. Both equal eager."""
     layer = _layer(kind, 3, 4, num_layers=2)
     state = torch.randn(2, 2, 4, requires_grad=True)
     states = (state, torch.randn(2, 2, 4, requires_grad=True)) if kind == "lstm" else state
@@ -67,7 +68,7 @@ def test_given_states_and_unbatched_sequences(kind: str) -> None:
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}], ids=str)
 def test_projections(options: dict[str, Any]) -> None:
-    """An LSTM with a projection becomes one operator too."""
+    """An LSTM with a projection becomes one operator per layer and direction, and equals eager."""
     layer, x = _layer("lstm", 3, 4, proj_size=2, **options), torch.randn(5, 2, 3)
     program = trace(layer, (x,))
     assert count_operators(program)["autoshard::lstm"] == (4 if options else 1)
@@ -77,7 +78,7 @@ def test_projections(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_the_graph_does_not_grow_with_time(kind: str, train: bool) -> None:
-    """Long sequences have the operators of short sequences, without oneDNN's layer."""
+    """A sequence of 50 steps has the operators of a sequence of 2 steps, and none of oneDNN's."""
     layer = _layer(kind, 3, 4, num_layers=2).train(train).requires_grad_(train)
     short, long = (count_operators(trace(layer, (torch.randn(steps, 2, 3),))) for steps in (2, 50))
     assert short == long
@@ -86,7 +87,7 @@ def test_the_graph_does_not_grow_with_time(kind: str, train: bool) -> None:
 
 
 def test_dropout_is_between_layers() -> None:
-    """Dropout follows two of three layers in training, and no layer in evaluation."""
+    """Three layers have two dropouts in training and none in evaluation."""
     layer, x = _layer("gru", 3, 4, num_layers=3, dropout=0.5), torch.randn(5, 2, 3)
     counts = count_operators(trace(layer, (x,), grad=False))
     assert counts["autoshard::dropout"] == 2
@@ -96,7 +97,7 @@ def test_dropout_is_between_layers() -> None:
 
 
 def test_half_precision_and_autocast() -> None:
-    """Results are in the dtype of the layer, or of autocast."""
+    """Results have the layer's dtype, or the dtype of autocast, and gradients under autocast are float32."""
     layer, x = _layer("lstm", 3, 4).bfloat16(), torch.randn(5, 2, 3)
     (y, *_), _ = _results(layer, x.bfloat16())
     assert y.dtype == torch.bfloat16
@@ -127,7 +128,7 @@ _KINDS = (OutputKind.OUTPUT, OutputKind.GRADIENT)
 
 
 class Packed(nn.Module):
-    """A layer on a sequence that the model packs, and pads again."""
+    """A model that packs a sequence, runs a layer on it, and pads the result."""
 
     def __init__(self, layer: nn.RNNBase, **options: Any) -> None:
         super().__init__()
@@ -145,7 +146,8 @@ class Packed(nn.Module):
 @pytest.mark.parametrize("options", _OPTIONS[:3], ids=str)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_packed_sequences_are_whole(kind: str, options: dict[str, Any]) -> None:
-    """Packed rows of unequal lengths have one operator per layer and direction, packed in or before the model."""
+    """Sequences of unequal lengths, packed in the model or before, have one operator per layer and direction, and
+    equal eager."""
     layer, x = _layer(kind, 3, 4, **options), torch.randn(5, 5, 3, requires_grad=True)
     model, lengths = Packed(layer, padding_value=-1.0, total_length=6), torch.tensor([2, 5, 1, 3, 3])
     program = trace(model, (x, lengths))
@@ -159,7 +161,7 @@ def test_packed_sequences_are_whole(kind: str, options: dict[str, Any]) -> None:
 
 
 class RePacked(nn.Module):
-    """Packs a sequence of any shape and type, and pads it again."""
+    """A model that packs a sequence of any shape and type, and pads it again."""
 
     def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         packed = packing.pack_padded_sequence(x, lengths, batch_first=True)
@@ -168,26 +170,26 @@ class RePacked(nn.Module):
 
 @pytest.mark.parametrize("x", [torch.arange(15).view(3, 5), torch.rand(3, 5, 2, 4)], ids=["tokens", "images"])
 def test_sequences_of_numbers_and_images_are_packed(x: Tensor) -> None:
-    """Each element of a packed sequence may be a number, such as a token, or have several dims."""
+    """Packing works for sequences of integers and of tensors with several dims."""
     args = (x, torch.tensor([5, 4, 2]))
     assert_equals_eager(trace(RePacked(), args, grad=False), RePacked(), args)
 
 
 def test_lengths_as_numbers() -> None:
-    """Lengths in a list are constants of the program."""
+    """Lengths that are a list of numbers give eager's results."""
     model, args = Packed(_layer("gru", 3, 4)), (torch.randn(5, 3, 3), [2, 5, 4])
     assert_equals_eager(trace(model, args), model, args)
 
 
 def test_packed_sequences_have_dropout_between_layers() -> None:
-    """Packed sequences have dropout between layers, which torch's decomposition omits."""
+    """A packed sequence through two layers has one dropout between them."""
     model = Packed(_layer("lstm", 3, 4, num_layers=2, dropout=0.5))
     counts = count_operators(trace(model, (torch.randn(5, 3, 3), torch.tensor([5, 4, 2])), grad=False))
     assert counts["autoshard::dropout"] == 1
 
 
 def test_lengths_out_of_order_are_refused() -> None:
-    """Lengths out of order are refused as by torch, or sorted with `enforce_sorted=False`."""
+    """Lengths in increasing order are refused without `enforce_sorted=False`, as by torch."""
 
     class Sorted(nn.Module):
         def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
@@ -201,7 +203,7 @@ def test_lengths_out_of_order_are_refused() -> None:
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_cells_are_pointwise(cell: Callable[..., nn.Module]) -> None:
-    """A cell is two products and pointwise operators, forward and backward, with and without biases."""
+    """The program of a recurrent cell has no fused operator, and equals eager with and without biases."""
     for bias in (True, False):
         torch.manual_seed(0)
         model, x = cell(3, 4, bias=bias), torch.randn(2, 3, requires_grad=True)
@@ -211,7 +213,7 @@ def test_cells_are_pointwise(cell: Callable[..., nn.Module]) -> None:
 
 
 def test_torch_packs_again_after_a_trace() -> None:
-    """Nothing of torch is changed when no trace runs."""
+    """Torch's functions for packing are as before after a trace."""
     before = set(vars(torch._VF))
     trace(Packed(_layer("lstm", 3, 4)), (torch.randn(5, 2, 3), torch.tensor([5, 2])))
     assert set(vars(torch._VF)) == before

@@ -1,4 +1,5 @@
-"""Semantic operators cover their calls whole, and other calls become ordinary operators of equal results."""
+"""Calls that semantic operators support become one operator each, and other calls become ordinary operators with equal
+results."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tests.tracing.running import assert_equals_eager, count_operators, run_prog
 
 
 class Call(nn.Module):
-    """A function of a parameter and the inputs."""
+    """A model that applies a function to its parameter and the inputs."""
 
     def __init__(self, function: Callable[..., Tensor], *shape: int) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ def test_cross_entropy_is_whole(reduction: str, smoothing: float, shape: tuple[i
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("kind", ["weights", "probabilities", "weighted probabilities"])
 def test_other_cross_entropies_are_composites(reduction: str, smoothing: float, kind: str) -> None:
-    """Class weights and probabilities become ordinary operators with equal results."""
+    """Cross-entropy with class weights or probabilities becomes ordinary operators with equal results."""
     target = torch.tensor([0, 1, 4, -100, 2, 2]) if kind == "weights" else torch.rand(6, 5).softmax(-1)
     weight = None if kind == "probabilities" else _WEIGHT
     kwargs = {"reduction": reduction, "label_smoothing": smoothing, "weight": weight}
@@ -89,13 +90,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
     ],
 )
 def test_attention_is_whole(q_shape: tuple[int, ...], k_shape: tuple[int, ...], kwargs: dict[str, Any]) -> None:
-    """Attention of any leading dims, masks and head groups is one operator."""
+    """Attention with any leading dims, masks and head groups becomes one operator with eager's results."""
     keys = torch.randn(k_shape, requires_grad=True), torch.randn(k_shape, requires_grad=True)
     _check(Call(_attend, *q_shape), keys, kwargs, "autoshard::attention")
 
 
 def test_a_mask_that_requires_grad_is_differentiated() -> None:
-    """The mask gets its gradient through ordinary operators."""
+    """Attention with a mask that requires a gradient becomes ordinary operators, and the mask's gradient equals
+    eager's."""
     model = Call(lambda mask, q, k: F.scaled_dot_product_attention(q, k, k, attn_mask=mask), 3, 5)
     args = (torch.randn(2, 4, 3, 8), torch.randn(2, 4, 5, 8))
     _check(model, args, {}, "autoshard::attention", is_whole=False)
@@ -111,7 +113,7 @@ def test_norms_are_whole() -> None:
 
 @pytest.mark.parametrize("function", [F.dropout1d, F.dropout2d])
 def test_channel_dropout(function: Callable[..., Tensor]) -> None:
-    """Whole channels are dropped or kept and scaled."""
+    """With channel dropout, the gradient is 0 or 2 in a whole channel."""
     shape = (6, 5, 4) if function is F.dropout1d else (6, 5, 4, 2)
     model = Call(lambda w: function(w, 0.5, True), *shape)
     program = trace(model, ())
@@ -123,7 +125,8 @@ def test_channel_dropout(function: Callable[..., Tensor]) -> None:
 
 
 def test_dropout_of_attention_takes_the_seed() -> None:
-    """Attention with dropout is one operator that takes the seed, and its own site."""
+    """Attention with dropout takes the program's seed as an operand, and its site differs from that of another
+    dropout."""
     keys = torch.randn(2, 4, 5, 8)
     model = Call(lambda q, k: F.dropout(_attend(q, k, k, dropout_p=0.1), 0.1), 2, 4, 5, 8)
     program = trace(model, (keys,))
@@ -143,7 +146,7 @@ def test_dropout_of_nothing_and_everything(p: float) -> None:
 
 
 def test_operators_are_as_before_after_a_trace() -> None:
-    """Torch's functions are unchanged outside of a trace, also after a failed trace."""
+    """After a failed trace torch's dropout operator is as before."""
     before = dict(torch.ops.aten.dropout.default.py_kernels)
     with pytest.raises(TraceError, match="has no attribute"):
         trace(Call(lambda w: w.nothing, 3), ())
@@ -151,7 +154,7 @@ def test_operators_are_as_before_after_a_trace() -> None:
 
 
 def _twice(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The square of a function's gradient by its first argument, and its value."""
+    """The squared gradient of the sum of squares of `function`, plus this sum."""
 
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         value = function(x, *args, **kwargs).square().sum()
@@ -162,7 +165,7 @@ def _twice(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _by_transforms(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same of each row, by `torch.func`."""
+    """A function that sums squared gradients of `function` over rows, by `torch.func`'s transforms."""
 
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         def one(row: Tensor) -> Tensor:
@@ -200,14 +203,14 @@ def _by_transforms(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def test_derivatives_of_derivatives(
     taken: Callable[..., Any], function: Callable[..., Tensor], shape: tuple[int, ...]
 ) -> None:
-    """Gradients of gradients, and transforms, use operators with further derivatives."""
+    """Models with gradients of gradients, or with transforms, give eager's outputs and gradients."""
     with sdpa_kernel(SDPBackend.MATH):
         model = Call(taken(function), *shape)
         assert_equals_eager(trace(model), model, ())
 
 
 def test_first_derivatives_stay_whole() -> None:
-    """A model with one inner gradient keeps its remaining semantic operators."""
+    """In a model with one gradient in its forward, both cross-entropies and their backwards stay semantic operators."""
     inner = _twice(lambda x: F.cross_entropy(x, torch.tensor([1, 0])))
     model = Call(lambda x: inner(x) + F.cross_entropy(x, torch.tensor([0, 1])), 2, 4)
     counts = count_operators(trace(model))

@@ -1,4 +1,4 @@
-"""Deep models are cut short where blocks are alike."""
+"""Deep models are shortened to a few blocks of each kind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoshard.tracing import shorten
 
 
 class Block(nn.Module):
-    """A residual layer that knows its own number."""
+    """A residual layer that knows its position."""
 
     def __init__(self, size: int, index: int, window: int = 0) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 class Deep(nn.Module):
-    """Blocks in sequence."""
+    """A model of blocks in sequence."""
 
     def __init__(self, blocks: Sequence[nn.Module | None]) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Deep(nn.Module):
 
 
 def test_two_of_each_kind_stay() -> None:
-    """Blocks are equal but for their number, two of each kind stay, and the model itself is unchanged."""
+    """If nine blocks differ only in their position, the short model has two, and the model itself keeps all nine."""
     model = Deep([Block(4, index) for index in range(9)])
     short = shorten(model)
     (found,) = short.lists
@@ -48,14 +48,14 @@ def test_two_of_each_kind_stay() -> None:
 
 
 def test_kinds_differ_by_attributes_and_shapes() -> None:
-    """Alternating windows are two kinds, and their order is kept."""
+    """Blocks with alternating windows are two kinds, of which two each stay in order."""
     model = Deep([Block(4, index, window=7 * (index % 2)) for index in range(6)])
     (found,) = shorten(model).lists
     assert (found.kinds, found.kept) == ((0, 1, 0, 1, 0, 1), (0, 1, 2, 3))
 
 
 def test_one_block_is_no_list() -> None:
-    """A list of one block stays, its inner lists are cut, and a list without parameters is ignored."""
+    """A list of one block is not shortened, but a list inside its block is. A list without parameters is ignored."""
     model = nn.Module()
     model.stages = nn.ModuleList([Deep([Block(4, index) for index in range(5)])])
     model.drops = nn.ModuleList([nn.Dropout(), nn.Dropout()])
@@ -64,13 +64,13 @@ def test_one_block_is_no_list() -> None:
 
 
 def test_an_attribute_that_happens_to_equal_the_position_of_one_block_still_counts() -> None:
-    """An attribute that equals one block's position by chance still distinguishes blocks."""
+    """A window that equals one block's position is no position, so the blocks are of one kind."""
     model = Deep([Block(4, index, window=2) for index in range(5)])
     assert shorten(model).lists[0].kinds == (0,) * 5
 
 
 def test_the_short_model_shares_parameters_and_computes() -> None:
-    """The remaining blocks of the short model are the original blocks."""
+    """The short model computes with the first two of the model's own blocks."""
     model = Deep([Block(4, index) for index in range(5)])
     x = torch.randn(2, 4)
     layers = model.body.layers
@@ -79,7 +79,7 @@ def test_the_short_model_shares_parameters_and_computes() -> None:
 
 
 def test_none_keeps_everything() -> None:
-    """`kept=None` only describes the blocks."""
+    """With `kept=None` the model is returned itself, with all its blocks as kept."""
     model = Deep([Block(4, index) for index in range(5)])
     short = shorten(model, kept=None)
     assert short.model is model
@@ -87,7 +87,7 @@ def test_none_keeps_everything() -> None:
 
 
 def test_places_without_a_block_are_alike() -> None:
-    """None in a list is a kind of its own, and keeps the numbering of the neighbouring blocks."""
+    """None in a list of blocks is a kind, two of which stay at the positions of the short list."""
     blocks = [None if index in (0, 4) else Block(4, index) for index in range(9)]
     short = shorten(Deep(blocks))
     (found,) = short.lists

@@ -1,4 +1,4 @@
-"""Traced graphs have no redundant calls."""
+"""Simplified graphs have no operand that a call does not read, and keep constants, types and names of inputs apart."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Maker(nn.Module):
-    """Add a new tensor to the input's sum."""
+    """A model that adds a new tensor to the input's sum."""
 
     def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def test_a_new_tensor_needs_no_operand(name: str) -> None:
 
 
 class Constants(nn.Module):
-    """Compute with two constant tensors."""
+    """A model that multiplies its input by two constant tensors."""
 
     def __init__(self, first: Tensor, second: Tensor) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def test_constants_of_equal_bytes_keep_their_shapes_and_types() -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_an_empty_operand_gives_a_concatenation_its_type(count: int) -> None:
-    """`out = torch.tensor([])`, to which a loop appends integers, makes the result float32."""
+    """An empty float32 tensor concatenated with integers makes a float32 result, also in the program."""
     model, x = Maker(lambda x: torch.cat([torch.tensor([]), *[x.long()] * count])), torch.arange(3.0)
     program = tracing.trace(model, (x,), grad=False)
     (found,) = program.graph_module(x)
@@ -89,7 +89,8 @@ class AlmostEqualNames(nn.Module):
 
 
 def test_parameters_whose_names_differ_in_dots_are_two_inputs() -> None:
-    """Names of inputs have "_" in place of dots, and stay distinct; so do the inputs of an optimizer's state."""
+    """Parameters "a.b_c" and "a_b.c" are two inputs of the program, and all names of inputs are distinct with an
+    optimizer's state."""
     rule = UpdateRule("momentum_update", ("momentum_buffer",), (False, False), SGD_HYPER)
     update = Update("SGD", (UpdateGroup(rule, ("a.b_c", "a_b.c")),), None)
     program = tracing.trace(AlmostEqualNames(), (torch.ones(3),), update=update)

@@ -1,4 +1,4 @@
-"""Random spans have the distribution of transformers' NumPy code, with torch's numbers."""
+"""Random spans drawn by torch have the distribution of transformers' NumPy code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _mask(*ones: int, length: int = 20) -> Tensor:
     [(0.3, 4, None, 0), (0.65, 3, None, 2), (0.01, 10, None, 0), (0.3, 4, _mask(20, 12, 5, 2), 2), (0.5, 1, None, 0)],
 )
 def test_spans_are_distributed_as_those_of_numpy(prob: float, span: int, mask: Tensor | None, least: int) -> None:
-    """How often each place of a sequence is masked, and how many places are."""
+    """Each place is masked as often as by transformers' NumPy code, and the counts of masked places are the same."""
     torch.manual_seed(0)
     np.random.seed(0)
     shape, draws = (4, 20), 3000
@@ -40,13 +40,13 @@ def test_spans_are_distributed_as_those_of_numpy(prob: float, span: int, mask: T
 
 
 def test_spans_that_do_not_fit_are_refused() -> None:
-    """A span that does not fit is refused with the largest fitting span."""
+    """A span longer than the sequence is refused, and the error names the longest span that fits."""
     with pytest.raises(ValueError, match="mask_length= is from 1 to 4"):
         draw_spans((2, 4), 0.5, 5)
 
 
 class Masks(nn.Module):
-    """Puts a token in place of spans, as transformers' models of sounds do."""
+    """A model that puts a token in place of random spans, as audio models of transformers do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,8 @@ class Masks(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 def test_each_step_masks_other_places_the_same_on_all_meshes() -> None:
-    """Nothing is read from the masks, and a program serves all steps."""
+    """Losses of four steps with different spans equal one device's. Losses and the gradient are equal on all
+    meshes, in a program without guards."""
     inputs = (torch.randn(4, 20, 4), _mask(20, 18, 12, 5))
     assert not trace(Masks(), inputs).guards
     one_device = Masks()

@@ -49,7 +49,7 @@ def test_buffers_are_updated() -> None:
 
 
 def test_loss_fn_takes_the_last_inputs_as_targets() -> None:
-    """`loss_fn(outputs, target)` gets the last positional input; only the loss has a tangent."""
+    """`loss_fn(outputs, target)` gets the last positional input, and only the loss has a tangent."""
     model, x, y = Mlp().eval(), torch.randn(6, 4), torch.tensor([0, 1, 2, 3, -100, 1])
     program = trace(model, (x, y), loss_fn=nn.CrossEntropyLoss())
     assert [s.name for s in program.inputs_of(InputKind.TANGENT)] == ["tangent:0"]
@@ -116,7 +116,7 @@ def test_tangents_are_for_losses_or_for_all() -> None:
 
 
 def test_the_forward_alone_is_that_of_training() -> None:
-    """The model runs as where gradients are wanted, and the program has no backward."""
+    """The program of `forward_only` has the operators of a forward with gradients enabled, and no backward."""
 
     class Training(nn.Module):
         def __init__(self) -> None:
@@ -141,7 +141,7 @@ def test_without_parameters_that_require_grad_there_is_no_backward() -> None:
 
 
 def test_phases_split_at_the_tangent() -> None:
-    """No forward node depends on a backward node, and all gradients are backward."""
+    """A forward node depends on forward nodes alone, and all gradients are backward nodes."""
     program = trace(Mlp(), (torch.randn(6, 4),))
     for node in program.graph.nodes:
         if node.op == "call_function" and node.meta["phase"] == "forward":
@@ -152,13 +152,13 @@ def test_phases_split_at_the_tangent() -> None:
 
 
 def test_every_node_has_a_value_of_global_shape() -> None:
-    """`val` is set on all nodes, and nodes of multi-output operators hold tuples."""
+    """Each node except the output has its value as `val`."""
     program = trace(Mlp(), (torch.randn(6, 4),))
     assert all("val" in node.meta for node in program.graph.nodes if node.op != "output")
 
 
 def test_lines_and_modules() -> None:
-    """Nodes name their line in this file, and their module."""
+    """Products name their module, and their line in this file."""
     program = trace(Mlp(), (torch.randn(6, 4),))
     matmuls = [node for node in program.graph.nodes if node.target is torch.ops.aten.addmm.default]
     assert [node.meta["module"] for node in matmuls] == ["up", "down"]
@@ -167,7 +167,7 @@ def test_lines_and_modules() -> None:
 
 
 class Branch(nn.Module):
-    """Branches on the values of its mask."""
+    """A model that branches on the values of its mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Branch(nn.Module):
 
 
 def test_a_branch_on_values_is_guarded() -> None:
-    """The branch taken on the example inputs is traced, and another mask asks for another trace."""
+    """The branch that the example takes is traced with a guard, which a mask with the other outcome fails."""
     model, x = Branch(), torch.randn(3, 4)
     ones, some = torch.ones(3, dtype=torch.bool), torch.tensor([True, False, True])
     for mask, other in ((ones, some), (some, ones)):
@@ -200,7 +200,7 @@ def test_without_values_a_branch_is_refused_with_its_line() -> None:
 
 
 class StateBranch(nn.Module):
-    """Branches on a parameter."""
+    """A model that branches on the value of a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class StateBranch(nn.Module):
 
 
 def test_a_branch_on_a_parameter_needs_the_state_to_check() -> None:
-    """A guard on a parameter is checked against the state, and needs the state."""
+    """A guard on a parameter is checked against `state`, and checking without the state is refused."""
     model, x = StateBranch(), torch.randn(3)
     program = trace(model, (x,))
     assert check_guards(program, (x,), {"gate": torch.ones(())})
@@ -221,7 +221,7 @@ def test_a_branch_on_a_parameter_needs_the_state_to_check() -> None:
 
 
 class Numpy(nn.Module):
-    """Goes through numpy, which fake tensors cannot."""
+    """A model that computes with numpy, which does not run on fake tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class Numpy(nn.Module):
 
 
 class NumpyPair(nn.Module):
-    """Goes through numpy, with two inputs."""
+    """A model that computes with numpy and has two inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ class NumpyPair(nn.Module):
 
 
 def test_dynamo_keeps_inputs_apart_that_are_one_tensor() -> None:
-    """Labels that are the tokens themselves stay a second input, because a later call has separate labels."""
+    """With one tensor passed as both inputs, the program still has two inputs and works for different tensors."""
     model, x, target = NumpyPair(), torch.randn(2, 3), torch.randn(2, 3)
     program = trace(model, (x, x))
     assert program.digest() == trace(model, (x, target)).digest()
@@ -251,7 +251,7 @@ def test_dynamo_keeps_inputs_apart_that_are_one_tensor() -> None:
 
 
 def test_dynamo_captures_what_fake_tensors_cannot_run() -> None:
-    """Numpy calls come by way of Dynamo, with the model's own names."""
+    """A model with numpy calls is traced by Dynamo, with the model's own parameter names and eager's results."""
     model, x = Numpy(), torch.randn(2, 3)
     program = trace(model, (x,))
     assert [s.name for s in program.inputs_of(InputKind.PARAMETER)] == ["layer.weight", "layer.bias"]
@@ -259,7 +259,7 @@ def test_dynamo_captures_what_fake_tensors_cannot_run() -> None:
 
 
 class Checkpointed(nn.Module):
-    """A dropout under an activation checkpoint."""
+    """A model with a dropout under an activation checkpoint."""
 
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoints_are_plain_calls(use_reentrant: bool) -> None:
-    """Nothing is computed twice: one dropout forward, one backward, with one site."""
+    """A checkpointed dropout is traced once forward and once backward, with the same site."""
     program = trace(Checkpointed(use_reentrant), (torch.randn(4, 3),))
     drops = [node for node in program.graph.nodes if "autoshard.dropout" in str(node.target)]
     assert [node.args[3] for node in drops] == [0, 0]
@@ -300,7 +300,8 @@ def test_tied_parameters_have_aliases() -> None:
 
 
 def test_a_module_with_two_names_keeps_its_tensors() -> None:
-    """Buffers of a module with two names stay the model's own, and assignments to a buffer belong to the program."""
+    """A module with two names keeps its own buffers after a trace, and an assignment to a buffer is an update of the
+    program."""
 
     class Scale(nn.Module):
         def __init__(self) -> None:
@@ -334,7 +335,7 @@ def test_a_module_with_two_names_keeps_its_tensors() -> None:
     ids=["multi-head attention", "encoder layer", "lstm", "deep lstm", "gru", "convolution"],
 )
 def test_modules_of_torch(model: nn.Module, shapes: list[tuple[int, ...]]) -> None:
-    """Ordinary modules of torch compute their eager results in a program."""
+    """Modules of torch give eager's outputs and gradients."""
     args = tuple(torch.randn(shape) for shape in shapes)
     assert_equals_eager(trace(model, args), model, args)
 
@@ -356,7 +357,7 @@ def digest_of_two_traces() -> str:
 
 @pytest.mark.slow  # programs lowered in two processes are compared in `make test`, see test_lower
 def test_text_does_not_depend_on_the_process() -> None:
-    """Processes with unequal hash seeds print equal programs."""
+    """A process with another hash seed traces the same program, by its digest."""
     other = subprocess.run(
         [sys.executable, "-c", _SCRIPT],
         env={**os.environ, "PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1"},
@@ -431,19 +432,19 @@ def test_opaque_inputs_are_refused() -> None:
 
 
 def test_missing_targets_are_refused() -> None:
-    """A loss function that wants more targets than there are inputs is an error."""
+    """A loss function that takes more targets than the call has inputs is refused."""
     with pytest.raises(TraceError, match="takes 2 targets after the outputs"):
         trace(Mlp(), (torch.randn(2, 4),), loss_fn=lambda outputs, first, second: outputs.sum())
 
 
 def test_no_noise_is_left() -> None:
-    """Detaches, aliases and double transposes are gone."""
+    """The program has no detach, alias or copy."""
     counts = count_operators(trace(Mlp(), (torch.randn(6, 4),)))
     assert not counts.keys() & {"detach", "alias", "lift_fresh_copy", "copy"}
 
 
 class _Reversed(torch.autograd.Function):
-    """A model that recomputes in its backward, and runs a backward through the recomputation."""
+    """A function whose backward runs a backward of its own."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
@@ -459,7 +460,8 @@ class _Reversed(torch.autograd.Function):
 
 
 def test_a_backward_of_the_models_own_is_refused() -> None:
-    """Its gradients would be missing from the program."""
+    """A model whose backward runs `torch.autograd.backward` is refused, because gradients would be missing from the
+    program."""
 
     class Reversible(nn.Module):
         def __init__(self) -> None:
@@ -475,7 +477,7 @@ def test_a_backward_of_the_models_own_is_refused() -> None:
 
 
 def test_a_call_that_fails_is_reported_by_the_error_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """A failing trace raises one error without torch's log, and logging is restored afterwards."""
+    """A failing trace raises one error without records in torch's log, and the logger is enabled afterwards."""
     with pytest.raises(TraceError, match=r"a and b must have same reduction dim, but got \[2, 5\] X \[4, 3\]"):
         trace(nn.Linear(4, 3), (torch.ones(2, 5),))
     assert not caplog.records
@@ -483,7 +485,7 @@ def test_a_call_that_fails_is_reported_by_the_error_alone(caplog: pytest.LogCapt
 
 
 def test_lists_of_values_are_read() -> None:
-    """`tolist` reads an input of sizes, and a constant of the trace."""
+    """`tolist` works on an input, whose values are then guarded, and on a constant. The results equal eager."""
 
     class Grid(nn.Module):
         def __init__(self) -> None:

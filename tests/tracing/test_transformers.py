@@ -27,14 +27,14 @@ def _batch(**more: torch.Tensor) -> dict[str, torch.Tensor]:
 @pytest.mark.sample(2)
 @MODELS
 def test_loss_and_gradients_equal_eager(make: type) -> None:
-    """Loss, logits and all gradients of the traced graph are the eager model's."""
+    """Loss, logits and all gradients of the program equal the eager model's."""
     model, batch = make().eval(), _batch()
     assert_equals_eager(trace(model, (), batch), model, (), batch)
 
 
 @MODELS
 def test_attention_and_loss_stay_whole(make: type) -> None:
-    """Each layer has one attention operator with one backward, and the model one cross-entropy."""
+    """The program has one attention operator and one backward per layer, and one cross-entropy."""
     counts = count_operators(trace(make().train(), (), _batch()))
     assert counts["autoshard::attention"] == counts["autoshard::attention_backward"] == 2
     assert counts["autoshard::cross_entropy"] == counts["autoshard::cross_entropy_backward"] == 1
@@ -42,7 +42,7 @@ def test_attention_and_loss_stay_whole(make: type) -> None:
 
 
 def test_dropout_in_training_takes_the_seed() -> None:
-    """GPT-2 in training has a seed and numbered dropouts, and in evaluation neither."""
+    """GPT-2 in training has one seed and dropouts with distinct sites, and in evaluation no seed."""
     training = trace(_gpt2().train(), (), _batch())
     assert count_operators(training)["autoshard::dropout"] == 2 * (1 + 2 * 2)
     assert len(training.inputs_of(InputKind.SEED)) == 1
@@ -66,7 +66,7 @@ def test_tied_weights_are_one_parameter() -> None:
 @pytest.mark.sample(1)
 @MODELS
 def test_a_model_on_meta_traces_to_the_same_text(make: type) -> None:
-    """Neither parameters nor inputs need values."""
+    """A model and inputs on the meta device give the text of the program of real ones."""
     with torch.device("meta"):
         meta = make().train()
     batch = {name: tensor.to("meta") for name, tensor in _batch().items()}
@@ -74,7 +74,8 @@ def test_a_model_on_meta_traces_to_the_same_text(make: type) -> None:
 
 
 def test_padding_is_guarded() -> None:
-    """A mask of ones is traced away under a guard, and a padded mask makes a second right program."""
+    """A mask of ones is not in the program but guarded, and a padded mask fails the guard and has eager's results when
+    traced."""
     model = _llama().eval()
     full = _batch(attention_mask=torch.ones(2, 8, dtype=torch.long))
     padded = _batch(attention_mask=torch.ones(2, 8, dtype=torch.long).index_fill(1, torch.tensor([6, 7]), 0))
@@ -86,7 +87,7 @@ def test_padding_is_guarded() -> None:
 
 
 def test_nodes_know_their_module_and_line() -> None:
-    """Forward and backward nodes name their module and a line of the module's code."""
+    """Attention nodes name their module and line in both phases, and every call names a line."""
     program = trace(_llama(), (), _batch())
     attentions = [node for node in program.graph.nodes if "autoshard.attention" in str(node.target)]
     assert [node.meta["module"] for node in attentions] == [

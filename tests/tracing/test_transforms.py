@@ -1,4 +1,4 @@
-"""Transforms of `torch.func` inside a model draw as in eager, and leave no state after a failed trace."""
+"""Transforms of `torch.func` inside a model draw as in eager, and a failed trace leaves no transform active."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tracing.running import run_program
 
 
 class Call(nn.Module):
-    """A function of a parameter of ones."""
+    """A model that applies a function to its parameter of ones."""
 
     def __init__(self, function: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -43,7 +43,8 @@ def _gradient(row: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("draw", [_drop, _attend, _gradient])
 def test_randomness_of_vmap(draw: Callable[[Tensor], Tensor]) -> None:
-    """Rows draw separately with randomness "different", equally with "same", and otherwise raise."""
+    """With randomness "different" the rows of a vmap draw separately, with "same" equally, and without the option
+    the trace is refused."""
     for randomness in ("different", "same"):
         model = Call(lambda weight, mode=randomness: vmap(draw, randomness=mode)(weight))
         (result, *_) = run_program(trace(model), model, ()).values()
@@ -55,7 +56,7 @@ def test_randomness_of_vmap(draw: Callable[[Tensor], Tensor]) -> None:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own, of jvp
 def test_a_failing_trace_leaves_no_transform_open() -> None:
-    """A trace that fails within a transform leaves the process unchanged."""
+    """A trace that fails within a transform leaves no transform active, and transforms work afterwards."""
 
     def fail(weight: Tensor) -> Tensor:
         raise RuntimeError("the model fails")

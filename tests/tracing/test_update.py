@@ -1,4 +1,4 @@
-"""The whole training step as one program: clipping, update and state behind the backward."""
+"""The whole training step as one program: clipping, update and state follow the backward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HYPER = {
 
 
 class Net(nn.Module):
-    """Two layers, one with a shared weight, and a parameter without a reader."""
+    """Two layers that share a weight, a scale, and a parameter that the forward does not use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def _update(limit: float | None) -> Update:
 
 
 def _run(program: Program, model: nn.Module, scale: float = 1.0) -> dict[str, Tensor]:
-    """Results by kind and name; state is zero, and the loss has a scale."""
+    """Results by kind and name, for a state of zeros and a loss multiplied by `scale`."""
     parameters = dict(model.named_parameters())
     given: dict[tuple[InputKind, str], Any] = {(InputKind.INPUT, "input:0"): X}
     given |= {(InputKind.PARAMETER, name): item.detach() for name, item in parameters.items()}
@@ -72,7 +72,7 @@ def _run(program: Program, model: nn.Module, scale: float = 1.0) -> dict[str, Te
 
 @pytest.mark.parametrize("limit", [None, 0.05, 1e3], ids=["unclipped", "clipped", "under the limit"])
 def test_a_traced_step_is_a_step(limit: float | None) -> None:
-    """Parameters and state after one step of two optimizers, beside torch's own step."""
+    """Parameters and state after one step of two optimizers equal those of torch's own steps."""
     model = _net()
     found = _run(trace(model, (X,), update=_update(limit)), model)
     model(X).backward()
@@ -96,7 +96,7 @@ def test_a_traced_step_is_a_step(limit: float | None) -> None:
 
 
 def test_an_unclipped_step_returns_the_norm_if_asked() -> None:
-    """The norm over all gradients is a result, and the update stays as it is without the norm."""
+    """With `returns_norm` the program returns the norm of all gradients, and the other results do not change."""
     model = _net()
     update = replace(_update(None), returns_norm=True)
     plain, found = (_run(trace(model, (X,), update=item), model) for item in (_update(None), update))
@@ -109,7 +109,7 @@ def test_an_unclipped_step_returns_the_norm_if_asked() -> None:
 
 @pytest.mark.parametrize("limit", [None, 0.05])
 def test_a_scaled_step_is_the_same_step(limit: float | None) -> None:
-    """A scale of the loss changes neither norm nor update, because the program removes the scale."""
+    """A factor on the loss changes neither the norm nor the update, because the program divides by it again."""
     model, update = _net(), replace(_update(limit), returns_norm=True)
     program = trace(model, (X,), update=replace(update, scales_loss=True))
     assert [slot.node for slot in program.inputs_of(InputKind.UNSCALE)] == ["unscale_all"]
@@ -120,7 +120,8 @@ def test_a_scaled_step_is_the_same_step(limit: float | None) -> None:
 
 
 def test_slots_of_a_whole_step() -> None:
-    """State and hyper-parameters of updated parameters are inputs, and gradients are no outputs."""
+    """State and hyper-parameters are inputs of the program, the update follows the backward, and gradients are no
+    outputs."""
     program = trace(_net(), (X,), update=_update(1.0))
     assert [slot.name for slot in program.inputs_of(InputKind.STATE)] == [
         "exp_avg:first.weight",
@@ -136,6 +137,6 @@ def test_slots_of_a_whole_step() -> None:
 
 
 def test_the_program_of_a_step_is_the_same_every_time() -> None:
-    """Its text does not depend on the process, and differs from that of another update."""
+    """Two traces of a step have the same digest, and a step without clipping has another."""
     one, two = (trace(_net(), (X,), update=_update(1.0)).digest() for _ in range(2))
     assert one == two != trace(_net(), (X,), update=_update(None)).digest()

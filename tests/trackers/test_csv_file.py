@@ -1,4 +1,4 @@
-"""A file of comma-separated values has a line for each step, and goes on after a restart."""
+"""`CSV` writes a line for each step, and continues a file after a restart."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def test_lines_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
-    """Each line is in the file at once, and the folder is made at the first step."""
+    """Each line can be read right after its step, and the folder is made at the first step."""
     path = tmp_path / "runs" / "a.csv"
     writer = CSV(path)
     assert not path.parent.exists()
@@ -32,7 +32,7 @@ def test_lines_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_new_numbers_get_columns(tmp_path: Path) -> None:
-    """A number that comes later, or not at each step, is empty elsewhere."""
+    """A number that appears at some steps only gets a column, which is empty at the other steps."""
     writer = CSV(tmp_path / "a.csv")
     writer.log(1, {"loss": 2.0})
     writer.log(2, {"loss": 1.0, "mfu": 0.25})
@@ -42,7 +42,7 @@ def test_new_numbers_get_columns(tmp_path: Path) -> None:
 
 
 def test_a_restart_replaces_the_steps_that_it_repeats(tmp_path: Path) -> None:
-    """Lines before the first written step stay, and later lines are written again."""
+    """After a restart, lines before the first repeated step stay, and the later ones are replaced."""
     first = CSV(tmp_path / "a.csv")
     for number in range(1, 6):
         first.log(number, {"loss": float(number)})
@@ -62,7 +62,7 @@ def test_a_restart_replaces_the_steps_that_it_repeats(tmp_path: Path) -> None:
     "data", [b"name,size\na,3\n", b"step,size\none,3\n", b"a,b\n", b"one line", b"\xff\xfe\x00", b"\n1,2\n"]
 )
 def test_another_file_is_not_written_over(tmp_path: Path, data: bytes) -> None:
-    """A file that has no numbers of steps stays as it is, and is named."""
+    """A file that `CSV` did not write is refused by name, and stays as it is."""
     (tmp_path / "a.csv").write_bytes(data)
     with pytest.raises(NotAvailableError, match=r"a\.csv'\): the file is there, but was not written by CSV"):
         CSV(tmp_path / "a.csv").log(1, {"loss": 1.0})
@@ -70,7 +70,7 @@ def test_another_file_is_not_written_over(tmp_path: Path, data: bytes) -> None:
 
 
 def test_an_empty_file_is_written(tmp_path: Path) -> None:
-    """A file without any line has nothing to lose."""
+    """An empty file is written to."""
     (tmp_path / "a.csv").touch()
     writer = CSV(tmp_path / "a.csv")
     writer.log(1, {"loss": 1.0})
@@ -79,7 +79,8 @@ def test_an_empty_file_is_written(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new column needs the file to be written anew, which fails."""
+    """If the disk is full when a new column needs the file rewritten, the old lines stay, and later
+    steps are written."""
     writer = CSV(tmp_path / "a.csv")
     writer.log(1, {"loss": 2.0})
 
@@ -97,7 +98,7 @@ def test_a_full_disk_leaves_the_lines(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_names_with_commas_are_quoted(tmp_path: Path) -> None:
-    """The user's own names may have commas; they stay columns when the file is continued."""
+    """A name with a comma is quoted, and stays one column when the file is continued."""
     for number in (1, 2):
         writer = CSV(tmp_path / "a.csv")
         writer.log(number, {"loss, mean": 1.0})

@@ -1,4 +1,4 @@
-"""The progress line shows the last step, measured beside predicted."""
+"""The progress line shows the last step, with the measured time beside the predicted one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shown(*, total: int | None = None, terminal: bool = False) -> str:
 
 
 def test_the_numbers_in_words() -> None:
-    """Every number has its word or its unit, and unknown numbers are left out."""
+    """Each number has its word or unit in the text, and unknown numbers are left out."""
     assert text_of(VALUES) == (
         "loss 2.346, norm 0.5, lr 0.0003, 2 steps skipped, 12,346 tokens/s, MFU 31.0%, 102 ms (predicted 98 ms), "
         "3.00 GiB"
@@ -44,7 +44,7 @@ def test_the_numbers_in_words() -> None:
 
 
 def test_the_last_step_stays() -> None:
-    """Elsewhere than on a terminal the line is written once; on a terminal it changes, and stays."""
+    """The last step stays visible, and without a terminal it is the only one that is written."""
     assert "step 8 loss 2.346" in shown()
     assert "7" not in shown().split("loss")[0]
     assert "8/20" in shown(total=20)
@@ -52,7 +52,7 @@ def test_the_last_step_stays() -> None:
 
 
 def test_prints_go_to_the_file_of_standard_output() -> None:
-    """The line takes over no standard output that is not a terminal."""
+    """A progress line on a terminal does not replace a standard output that is no terminal."""
     before, line = sys.stdout, Progress(console=Console(file=io.StringIO(), force_terminal=True))
     line.log(1, VALUES)
     assert sys.stdout is before
@@ -60,7 +60,7 @@ def test_prints_go_to_the_file_of_standard_output() -> None:
 
 
 def test_a_run_without_a_step_shows_nothing() -> None:
-    """Closing is enough."""
+    """A progress line that is closed without a step writes nothing."""
     written = io.StringIO()
     Progress(console=Console(file=written)).close()
     assert not written.getvalue()

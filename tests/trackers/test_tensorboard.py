@@ -1,4 +1,4 @@
-"""TensorBoard reads what `TensorBoard` writes."""
+"""TensorBoard reads the files of the writer `TensorBoard`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoshard.trackers import TensorBoard
 
 
 def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
-    """Each number is a scalar with its step; no file before the first step."""
+    """TensorBoard reads each number with its step, and there is no folder before the first step."""
     writer = TensorBoard(tmp_path / "run")
     assert not (tmp_path / "run").exists()
     for number in (3, 4):
@@ -27,7 +27,7 @@ def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without tensorboard, the first step says how to get it."""
+    """Without the package tensorboard, the first step is refused with the command that installs it."""
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.summary_pb2", None)
     with pytest.raises(NotAvailableError, match="pip install tensorboard"):
         TensorBoard(tmp_path / "run").log(1, {"loss": 1.0})

@@ -1,4 +1,4 @@
-"""A tracker hands the numbers of each step to writers, a step later, on the first rank alone."""
+"""A tracker gives the numbers of each step to writers, one step later, on the first rank alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPEEDS = {"step_time_s", "tokens_per_s", "mfu"}
 
 
 class Kept:
-    """Keeps what it is given."""
+    """A writer that records its rows."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
@@ -39,7 +39,7 @@ class Kept:
 
 
 class Words(nn.Module):
-    """Predicts words from words, so that a step has tokens."""
+    """A model that predicts tokens from tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def step_of(mesh: Any = None, **options: Any) -> autoshard.TrainStep:
 
 
 def test_each_step_is_written_a_step_later() -> None:
-    """Numbers come when the next step ends, and the last ones when the tracker is closed."""
+    """A step's numbers are written when the next step ends, and the last step's when the tracker is closed."""
     step, kept = step_of(), Kept()
     losses = []
     with autoshard.track(step, kept):
@@ -76,7 +76,7 @@ def test_each_step_is_written_a_step_later() -> None:
 
 
 def test_the_numbers_of_a_step() -> None:
-    """A step that compiles has no speed; a step that clips has its norm; the numbers are those of the run."""
+    """The step that compiles has no speeds. Norms, learning rates and step numbers are those of the run."""
     step, kept = step_of(max_grad_norm=0.1), Kept()
     schedule = torch.optim.lr_scheduler.StepLR(step.optimizer, 1, 0.5)
     norms = []
@@ -95,7 +95,7 @@ def test_the_numbers_of_a_step() -> None:
 
 
 def test_speeds_have_the_definitions_of_the_prediction() -> None:
-    """At the predicted step time, tokens per second and MFU are the predicted ones."""
+    """Tokens per second and MFU, multiplied by the step time, equal the tokens and the prediction's product."""
     step, kept = step_of(micro_batches=2), Kept()
     with autoshard.track(step, kept):
         for _ in range(2):
@@ -126,7 +126,7 @@ def test_groups_and_skipped_steps() -> None:
 
 
 def test_the_scale_of_the_loss() -> None:
-    """A step in float16 has its scale after the step, and counts skipped steps."""
+    """A skipped step in float16 is counted, and its row has the scale after the step."""
     step, kept = step_of(precision="f16", options=Options(loss_scaling=LossScaling(init_scale=2.0**60))), Kept()
     with autoshard.track(step, kept):
         step(TOKENS, ONE)
@@ -134,7 +134,7 @@ def test_the_scale_of_the_loss() -> None:
 
 
 def test_a_step_that_fails_is_not_written() -> None:
-    """An error ends a step without numbers, and tracking goes on."""
+    """A step that raises is not written, and the next step is."""
     step, kept = step_of(options=Options(on_nonfinite="raise")), Kept()
     with autoshard.track(step, kept):
         step(TOKENS, ONE)
@@ -160,7 +160,7 @@ def test_numbers_count_on_after_a_load(tmp_path: Path) -> None:
 
 
 def test_numbers_of_the_user() -> None:
-    """`add` puts numbers beside those of the last step."""
+    """`add` puts numbers into the row of the last step, and without a step adds none."""
     step, kept = step_of(), Kept()
     tracker = autoshard.track(step, kept)
     tracker.add(early=1.0)
@@ -174,7 +174,7 @@ def test_numbers_of_the_user() -> None:
 
 
 def test_a_tracker_that_is_not_closed_writes_the_last_step() -> None:
-    """It is closed when nobody has the step any more, or else at the end of the program."""
+    """A tracker that nobody closed is closed when its step is garbage-collected, and otherwise at exit."""
     gc.freeze()  # objects of earlier tests take half a minute to collect
     step, kept = step_of(), Kept()
     assert autoshard.track(step, kept)._close_once.atexit
@@ -188,7 +188,7 @@ def test_a_tracker_that_is_not_closed_writes_the_last_step() -> None:
 
 
 def test_a_writer_that_fails_leaves_no_other_open() -> None:
-    """An error of `log` or `close` is raised after all writers are closed."""
+    """An error of a writer's `close` is raised after the other writers are closed."""
 
     class Broken(Kept):
         def close(self) -> None:
@@ -202,7 +202,7 @@ def test_a_writer_that_fails_leaves_no_other_open() -> None:
 
 
 def test_an_optimizer_that_is_not_traced_is_tracked() -> None:
-    """The numbers of a step by autograd."""
+    """A step whose optimizer is not traced has the same numbers."""
     model, kept = Words(), Kept()
     step = autoshard.compile(
         model, Mesh({"data": 2}), optimizer=torch.optim.RMSprop(model.parameters()), max_grad_norm=1.0
@@ -214,7 +214,7 @@ def test_an_optimizer_that_is_not_traced_is_tracked() -> None:
 
 
 def test_wrong_arguments_are_refused() -> None:
-    """A module, and an object without the methods of a writer."""
+    """A module that is no training step, and an object that is no writer, are refused."""
     with pytest.raises(NotAvailableError, match=r"track\(ShardedModule\): only a training step"):
         autoshard.track(autoshard.compile(Words(), Mesh({"data": 2})), Kept())  # type: ignore[arg-type]
     for wrong in (print, Kept, "runs/a"):
@@ -228,7 +228,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 def check_on_gloo() -> None:
-    """The first rank alone writes, also where it does not run the stage of the loss."""
+    """The first rank alone writes, although the loss is computed on another rank."""
     step, kept = step_of(Mesh({"pipeline": 2, "data": 2}), micro_batches=2, options=Options(grad_norm=True)), Kept()
     with autoshard.track(step, kept) as tracker:
         losses = [float(step(TOKENS, ONE)) for _ in range(3)]
@@ -241,13 +241,13 @@ def check_on_gloo() -> None:
 
 
 def test_on_gloo() -> None:
-    """Four processes in two stages."""
+    """On four processes in two stages, the first rank alone writes."""
     report(run_checks({"tracker": check_on_gloo}), "tracker")
 
 
 @pytest.mark.gpu
 def test_numbers_of_a_gpu_arrive_later() -> None:
-    """On a GPU the numbers are those of the run, and the time is that between two events."""
+    """On a GPU, the written losses are those of the run, and each later step has a time."""
     model = Words().cuda()
     step = autoshard.compile(
         model, Mesh({"data": 1}), optimizer=torch.optim.AdamW(model.parameters()), max_grad_norm=1.0

@@ -1,4 +1,4 @@
-"""`WandB` begins a run at the first step, and finishes it; the package is imported then."""
+"""`WandB` imports the package and begins a run at the first step, and `close` finishes the run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def test_numbers_are_logged_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without wandb, the first step says how to get it; a run without a step needs nothing."""
+    """Without the package wandb, the first step is refused with the command that installs it, and `close` without
+    a step works."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     writer = WandB()
     with pytest.raises(NotAvailableError, match="pip install wandb"):

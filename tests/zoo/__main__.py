@@ -1,8 +1,9 @@
-"""`python -m tests.zoo [--only PATTERN ...] [--sample COUNT]`: run architectures, and write `tests/zoo/results.md`.
+"""`python -m tests.zoo [--only PATTERN ...] [--sample COUNT]`: run architectures, and write
+`tests/zoo/results.md`.
 
-Each architecture runs in a process of its own with limits of time and memory. A hanging or killed process is a row of
-the table. `results.json` keeps the results of architectures that do not run this time. A sample is drawn anew
-each day, and leaves the page unchanged.
+Each architecture runs in its own process with limits of time and memory. A process that hangs or is killed is a row
+of the table. `results.json` keeps the results of architectures that do not run this time. A sample is drawn by the
+date, and leaves the page unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ KEPT = Path(__file__).with_name("results.json")
 
 
 def main(arguments: list[str]) -> int:
-    """Run the chosen architectures; return 0 if all passed."""
+    """Run the chosen architectures, and return 0 if all passed."""
     options = _parser().parse_args(arguments)
     names = [name for name in ARCHITECTURES if any(fnmatch.fnmatchcase(name, pattern) for pattern in options.only)]
     missing = {ARCHITECTURES[name].library for name in names if not ARCHITECTURES[name].library.is_installed}
@@ -58,13 +59,13 @@ def main(arguments: list[str]) -> int:
 
 
 def sample(names: Sequence[str], count: int, date: str) -> list[str]:
-    """Return some of the names in order, equal for equal dates."""
+    """Some of the names, in their order. A date always gives the same names."""
     drawn = set(random.Random(date).sample(list(names), min(count, len(names))))
     return [name for name in names if name in drawn]
 
 
 def _write(result: Result) -> None:
-    """Add a result to the kept results, and write the page; two runs at once lose no result."""
+    """Add a result to the kept results, and write the page. A lock keeps two runs at once from losing a result."""
     with PAGE.open("a") as page:
         fcntl.flock(page, fcntl.LOCK_EX)
         _write_locked(result)

@@ -39,11 +39,11 @@ class Library(StrEnum):
 
     @property
     def module(self) -> str:
-        """The module that its models are in."""
+        """The module in which the library's models are."""
         return "torch_geometric.nn" if self is Library.GEOMETRIC else str(self)
 
     def model(self, name: str) -> Any:
-        """The class of this name."""
+        """The class of this name in the library."""
         return getattr(importlib.import_module(self.module), name)
 
 
@@ -66,7 +66,7 @@ class Family(StrEnum):
 
 
 class WithTargets(nn.Module):
-    """A model without a loss, wrapped with the summed mean square distances of its floating outputs to targets."""
+    """A model without a loss, wrapped with one: the sum of its floating outputs' mean squared errors to targets."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class WithTargets(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One architecture.
+    """One architecture of the zoo.
 
     Args:
         name: name of its folder in transformers, perhaps with a suffix for a variant.
@@ -147,7 +147,7 @@ architecture may enable spans. Caches are off too, because programs do not retur
 
 
 def _settled(config: Any, asked: Collection[str] = ()) -> Any:
-    """Return the config without fields that make a program for each step, except for enabled fields."""
+    """The config without fields that would need a program for each step, except fields in `asked`."""
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict"):
             _settled(value)
@@ -175,7 +175,8 @@ def generator() -> torch.Generator:
 
 
 def _without_zeros(model: nn.Module) -> nn.Module:
-    """Draw parameters that start as zeros, which would make all gradients in front zero."""
+    """Replace parameters that are all zeros by random numbers, because zeros would make the gradients of earlier
+    layers zero."""
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.any():

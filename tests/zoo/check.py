@@ -153,7 +153,7 @@ Step = Callable[[torch.Tensor], AbstractContextManager[None]]
 def train_and_evaluate(
     network: nn.Module, batches: Sequence[Mapping[str, Any]], rate: float, step: Step = contextlib.nullcontext
 ) -> dict[str, torch.Tensor]:
-    """Train on all batches but the last, and evaluate the last batch; return all results and the final state.
+    """Train on all batches but the last, and evaluate the last batch. Return all results and the final state.
 
     `rate` is the rate of `Architecture`.
     """
@@ -191,7 +191,7 @@ def start(architecture: Architecture) -> Result:
 
 
 def observe(network: nn.Module, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the loss, or the outputs without a loss, and the gradients of all parameters."""
+    """The loss, or the outputs if there is no loss, and the gradients of all parameters."""
     outputs = [leaf for leaf in pytree.tree_leaves(network(**inputs)) if isinstance(leaf, torch.Tensor)]
     differentiable = [output for output in outputs if output.requires_grad]
     scalars = [output for output in differentiable if output.ndim == 0]
@@ -207,12 +207,13 @@ def observe(network: nn.Module, inputs: Mapping[str, Any]) -> dict[str, torch.Te
 
 
 def _weighted_sum(output: torch.Tensor) -> torch.Tensor:
-    """A scalar in which each element counts differently."""
+    """A weighted sum of an output, in which each element has another weight."""
     return (output * torch.linspace(0.5, 1.5, output.numel()).view_as(output)).sum()
 
 
 def largest_error(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[str, float]:
-    """Return the value with the largest difference, relative to its tensor's largest element (see `SCALE_FLOOR`)."""
+    """The name and the relative difference of the value that differs most. A difference is relative to the
+    tensor's largest element, or to `SCALE_FLOOR`."""
     if found.keys() != expected.keys():
         return f"only one of the two has {sorted(found.keys() ^ expected.keys())[:3]}", float("inf")
     scales = {name: float(value.abs().max()) for name, value in expected.items() if value.numel()}
@@ -235,7 +236,8 @@ def _in_double(
     step: Step,
     otherwise: dict[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """Train on one device in float64; `otherwise` if a model insists on float32, or has numbers there alone."""
+    """Train on one device in float64. Returns `otherwise` if the model does not run in float64, or has infinities
+    or NaN there."""
     wide = [
         pytree.tree_map_only(torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, dict(batch))
         for batch in batches
@@ -271,7 +273,7 @@ class TightCompiler:
     _is_first: bool = True
 
     def enter(self, stage: str) -> None:
-        """Report the start of a stage, and the seconds of the previous stage."""
+        """Begin a stage: record the seconds of the previous stage, and report the result."""
         start, self._since = self._since, time.perf_counter()
         before = self.result.seconds.get(self.result.stage, 0.0)
         self.result.seconds[self.result.stage] = round(before + self._since - start, 2)
@@ -318,7 +320,7 @@ class TightCompiler:
 
 
 def plan_tightly(program: Program, time_budget_s: float, result: Result) -> Plan:
-    """Return a plan within a limit near the smallest peak of any plan; write its figures into `result`."""
+    """A plan within a limit near the smallest peak of any plan. Its memory and gap are written into `result`."""
     cluster = local_cluster(MESH)
     options = PlanOptions(time_budget_s=time_budget_s, with_baselines=False)
     planning = planning_problem(program, MESH, cluster, options)
@@ -349,7 +351,7 @@ def _count_split(plan: Plan) -> int:
 
 
 def _unsplit(planning: PlanningProblem) -> tuple[int, ...]:
-    """The choice in which each node runs whole on each rank."""
+    """For each node, the strategy that splits the fewest tensors."""
     return tuple(_whole(planning, members[0]) for members in planning.members)
 
 

@@ -1,4 +1,4 @@
-"""Models of diffusers: denoisers of images, sounds and videos, by convolutions and by attention; autoencoders."""
+"""Models of diffusers: denoisers of images, sounds and videos, and autoencoders."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def _model(name: str, model: str, config: dict[str, Any], inputs: MakeInputs) ->
 
 
 def _steps() -> torch.Tensor:
-    """A time of the diffusion for each sample of a batch of four."""
+    """The diffusion times of the four samples of a batch."""
     return torch.tensor([1, 20, 300, 900])
 
 
 def _noised(*shape: int) -> MakeInputs:
-    """Return a batch of four, and the time of each sample."""
+    """A batch of four samples, with the diffusion time of each."""
     return lambda model: {"sample": draw(4, *shape), "timestep": _steps()}
 
 
@@ -45,7 +45,7 @@ def _sample(*shape: int) -> MakeInputs:
 
 
 def _hidden(*shape: int, **more: Any) -> MakeInputs:
-    """Inputs of a denoising transformer: hidden states, the time of each sample, and eight states of a text."""
+    """Inputs of a denoising transformer: hidden states, the time of each sample, and eight hidden states of a text."""
 
     def make(model: nn.Module) -> Inputs:
         states = {"hidden_states": draw(4, *shape), "timestep": _steps(), "encoder_hidden_states": draw(4, 8, 16)}

@@ -1,4 +1,4 @@
-"""Models of text with an encoder, and perhaps a decoder."""
+"""Text models with an encoder, some of which also have a decoder."""
 
 from __future__ import annotations
 

@@ -19,14 +19,14 @@ CHANNELS = (FEATURES, 16, 4)
 
 
 class Layers(nn.Module):
-    """Graph convolutions with rectifiers in between."""
+    """A network of graph convolutions with ReLU between them."""
 
     def __init__(self, convolutions: list[nn.Module]) -> None:
         super().__init__()
         self.convolutions = nn.ModuleList(convolutions)
 
     def forward(self, x: Tensor, edge_index: Tensor, **more: Tensor) -> Tensor:
-        """Features of nodes; `more` goes to each convolution."""
+        """The features of nodes after all convolutions, each of which also gets `more`."""
         for index, convolution in enumerate(self.convolutions):
             x = convolution(x.relu() if index else x, edge_index, **more)
         return x
@@ -39,7 +39,7 @@ def layers(convolution: str, **config: Any) -> Layers:
 
 
 def even_layers(convolution: str, **config: Any) -> Layers:
-    """The same for convolutions that keep the number of channels."""
+    """A network of two convolutions that keep the number of channels."""
     kind = Library.GEOMETRIC.model(convolution)
     return Layers([kind(FEATURES, **config) for _ in range(2)])
 
@@ -58,7 +58,8 @@ def graph_transformer() -> Layers:
 
 
 def molecular(**config: Any) -> nn.Module:
-    """SchNet on all pairs of a molecule's atoms; its own search for neighbours is a compiled extension (pyg_lib)."""
+    """SchNet with edges between all pairs of a molecule's atoms, because its own neighbour search needs a compiled
+    extension (pyg_lib)."""
     return Library.GEOMETRIC.model("SchNet")(interaction_graph=_all_pairs, **config)
 
 
@@ -72,7 +73,7 @@ def _all_pairs(positions: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _edges() -> Tensor:
-    """[2, edges]: no loops, and no edge twice."""
+    """Edges [2, edges] without loops or repetitions."""
     pairs = torch.tensor([(i, j) for i in range(NODES) for j in range(NODES) if i != j])
     return pairs[torch.randperm(len(pairs), generator=generator())[:EDGES]].T.contiguous()
 
@@ -83,7 +84,7 @@ def _graph(**more: Callable[[], Any]) -> MakeInputs:
 
 
 def _batch() -> Tensor:
-    """Which graph a node belongs to."""
+    """The number of the molecule to which each node belongs."""
     return torch.arange(MOLECULES).repeat_interleave(NODES // MOLECULES)
 
 

@@ -23,7 +23,7 @@ def draw_tokens(batch: int = BATCH, length: int = LENGTH, vocabulary: int = VOCA
 
 
 def draw(*shape: int) -> Tensor:
-    """Normal numbers."""
+    """Normally distributed numbers."""
     return torch.randn(*shape, generator=generator())
 
 
@@ -56,7 +56,7 @@ def bare_tokens(batch: int = BATCH, length: int = LENGTH, vocabulary: int = VOCA
 
 
 def classified_tokens(classes: int = 2, batch: int = BATCH, length: int = LENGTH) -> MakeInputs:
-    """Tokens with one class per sequence."""
+    """Tokens with one class for each sequence."""
     return lambda model: {"input_ids": draw_tokens(batch, length), "labels": _classes(batch, classes)}
 
 
@@ -134,7 +134,7 @@ def spectra(bins: int, frames: int, target: int = 8, batch: int = BATCH) -> Make
 
 
 def series(length: int, channels: int, future: int, batch: int = BATCH) -> MakeInputs:
-    """Past and future values of several series."""
+    """Past and future values of several time series."""
     return lambda model: {
         "past_values": draw(batch, length, channels),
         "future_values": draw(batch, future, channels) * 2,

@@ -1,4 +1,4 @@
-"""Models of images, sounds and series, and combinations with text."""
+"""Models of images, sounds and time series, and models that combine these with text."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ AUDIOS = (
 
 
 def _boxed_tokens(model: nn.Module) -> Inputs:
-    """Tokens with their boxes on a page."""
+    """Tokens with labels, and a box on the page for each."""
     corner = torch.arange(4 * 16).view(4, 16, 1) % 50
     boxes = torch.cat([corner, corner + 2, corner + 8, corner + 12], dim=-1)
     tokens = draw_tokens()
@@ -393,19 +393,19 @@ TIME_SERIES = (
 
 
 def _five_dimensional(inputs: Inputs) -> Inputs:
-    """One image per text, in a dim of its own."""
+    """Inputs whose images have a dim for the one image of each text."""
     return {**inputs, "pixel_values": inputs["pixel_values"][:, None]}
 
 
 def _padded_waves() -> Inputs:
-    """Return sounds, one of them shorter."""
+    """Four sounds, of which the mask shortens one."""
     mask = torch.ones(4, 800, dtype=torch.int64)
     mask[1, 600:] = 0
     return {"input_values": draw(4, 800), "attention_mask": mask}
 
 
 def _spoken_tokens() -> Inputs:
-    """Return two texts, one of which has three codes of a sound of four frames of two codes."""
+    """Four texts, each with a sound of four frames of two codes. The second text leaves out the last frame."""
     tokens, codes = draw_tokens(vocabulary=56), draw_tokens(4, 8, 16).view(4, 4, 2)
     tokens[:, 3:7] = IMAGE_TOKEN
     tokens[1, 6] = 5
@@ -417,7 +417,7 @@ def _spoken_tokens() -> Inputs:
 
 
 def _patches(width: int) -> Inputs:
-    """Return four texts, each with an image of 4 x 4 patches that are merged 2 x 2."""
+    """Four texts, each with an image of 4 x 4 patches that are merged 2 x 2."""
     tokens = draw_tokens(vocabulary=56)
     tokens[:, 1], tokens[:, 2:6], tokens[:, 6] = 62, IMAGE_TOKEN, 63
     return {

@@ -45,7 +45,7 @@ def run_all(names: Sequence[str], limits: Limits, jobs: int) -> Iterator[Result]
 
 
 class _Run:
-    """An architecture in its process."""
+    """A run of one architecture in its own process."""
 
     def __init__(self, context: multiprocessing.context.ForkServerContext, name: str, limits: Limits) -> None:
         self.results, writer = context.Pipe(duplex=False)
@@ -57,7 +57,7 @@ class _Run:
         self._last = start(ARCHITECTURES[name])
 
     def poll(self) -> Result | None:
-        """Return the final result, or None."""
+        """The final result, or None while the process runs within its time."""
         try:
             while self.results.poll():
                 self._last = self.results.recv()
@@ -78,7 +78,8 @@ class _Run:
 
 
 def _work(name: str, limits: Limits, writer: Connection) -> None:
-    """Send each state of the result from the process; an exception becomes the reason."""
+    """Run an architecture in this process and send each state of the result. An exception becomes the
+    result's reason."""
     quiet()
     size = int(limits.gigabytes * 1e9)
     resource.setrlimit(resource.RLIMIT_DATA, (size, size))
@@ -99,7 +100,7 @@ def _work(name: str, limits: Limits, writer: Connection) -> None:
 
 
 def quiet() -> None:
-    """One thread, and no warnings of other people's models."""
+    """Use one thread, and silence the warnings of libraries."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     for library in ("transformers", "diffusers"):

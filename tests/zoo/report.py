@@ -1,4 +1,4 @@
-"""The table of results, for the terminal and as a page."""
+"""The table of results for the terminal, and as a page in Markdown."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _STAGES = ("trace", "plan", "lower", "verify", "run")
 
 
 def row(result: Result) -> tuple[str, ...]:
-    """The cells of one line."""
+    """The cells of a result's line in the table."""
     replicated = ", ".join(f"{_short(name)} x{count}" for name, count in result.replicated.items())
     compared = result.stage == "done"
     return (
@@ -72,7 +72,8 @@ def rich_table(results: Sequence[Result]) -> Table:
 
 
 def markdown(results: Sequence[Result], known: Sequence[str]) -> str:
-    """Write a page: runs of all `known`, failures, results, and operators without a rule by how often."""
+    """The page in Markdown: runs of all `known` architectures, failures, results, and operators without a rule by
+    frequency."""
     failing = [result for result in results if not result.passed]
     waiting = [name for name in known if name not in {result.name for result in results}]
     lines = [
@@ -122,7 +123,7 @@ def markdown(results: Sequence[Result], known: Sequence[str]) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """One line."""
+    """One line: how many architectures pass, by family."""
     families = Counter(result.family for result in results if result.passed)
     parts = ", ".join(f"{count} {family}" for family, count in families.items())
     return f"{sum(result.passed for result in results)} of {len(results)} architectures pass ({parts})"

@@ -38,7 +38,7 @@ QUICK: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_a_sharded_architecture_equals_one_device(name: str) -> None:
-    """Training and evaluation of a proven plan near the smallest memory equal one device."""
+    """Training and evaluation of a proven plan near the smallest memory equal one device's."""
     architecture = ARCHITECTURES[name]
     if not architecture.library.is_installed:
         pytest.skip(f"{architecture.library} is not installed; `make zoo` installs it")
@@ -49,7 +49,7 @@ def test_a_sharded_architecture_equals_one_device(name: str) -> None:
 
 
 def test_a_wrong_step_is_noticed() -> None:
-    """A difference behind the first step, in a buffer or in later losses and gradients, is an error."""
+    """A model that is wrong after the first step, in a buffer and in later losses, is found."""
     batches = [{"x": torch.randn(4, 3)} for _ in range(3)]
     torch.manual_seed(0)
     right, wrong = Counts(by=1.0), Counts(by=1.5)
@@ -61,7 +61,7 @@ def test_a_wrong_step_is_noticed() -> None:
 
 
 def test_the_sample_of_a_day() -> None:
-    """The sample depends on the date."""
+    """The sample is the same for equal dates, and another for the next day."""
     first, again, other = (sample(list(ARCHITECTURES), 12, date) for date in ("2026-01-01", "2026-01-01", "2026-01-02"))
     assert len(first) == 12
     assert set(first) <= set(ARCHITECTURES)
@@ -70,7 +70,7 @@ def test_the_sample_of_a_day() -> None:
 
 @pytest.mark.parametrize("library", Library)
 def test_building_twice_gives_the_same(library: Library) -> None:
-    """Weights, inputs and targets equal the values of any other process."""
+    """Two builds of an architecture have equal weights, inputs and targets bit for bit."""
     if not library.is_installed:
         pytest.skip(f"{library} is not installed; `make zoo` installs it")
     architecture = next(item for item in ARCHITECTURES.values() if item.library is library)
@@ -80,7 +80,7 @@ def test_building_twice_gives_the_same(library: Library) -> None:
 
 
 def test_a_model_without_a_loss_gets_one() -> None:
-    """The mean squares of all its floating outputs, added."""
+    """The loss of a wrapped model is the sum of its floating outputs' mean squared errors to the targets."""
     model = WithTargets(Outputs())
     x = torch.tensor([1.0, 3.0])
     loss = model([torch.zeros(2), torch.ones(2)], x=x)
@@ -88,7 +88,7 @@ def test_a_model_without_a_loss_gets_one() -> None:
 
 
 def test_the_page_lists_what_failed_and_what_was_not_run() -> None:
-    """Nothing is left out in silence."""
+    """The page lists the failed architectures, the architectures that did not run, and the passes of each library."""
     passed = Result("gcn", "graph", stage="done", library="torch_geometric 2.8.1")
     failed = replace(passed, name="gat", stage="plan", reason="it is too large")
     page = markdown([passed, failed], ["gcn", "gat", "pna"])
@@ -98,7 +98,7 @@ def test_the_page_lists_what_failed_and_what_was_not_run() -> None:
 
 
 class Counts(nn.Module):
-    """A model that weighs its input by its number of calls in training."""
+    """A model that multiplies its output by its number of calls in training."""
 
     calls: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""Generated kernels as operators: names, forms of operands, and operands of other forms."""
+"""Generated kernels as operators: other layouts of operands, literals with a sign of zero, and names of values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _scaled(factor: float, x: torch.Tensor) -> Group:
 
 
 def test_an_operand_that_lies_otherwise_is_copied() -> None:
-    """A kernel was written for strides; other strides give the same values."""
+    """A kernel generated for a contiguous operand gives the same values for operands with other strides."""
     x = draw(6, 10)
     group = _scaled(2.0, x)
     kernel = define_kernels([NamedGroup(group, ("x", "twice", "out"), "tanh(2 x).")], "A test.")[group]
@@ -28,7 +28,8 @@ def test_an_operand_that_lies_otherwise_is_copied() -> None:
 
 
 def test_expanded_operands_are_read_once() -> None:
-    """An operand whose one row stands for all is read once; a contiguous operand of its shape works too."""
+    """A kernel generated for an operand whose one row is expanded to all rows is right for it and for a contiguous
+    copy."""
     x = draw(1, 10).expand(6, 10)
     group = _scaled(3.0, x)
     kernel = define_kernels([NamedGroup(group, ("x", "twice", "out"), "tanh(3 x).")], "A test.")[group]
@@ -37,7 +38,7 @@ def test_expanded_operands_are_read_once() -> None:
 
 
 def test_literals_tell_groups_apart() -> None:
-    """0.0 and -0.0 are equal numbers, but their groups differ and have separate kernels; equal groups share one."""
+    """0.0 and -0.0 as factors make different groups with separate kernels, and equal groups share one kernel."""
     x = torch.ones(4, device=DEVICE)
     groups = [_scaled(0.0, x), _scaled(-0.0, x), _scaled(0.0, x)]
     assert groups[0] == groups[2] != groups[1]
@@ -48,7 +49,7 @@ def test_literals_tell_groups_apart() -> None:
 
 
 def test_names_may_be_words_of_the_kernel() -> None:
-    """A value whose name is a word of the kernel gets another name there."""
+    """A value whose name is used in the kernel's own code gets another name there."""
     x = draw(5)
     group = _scaled(5.0, x)
     kernel = define_kernels([NamedGroup(group, ("tl", "index", "index"), "Names.")], "A test.")[group]

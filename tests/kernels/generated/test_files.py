@@ -1,4 +1,5 @@
-"""Sources are in the user's cache, and the generated text itself runs."""
+"""Sources of generated kernels lie in the user's cache, and the generated text runs rather than bytecode or edited
+files."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def test_the_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_an_edited_file_is_written_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Equal texts share a file; an edited file is repaired; no other files are left."""
+    """Writing a text again repairs its edited file. Another text has another file, and no temporary files remain."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = write_file("answer = 42\n")
     path.write_text("answer = 41\n")
@@ -35,7 +36,7 @@ def test_an_edited_file_is_written_anew(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The error names the folder, and the variable that moves it."""
+    """The error names the folder, and the variable XDG_CACHE_HOME that moves the folder."""
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
@@ -44,7 +45,7 @@ def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_bytecode_beside_the_source_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A foreign `.pyc` for the same path, size and time of change does not run; the generated text does."""
+    """A foreign `.pyc` for the same path, size and time does not run, and the generated text does."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     text, other = "answer = 42\n", "answer = 41\n"
     path = write_file(other)
@@ -62,7 +63,8 @@ def test_bytecode_beside_the_source_is_not_run(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_the_file_is_not_read_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A file that changes after its check changes neither the running code nor the source that Triton reads."""
+    """If a file changes after it was written, the loaded module and its source for Triton are still
+    the generated text."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     text = "def answer():\n    return 42\n"
     path = write_file(text)
@@ -73,7 +75,7 @@ def test_the_file_is_not_read_again(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_folders_are_made_for_their_user_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The folders are private under any umask."""
+    """The folders have mode 700 under any umask."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     before = os.umask(0)
     try:
@@ -88,7 +90,7 @@ def test_folders_are_made_for_their_user_alone(monkeypatch: pytest.MonkeyPatch, 
 def test_a_folder_that_others_can_write_to_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, mode: int
 ) -> None:
-    """By its mode, with the way out; nothing is written there."""
+    """The error names the folder, its mode, and `chmod 700`, and no source is written."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tmp_path / name
     folder.mkdir(mode=0o700, parents=True)
@@ -101,7 +103,7 @@ def test_a_folder_that_others_can_write_to_is_refused(
 
 
 def test_a_folder_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By both users' numbers."""
+    """The error names the numbers of the folder's owner and of the process's user."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     write_file("")
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)

@@ -1,4 +1,5 @@
-"""Loops are found from shapes: views split axes, values computed together share axes, other groups are refused."""
+"""Loops of generated kernels, found from shapes: views split axes, adjacent dims join, and groups without common
+axes are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def _step(target: Any, *args: Any, shape: tuple[int, ...]) -> GroupStep:
 
 
 def test_pointwise_calls_on_contiguous_tensors_have_one_axis() -> None:
-    """Dims that are adjacent in all tensors form one axis."""
+    """Dims that are adjacent in all tensors form one axis: [4, 6, 8] becomes 192."""
     add = _step(_aten.add.Tensor, Ref(0), Ref(1), shape=(4, 6, 8))
     loops = find_loops(Group((_value(4, 6, 8), _value(4, 6, 8)), (add,), (2,)))
     assert (loops.rows, loops.columns) == ((192,), ())
@@ -31,7 +32,7 @@ def test_pointwise_calls_on_contiguous_tensors_have_one_axis() -> None:
 
 
 def test_a_broadcast_operand_has_no_stride_along_what_it_lacks() -> None:
-    """[4, 6, 8] + [6, 1]: the last dim is an axis of its own."""
+    """In [4, 6, 8] + [6, 1] every dim is an axis, and the second operand has stride 0 along the first and the last."""
     add = _step(_aten.add.Tensor, Ref(0), Ref(1), shape=(4, 6, 8))
     loops = find_loops(Group((_value(4, 6, 8), _value(6, 1)), (add,), (2,)))
     assert loops.rows == (4, 6, 8)
@@ -39,7 +40,7 @@ def test_a_broadcast_operand_has_no_stride_along_what_it_lacks() -> None:
 
 
 def test_sums_are_columns() -> None:
-    """The summed dims become the columns, in any position; a view's dims are split."""
+    """The dim that is summed becomes the columns, also between other dims, and a view's first dim is split."""
     view = _step(_aten.view.default, Ref(0), (4, 6, 8), shape=(4, 6, 8))
     total = _step(_aten.sum.dim_IntList, Ref(1), (1,), shape=(4, 8))
     loops = find_loops(Group((_value(24, 8),), (view, total), (2,)))
@@ -49,7 +50,7 @@ def test_sums_are_columns() -> None:
 
 
 def test_turned_tensors_keep_their_strides() -> None:
-    """An operand that lies in another order is read there."""
+    """An operand that lies in another order keeps its own strides."""
     add = _step(_aten.add.Tensor, Ref(0), Ref(1), shape=(4, 6))
     loops = find_loops(Group((_value(4, 6), _value(6, 4, order=(1, 0))), (add,), (2,)))
     assert loops.rows == (4, 6)
@@ -110,6 +111,6 @@ def test_turned_tensors_keep_their_strides() -> None:
     ],
 )
 def test_what_does_not_go_together_is_refused(group: Group, reason: str) -> None:
-    """Each reason why a group has no loops."""
+    """A group without loops raises an error with the reason."""
     with pytest.raises(NoLoopsError, match=reason):
         find_loops(group)

@@ -1,4 +1,4 @@
-"""Every operator of the table equals PyTorch's, with NaN, infinities, and mixed dtypes."""
+"""Generated kernels of every supported operator equal PyTorch, with NaN, infinities, and mixed dtypes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _group(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
 
 
 def test_every_operator_computes_what_pytorch_does() -> None:
-    """Each operator, alone in a kernel, gives PyTorch's values: NaN where it has NaN, and the same dtype."""
+    """Each operator, alone in a kernel, gives PyTorch's values and dtype, with NaN at the same places."""
     targets = [*POINTWISE, *REDUCTIONS]
     made = {target: _group(target, *_call(target)) for target in targets}
     names = ("first", "second", "third", "fourth")
@@ -98,7 +98,7 @@ def test_every_operator_computes_what_pytorch_does() -> None:
 
 
 def test_numbers_that_have_no_literal() -> None:
-    """A factor of infinity is written as a product, and such an exponent has no kernel."""
+    """An infinite factor gives PyTorch's values, and a group with an infinite exponent is refused."""
     group, (x, y) = _group(_aten.add.Tensor, (FINITE, FINITE), {"alpha": math.inf})
     kernels = define_kernels([NamedGroup(group, ("first", "second", "third"), "An infinite factor.")], "Infinity.")
     torch.testing.assert_close(kernels[group].operator(x, y).cpu(), FINITE + math.inf * FINITE, equal_nan=True)
@@ -108,7 +108,7 @@ def test_numbers_that_have_no_literal() -> None:
 
 
 def test_kinds_are_told_apart() -> None:
-    """An operator has one kind; an operator in no table has none."""
+    """The kind of an operator is pointwise, reduction, view or constant, and None for an operator in no table."""
     assert kind_of(_aten.mul.Tensor) is IndexKind.POINTWISE
     assert kind_of(_aten.sum.default) is IndexKind.REDUCTION
     assert kind_of(_aten.permute.default) is IndexKind.VIEW
