@@ -228,7 +228,7 @@ class GroupLinks:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Compute the hash once, because prices are often looked up by group; it is equal in every process."""
+        """Compute the hash once, because prices are often looked up by group. The hash is equal in every process."""
         numbers = tuple(number for link in self.links for number in link.numbers)
         object.__setattr__(self, "_hash", hash((self.size, self.per_node, self.nodes, self.pods, self.cards, numbers)))
 
