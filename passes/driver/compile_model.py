@@ -136,6 +136,9 @@ def _predicted(planner: Planner, program: CompiledProgram) -> PredictedSteps:
     """Return the predicted step of a program, on the hardware that its plan was priced for.
 
     A given plan of one micro-batch may run with several micro-batches, which are predicted.
+
+    Raises:
+        NotAvailableError: an operator of the program has no cost formula.
     """
     assert program.plan is not None, "it was planned"
     plan = replace(program.plan, micro_batches=planner.micro_batches)

@@ -200,7 +200,7 @@ def _fastest_of(made: Sequence[LoweredPlan], known_s: Sequence[float], cluster: 
     """Return the fastest of the lowered plans `made`.
 
     On CPUs, the plan with the fewest launches wins among about equal plans. `known_s` has the steps of known recipes in
-    seconds. The result is never slower than one of these recipes.
+    seconds. The result is never slower than any of these recipes.
     """
     fastest = min(made, key=lambda each: each.plan.predicted.step_time_s)
     if cluster.device.dispatch_s:

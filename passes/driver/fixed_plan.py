@@ -17,10 +17,10 @@ from autoshard.runtime.traced_optimizer import update_of
 def micro_batches_of(fixed: Plan | None, micro_batches: int | None, *, trains: bool) -> int:
     """Return the number of micro-batches in a step, from the argument `micro_batches` or the plan `fixed`.
 
-    The plan's number counts only if the call trains.
+    The plan's number counts only if the call trains. A plan of one micro-batch runs with any number of them.
 
     Raises:
-        PlanMismatchError: the argument differs from the plan's number.
+        PlanMismatchError: the plan has several micro-batches, and the argument is another number.
     """
     planned = fixed.micro_batches if fixed is not None and trains else 1
     if planned > 1 and micro_batches not in (None, planned):

@@ -298,9 +298,10 @@ class Planner:
 
     @contextmanager
     def _searching(self) -> Iterator[SearchControl]:
-        """Yield the control of a search.
+        """Yield the control of a search, and show the search's progress.
 
-        It shows the progress, and lets Ctrl-C end the search with the best plan so far.
+        Ctrl-C ends the search with the best plan so far, or with KeyboardInterrupt if nothing fits yet. If the time is
+        up, a `DoesNotFitError` names the time budget.
         """
         control = SearchControl(ceiling=self.begun()[1])
         with search_bar(self.time_budget_s, self.progress) as show:
@@ -353,7 +354,7 @@ class Planner:
         return budget * self.change.memory
 
     def search_meshes(self, program: Program, meshes: Sequence[Mesh]) -> Plan:
-        """Return the fastest plan on any of `meshes`; if no mesh has a plan, raise the last error.
+        """Return the fastest plan on any of `meshes`. If no mesh has a plan, raise the last error.
 
         Meshes that differ only by names are searched once, unless an argument names axes. The meshes are searched in
         the order of their lower bounds of the step time. A mesh whose bound exceeds the best plan so far is skipped.
@@ -401,7 +402,7 @@ class Planner:
         return cluster if self.change.faster is None else self.change.faster(cluster) or cluster
 
     def prove(self, request: Request, plan: Plan) -> VerificationReport:
-        """Return the proof of the program that a call runs by a plan; raise `VerificationError` if the proof fails."""
+        """Return the proof of the program that a call runs by a plan. Raises `VerificationError` if the proof fails."""
         program = self.trace(request)
         report = replace(self, verify=True).lower(program, self._plan_for(program, request, plan.mesh))[1]
         assert report is not None, "the planner verifies"

@@ -252,7 +252,7 @@ class _UnitedGroups:
         return chosen.compared()
 
     def _time(self, chosen: ChosenGroup) -> float:
-        """Return the seconds of a group's kernel; the bytes of its memory traffic if the device is unknown."""
+        """Return the seconds of a group's kernel, or the bytes of its memory traffic if the device is unknown."""
         traffic = chosen.traffic
         if self.device is None:
             return traffic.memory_bytes

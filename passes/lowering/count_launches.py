@@ -56,7 +56,7 @@ def traffic_of(node: fx.Node) -> Traffic:
 
 
 def is_launch(node: fx.Node) -> bool:
-    """Whether a node launches a kernel that computes or copies; views, collectives and waits do not."""
+    """Whether a node launches a kernel that computes or copies. Views, collectives and waits do not."""
     if not isinstance(node.target, OpOverload) or sends(node):
         return False
     return _copies(node) if node.target in _MAY_COPY else not may_alias(node)

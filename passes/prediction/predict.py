@@ -74,7 +74,8 @@ def predict(
 def _breakdown(planning: PlanningProblem, times: StreamTimes) -> dict[str, float]:
     """Return the predicted step in seconds by part.
 
-    The parts are computation of each phase, copies of reshards, exposed communication over each axis, and the host.
+    The parts are computation of each phase, copies of reshards, and exposed communication over each axis. Two more are
+    the slowdown by communication and the waits for the host, unless they are zero.
     """
     parts = {name_of_part(label): seconds for label, seconds in times.compute_s.items() if label != COPIES}
     parts[COPIES] = times.compute_s.get(COPIES, 0.0)

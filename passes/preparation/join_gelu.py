@@ -91,7 +91,7 @@ class _Joining:
         return list(self.program.graph.nodes)
 
     def join_gradients(self, number: int) -> None:
-        """Replace the written-out gradients of gelu(z) by `gelu_backward`; `number` is the value number of z."""
+        """Replace the written-out gradients of gelu(z) by `gelu_backward`. `number` is the value number of z."""
         found = self._find(_form(is_backward=False), (number,))
         readers = {user for inner in found for user in self.numbering.users[inner]}
         read = {operand for user in readers for operand in operands_of(self.numbering.key_of(user))}

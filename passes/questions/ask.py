@@ -138,9 +138,10 @@ class Questions:
         return self._variant(plan, name, change, lambda found: _has_roles(found, problems, way))
 
     def _tried(self, plan: Plan, ways: Sequence[tuple[str, Fields]]) -> tuple[list[Variant | None], str]:
-        """Return the best plan under each entry of `ways`, and the message of the last `NotAvailableError`, or "".
+        """Return the costs of the best plan under each entry of `ways`, and an error message or "".
 
-        An entry has a name for the answer, and the allowed values of recipe fields.
+        An entry has a name for the answer, and the allowed values of recipe fields. Its cost is None if no program runs
+        these values. Entries with a `NotAvailableError` have no cost, and the message is that of the last of them.
         """
         found, missing = list[Variant | None](), ""
         for name, restricted in ways:

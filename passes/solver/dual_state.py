@@ -234,7 +234,10 @@ class DualState:
         return [(variable, option) for _, variable, option in sorted(found)]
 
     def polish(self) -> None:
-        """Change single options of the best choice, as long as a change is cheaper and the choice still fits."""
+        """Change single options of the best choice, as long as a change is cheaper and the choice still fits.
+
+        Nothing changes if no choice seen so far exceeded the memory limit.
+        """
         changed = self.best is not None and bool(self.rows)
         while changed and not self.control.is_over():
             changed = False

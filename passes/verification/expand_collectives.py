@@ -165,7 +165,11 @@ class _Expanding:
                 raise VerificationError(f"{node.format_node()} reads all parts of bucket {operand.name!r}.")
 
     def _value(self, part: fx.Node) -> fx.Node:
-        """Return the packed value that belongs to `part`, a `getitem` node that selects a part of a bucket's result."""
+        """Return the packed value of `part`, a `getitem` node that selects a part of a bucket's result.
+
+        Raises:
+            VerificationError: the bucket has no such part.
+        """
         source: Any = part.args[0]
         bucket, index = self.buckets[source], part.args[1]
         if not isinstance(index, int) or not 0 <= index < len(bucket.values):
@@ -176,6 +180,9 @@ class _Expanding:
         """Emit the collective of a single value, and the wait for it, in place of `shaped`. Return the wait.
 
         `shaped` is a part of a bucket's result, reshaped to the value's shape.
+
+        Raises:
+            VerificationError: the part is reshaped to another shape.
         """
         part: Any = shaped.args[0]
         value, bucket = self.parts[part], self.buckets[part.args[0]]

@@ -34,7 +34,9 @@ def weigh_step(program: Program, trace: Callable[[Request], Program], request: R
 
 
 def weigh_call(trace: Callable[[Request], Program], request: Request) -> LossWeights | None:
-    """Return the weights of `weigh_step` for a call whose program was compiled without them. The call is traced again.
+    """Return the weights of `weigh_step`, or None, for a call whose program was compiled without them.
+
+    The call is traced again.
 
     Args:
         trace: function that traces a request.

@@ -190,7 +190,7 @@ class _Propagation:
     parameters: frozenset[str] = frozenset()
 
     def run(self) -> None:
-        """Fill in the layout; raise `_SplitInVainError` if some parameters should not have been split."""
+        """Fill in the layout. Raises `_SplitInVainError` if some parameters should not have been split."""
         program = self.space.program
         self.parameters = frozenset(slot.node for slot in program.inputs_of(InputKind.PARAMETER))
         self.gradients = _gradient_owners(self.space, self.parameters)
