@@ -442,7 +442,7 @@ def _check(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -
 
 
 def _refusal(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> str | None:
-    """Return a text on why a schedule does not allow these numbers; None if it allows them."""
+    """Return a text on why a schedule does not allow these numbers, or None if it allows them."""
     if schedule not in SCHEDULES:
         return f"Unknown pipeline schedule {schedule!r}. Known: {', '.join(SCHEDULES)}."
     if min(ranks, micro_batches, virtual_stages) < 1:

@@ -57,7 +57,7 @@ class Segment:
 
 
 def overlap_of(cluster: Cluster) -> float | None:
-    """Return the slowdown of computation beside communication on a cluster; None if overlap does not help.
+    """Return the slowdown of computation beside communication on a cluster, or None if overlap does not help.
 
     On a GPU, collectives take some of its processors (`measured_slowdown`). CPUs of one machine are as busy in
     communication as in computation. Work of 62 ms in sequence took 64 ms overlapped (Gloo on loopback, two cores,

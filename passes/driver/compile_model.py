@@ -176,7 +176,7 @@ def _check_micro_batch(call: Call) -> None:
 
 
 def _micro_batches(call: Call, mesh: Mesh) -> int | None:
-    """Return the number of micro-batches in a step; None if the call leaves it open.
+    """Return the number of micro-batches in a step, or None if the call leaves it open.
 
     The number is the call's argument. If the recipe has `micro_batch`, the number follows from the size of the batch.
     """

@@ -165,7 +165,7 @@ class _ChoiceLowering:
         )
 
     def step_s(self, made: LoweredPlan) -> float | None:
-        """Return the predicted step of a plan in seconds; None if the plan exceeds the memory budget."""
+        """Return the predicted step of a plan in seconds, or None if the plan exceeds the memory budget."""
         predicted, budget = made.plan.predicted, self.options.memory_budget
         return predicted.step_time_s if budget is None or predicted.peak_memory_bytes <= budget else None
 

@@ -32,7 +32,7 @@ def micro_batches_of(fixed: Plan | None, micro_batches: int | None, *, trains: b
 
 
 def precision_of(model: nn.Module, precision: str | None, fixed: Plan | None) -> str | None:
-    """Return the precision of calls, from the argument or the plan; None for the types of the model's parameters.
+    """Return the precision of calls, from the argument or the plan. None stands for the types of the parameters.
 
     Raises:
         NotAvailableError: a precision is given, and the model has no floating parameters.
@@ -81,7 +81,7 @@ def update_for(
     returns_norm: bool = False,
     scales_loss: bool = False,
 ) -> Update | None:
-    """Return an optimizer's update as data; None if the program has no update.
+    """Return an optimizer's update as data, or None if the program has no update.
 
     The program has no update without an optimizer, if the optimizer cannot be traced, or if the given plan has only
     forward and backward.

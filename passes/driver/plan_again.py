@@ -86,7 +86,7 @@ class PlanAgain:
         return self._problems
 
     def missing(self, feature: str) -> str:
-        """Return the reason why no plan of the model can have a feature; "" if a plan may have it.
+        """Return the reason why no plan of the model can have a feature, or "" if a plan may have it.
 
         `feature` is a name of `why_not`, such as "pipeline" or "offload".
         """

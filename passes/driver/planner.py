@@ -241,7 +241,7 @@ class Planner:
         return planned(self.trace(request))
 
     def _without_inner_blocks(self, request: Request, made: Callable[[Program], _Made]) -> _Made | None:
-        """Return `made(program)` for a program without inner blocks; None if the model needs all its blocks.
+        """Return `made(program)` for a program without inner blocks, or None if the model needs all its blocks.
 
         The numbers of `margins` are tried in order. A number is removed if `made` raises `NotAlikeError`.
         """
@@ -446,7 +446,7 @@ class Planner:
         return replace(self, fixed=None, made=None, before=None, constraints={}, recipe=None, reduce_dtype=None)
 
     def _expanded(self, plan: Plan, program: Program, request: Request) -> Plan | None:
-        """Return a plan expanded to all blocks of the program; None if the plan is not for this call."""
+        """Return a plan expanded to all blocks of the program, or None if the plan is not for this call."""
         try:
             return expand_for(plan, program, request, self.trace)
         except PlanMismatchError as error:

@@ -48,7 +48,7 @@ class Traffic:
 
 
 def traffic_of(node: fx.Node) -> Traffic:
-    """Return the launches and memory traffic of one node; zero for views, collectives and waits."""
+    """Return the launches and memory traffic of one node, or zero for views, collectives and waits."""
     if not is_launch(node):
         return Traffic()
     moved = sum(bytes_in(item.meta.get("val")) for item in (*node.all_input_nodes, node))

@@ -95,7 +95,7 @@ def _distances(relevant: Sequence[fx.Node], wanted: Collection[fx.Node]) -> dict
 
 
 def _weight(node: fx.Node, distance: int) -> float | None:
-    """Return the weight w(v) of saving a value v, as the module defines it; None if the value cannot be saved.
+    """Return the weight w(v) of saving a value v, as the module defines it, or None if the value cannot be saved.
 
     `distance` is the number of calls between v and its use in the backward.
     """

@@ -97,7 +97,7 @@ def trace_of(line: Timeline) -> Trace:
 
 
 def _tokens(planning: PlanningProblem) -> int:
-    """Return the number of elements of the first integer input of one micro-batch; 0 without such an input."""
+    """Return the number of elements of the first integer input of one micro-batch, or 0 without such an input."""
     for slot in planning.space.program.inputs_of(InputKind.INPUT):
         (value,) = planning.space.sites[slot.node].results
         if may_be_tokens(value.shape, value.dtype):

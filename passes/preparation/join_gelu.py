@@ -111,7 +111,7 @@ class _Joining:
                 self._replace(found[-1], _aten.gelu.default, (number,))
 
     def _find(self, form: fx.Graph, operands: tuple[int, ...]) -> list[int]:
-        """Return the value numbers of the calls of `form` in the program, in order; [] if the program lacks a call.
+        """Return the value numbers of the calls of `form` in the program, in order, or [] if the program lacks a call.
 
         `operands` has the value numbers of the inputs of the form.
         """

@@ -130,7 +130,7 @@ class Questions:
         return ", ".join(used), found
 
     def _in_roles(self, plan: Plan, problems: Sequence[PlanningProblem], name: str, way: Way) -> Variant | None:
-        """Return the cost of the fastest plan whose axes have the roles of `way`; None if there is none.
+        """Return the cost of the fastest plan whose axes have the roles of `way`, or None if there is none.
 
         A recipe or constraints may exclude a role. The search then returns a plan without the role.
         """
@@ -214,7 +214,7 @@ def _answer(
 
 
 def _use(plan: Plan, feature: str) -> str:
-    """Return in words where a plan uses a feature, such as "of 4 stages"; "" if it does not use the feature."""
+    """Return in words where a plan uses a feature, such as "of 4 stages", or "" if it does not use the feature."""
     if feature == "pipeline" and plan.stages:
         return f"of {len(plan.stages)} stages"
     if plan.recipe is not None and FEATURES[feature].is_used(plan.recipe):

@@ -80,7 +80,7 @@ class PlanCounts:
             yield self.fitted.places.get(slot.node), math.prod(self.fitted.shapes[slot.node][0])
 
     def tokens(self) -> Iterator[Counted]:
-        """Yield the number of elements of the first integer input; nothing if there is no integer input."""
+        """Yield the number of elements of the first integer input, or nothing if there is no integer input."""
         nodes = self.fitted.program.nodes_by_name()
         for slot in self.fitted.program.inputs_of(InputKind.INPUT):
             value = nodes[slot.node].meta["val"]

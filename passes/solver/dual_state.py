@@ -258,7 +258,7 @@ class DualState:
         return False
 
     def gap(self) -> float:
-        """Return (best cost - bound) / best cost; infinity if no choice fits yet."""
+        """Return (best cost - bound) / best cost, or infinity if no choice fits yet."""
         if not np.isfinite(self.best_cost):
             return np.inf
         return (self.best_cost - self.bound) / self.best_cost if self.best_cost > 0 else 0.0

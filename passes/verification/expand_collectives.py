@@ -58,7 +58,7 @@ def expand_collectives(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _bucket_of(split: fx.Node) -> _PackedCollective | None:
-    """Return the bucket whose result the node `split` splits into parts; None if `split` ends no bucket."""
+    """Return the bucket whose result the node `split` splits into parts, or None if `split` ends no bucket."""
     if split.target not in (_SPLIT, _SPLIT_ROWS) or len(split.args) < 2 or split.kwargs:
         return None
     received: Any = split.args[0]
@@ -112,7 +112,7 @@ def _operand(node: Any, target: OpOverload) -> Any:
 
 
 def _flat_values(packed: fx.Node, rows: Sequence[int]) -> Sequence[Any] | None:
-    """Return the flattened values that `packed` joins; None if `packed` is not the `cat` of a bucket.
+    """Return the flattened values that `packed` joins, or None if `packed` is not the `cat` of a bucket.
 
     For a reduce-scatter, `rows` has the number of ranks, and each value has one row for each rank. Otherwise `rows` is
     empty.

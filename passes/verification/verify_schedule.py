@@ -241,7 +241,7 @@ class _ScheduleRun:
         return self.order.stage_ranks[message.reader if task.work.is_send else message.stage]
 
     def _waiting(self, rank: int) -> str:
-        """Return a text that names the slots for which a rank waits; "" if the rank has finished all slots."""
+        """Return a text that names the slots for which a rank waits, or "" if the rank has finished all slots."""
         parts = []
         if self.places[rank] < len(self.order.ranks[rank]):
             parts.append(f"rank {rank} waits before {_text(self.order.ranks[rank][self.places[rank]])}")

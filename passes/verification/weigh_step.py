@@ -16,7 +16,7 @@ from passes.verification.weigh_loss import loss_of, weigh_loss
 
 
 def weigh_step(program: Program, trace: Callable[[Request], Program], request: Request) -> LossWeights | None:
-    """Return the weights of micro-batches in the loss of a training call; None for a call without gradients or loss.
+    """Return the weights of micro-batches in the loss of a training call, or None for a call without gradients or loss.
 
     Args:
         program: the program of one micro-batch.
