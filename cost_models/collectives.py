@@ -126,7 +126,10 @@ def point_to_point_time(message_bytes: float, link: Link) -> float:
 
 
 def _measured(collective: str, full_bytes: float, group: GroupLinks) -> float:
-    """Seconds by the measured times of the group's link; 0 if it has none for the collective, and for one rank."""
+    """Seconds of a collective by the measurements of the group's link.
+
+    The result is 0 for one rank, and for a link without a measurement of the collective.
+    """
     _check(full_bytes)
     found = group.measured(collective) if group.size > 1 else None
     return 0.0 if found is None else found.seconds(full_bytes, group.size)
@@ -174,13 +177,19 @@ def _ring_phase(full_bytes: float, group: GroupLinks) -> float:
 
 
 def _tree(operand_bytes: float, group: GroupLinks) -> float:
-    """Seconds of an all-reduce by a ring within each node and a tree over the nodes; the two run at once, in chunks."""
+    """Seconds of an all-reduce by a ring within each node and a tree over the nodes.
+
+    The operand is sent in chunks, so both run at the same time.
+    """
     n = group.per_node
     return _over_nodes(operand_bytes, group, 2 * _transfer((n - 1) / n * operand_bytes, group.intra), 2 * (n - 1))
 
 
 def _switch(operand_bytes: float, group: GroupLinks) -> float:
-    """Seconds of an all-reduce by each node's switch and a tree over the nodes; the two run at once, in chunks."""
+    """Seconds of an all-reduce by each node's switch and a tree over the nodes.
+
+    The operand is sent in chunks, so both run at the same time.
+    """
     link, n = group.intra, group.per_node
     assert link is not None
     carried = (n + 1) / n * operand_bytes

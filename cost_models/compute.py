@@ -31,7 +31,8 @@ ITEMSIZE = {"f64": 8, "f32": 4, "tf32": 4, "bf16": 2, "f16": 2, "f8": 1}
 def memory_time(bytes_moved: float, device: Device, kernel: str = MEMORY) -> float:
     """Seconds to move bytes: bytes / (memory_bandwidth * memory_efficiency), or by a measured curve of the device.
 
-    `kernel` names the curve. If a device with curves has none of this name, its curve `MEMORY` counts.
+    `kernel` names the curve. If a device with curves has none of this name, its curve `MEMORY` counts. Raises
+    CostArgumentError for negative bytes.
     """
     if bytes_moved < 0:
         raise CostArgumentError(f"bytes_moved={bytes_moved!r} is negative.")
@@ -155,7 +156,7 @@ def _attention_time(shape: AttentionShape, dtype: str, device: Device) -> float:
 
 
 def _product_time(shape: MatmulShape, dtype: str, device: Device) -> float:
-    """Seconds of the arithmetic of products, by the fastest tile; without launch and memory traffic."""
+    """Seconds of the arithmetic of matrix products by the fastest tile, without launch and memory traffic."""
     m, n, k, batch = shape
     curve = device.matmul
     rate = device.matmul_rate(dtype)

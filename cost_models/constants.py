@@ -152,7 +152,7 @@ _DIVISORS = (
     *("efficiency", "memory_efficiency", "attention_efficiency", "bandwidth_share", "units", "tile_m", "tile_n"),
     *("misaligned_slowdown", "block_queries", "devices_per_nic"),
 )
-"""Parts of constants' paths. The models divide by these constants, so zero raises HardwareFileError."""
+"""Words in the paths of constants by which the models divide. Zero for such a constant raises HardwareFileError."""
 
 
 def _constants(table: Mapping[str, object], prefix: str, origin: str) -> Iterator[tuple[str, Constant]]:
@@ -186,7 +186,10 @@ def _constant(table: Mapping[str, object], path: str, origin: str) -> Constant:
 
 
 def _check_range(value: float, unit: str, path: str, origin: str) -> None:
-    """Raise `HardwareFileError` for a negative, infinite or unreasonably large number, or for a divisor of zero."""
+    """Raise `HardwareFileError` for a negative, infinite or unreasonably large number.
+
+    Rates (B/s, FLOP/s) and divisors (`_DIVISORS`) must not be zero either.
+    """
     largest = _LARGEST.get(unit, _LARGEST_OF_OTHERS)
     divides = unit in _RATES or any(part in _DIVISORS for part in path.split("."))
     if not 0 <= value <= largest or (divides and not value):
@@ -232,7 +235,7 @@ def load(folder: str, name: str) -> HardwareFile:
 
 
 def _suggestion(folder: str, name: str) -> str:
-    """Return a sentence with the known names that contain `name` or are spelled like it; else with all names."""
+    """Return an error message's sentence with the known names that resemble `name`, or else with all names."""
     known = names(folder)
     lowered = name.lower()
     near = [item for item in known if lowered and lowered in item] or get_close_matches(lowered, known)

@@ -257,8 +257,8 @@ def _attention(
 ) -> Work:
     """Return the work of an attention call on one rank.
 
-    If each rank has a piece of causal queries, this is the slowest rank, which has the last piece. With K keys and Q
-    queries, each of its queries attends to K - Q / 2 keys on average.
+    If causal queries are split over ranks, the work is that of the slowest rank, which has the last piece. With K keys
+    and Q queries, each query of this rank attends to K - Q / 2 keys on average.
     """
     q, k, v = operands
     *batch, queries, depth = q.shape
@@ -271,7 +271,10 @@ def _attention(
 
 
 def _is_placed_by_rank(arguments: tuple[object, ...]) -> bool:
-    """Whether `autoshard::attention` starts at a different query on each rank: its `offset` is no number."""
+    """Whether the queries of an `autoshard::attention` call begin at another index on each rank.
+
+    The call's `offset` then has None for the dim of the queries.
+    """
     offset = arguments[-2] if len(arguments) > 2 else None
     return isinstance(offset, Sequence) and len(offset) == 4 and offset[2] is None
 

@@ -99,12 +99,18 @@ def _work(inputs: Tensors, outputs: Tensors, products: tuple[MatmulShape, ...], 
 
 
 def _own_rows(x: Tensors, held: int, experts: int) -> float:
-    """Return the expected rows of the busiest rank, if a rank holds `held` of `experts`; x = (tokens, index, ...)."""
+    """Return the expected number of rows on the busiest rank, if each rank holds `held` of the `experts` experts.
+
+    x: a rank's operands (tokens, index, ...).
+    """
     return busiest_rows(_assignments(x), max(1, experts // held))
 
 
 def _assignments(x: Tensors) -> int:
-    """Return T k, the number of a rank's own rows; x = (tokens, index, ...)."""
+    """Return T k, the number of rows that a rank's own tokens make.
+
+    x: a rank's operands (tokens, index, ...).
+    """
     return x[1].shape[0] * x[1].shape[1]
 
 
@@ -158,7 +164,10 @@ def _operands_of_kept(inputs: Tensors) -> Tensors:
 
 
 def _arriving(x: Tensors, experts: int) -> float:
-    """Return the expected rows that reach the busiest rank; x = (tokens, index, ..., down): a rank's own operands."""
+    """Return the expected number of rows that the busiest rank receives.
+
+    x: a rank's own operands (tokens, index, ..., down).
+    """
     ranks = experts // x[-1].shape[0]
     return busiest_rows(ranks * _assignments(x), ranks)
 

@@ -84,12 +84,13 @@ class NodeType:
             bytes_per_s_per_device: a device's share of its node's network cards in each direction; default: the
                 network's own (400 Gbit/s for every two devices are 25e9).
             devices_per_nic: devices that share one card.
-            nodes_per_pod: nodes below one leaf, with full bandwidth among them.
+            nodes_per_pod: nodes below one leaf, with full bandwidth among them; 0 for all nodes.
             oversubscription: bandwidth of a pod's cards over that of its uplink to the spine (2 for 2:1).
 
         Raises:
             UnknownHardwareError: the network is unknown, or the node has no network to change.
-            TopologyError: a count or a ratio is below one, or a bandwidth is not positive.
+            TopologyError: `devices_per_nic` or `oversubscription` is below 1, `nodes_per_pod` is below 0, or the
+                bandwidth is not positive.
 
         Example:
             >>> node_type("a100_sxm_80gb").with_network(bytes_per_s_per_device=6.25e9).inter.bandwidth_bytes_per_s
@@ -305,7 +306,7 @@ class Cluster:
         return cls(kind, nodes=file.count("nodes", "nodes"), devices_per_node=used)
 
     def to_file(self, source: str, date: str) -> HardwareFile:
-        """Return the cluster as a file that `of_file` can read; `source` and `date` (ISO) are those of its numbers."""
+        """Return the cluster as a file for `of_file`, in which each number has `source` and `date` (an ISO date)."""
         items = {key: Constant(value, unit, source, date) for key, (value, unit) in _cluster_numbers(self).items()}
         texts = {"name": self.node.name, "device": self.node.device.name, "layout": self.node.wiring.layout.value}
         if self.node.device.attention:
@@ -313,7 +314,7 @@ class Cluster:
         return HardwareFile(texts, items, self.name)
 
     def save(self, path: str | Path, *, source: str, date: str) -> None:
-        """Write the cluster as a TOML file; `source` and `date` (ISO) are those of its numbers."""
+        """Write the cluster as a TOML file, in which each number has `source` and `date` (an ISO date)."""
         file = self.to_file(source, date)
         Path(path).write_text(constants.dump(file.texts, file.constants), encoding="utf-8")
 

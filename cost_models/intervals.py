@@ -38,7 +38,7 @@ RECIPES, EIGHT_BITS, KERNELS, MEASURED = "gpu", "gpu_f8", "gpu_kernels", "cpu"
 
 
 def step_time_uncertainty(kind: str) -> Uncertainty | None:
-    """Return the uncertainty of predicted step times of `kind`, from past errors; None without past predictions.
+    """Return the uncertainty of predicted step times of `kind`, from past errors, or None without past predictions.
 
     The file `data/runtime/step_time.toml` has two tables for a kind such as "gpu". `[gpu.log_half_width]` is the
     logarithm of the interval's factor, and `[gpu.coverage]` the share of past steps within the interval.

@@ -44,7 +44,7 @@ def cycled(operator: Callable[..., Any], *arguments: Any, **options: Any) -> Cal
 
 
 def _copy(leaf: Any) -> Any:
-    """Copy a tensor with its strides; other objects are returned as they are."""
+    """Return a copy of a tensor with the same strides, or any other object itself."""
     return (
         torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).copy_(leaf)
         if isinstance(leaf, Tensor)

@@ -235,7 +235,10 @@ def _action(node: _Node, stages: int) -> Action | None:
 
 
 def _durations(nodes: Sequence[_Node], actions_s: Floats, sends_s: Sequence[float], once_s: Floats) -> list[float]:
-    """Return the seconds of each node; a stage's first forward takes `once_s` more."""
+    """Return the seconds of each node.
+
+    The first forward of stage s takes `once_s[s]` seconds more than its later forwards.
+    """
     of_kinds = [*actions_s.ravel().tolist(), *sends_s]
     durations = [of_kinds[node.kind] for node in nodes]
     firsts: dict[int, int] = {}

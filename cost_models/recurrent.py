@@ -138,7 +138,7 @@ def _block(
     width: int,
     heads: int,
 ) -> Work:
-    """Return the work of `products` and of attention's two batched products; no scores are moved to memory."""
+    """Return the work of `products` and of attention's two batched products, whose scores are not moved to memory."""
     shape = AttentionShape(batch * heads, length, length, width // heads, width // heads)
     inner = MatmulShape(length, length, width // heads, batch * heads)
     outer = MatmulShape(length, width // heads, length, batch * heads)

@@ -16,7 +16,7 @@ from cost_models import constants
 from cost_models.errors import CostArgumentError
 
 _LARGEST_EXPONENT = 700.0
-"""Larger exponents overflow a float; a run that needs them never ends."""
+"""The largest exponent in `expected_time`, near the limit of floats. A run with a larger exponent never ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def expected_time(work_s: float, *, interval_s: float, save_s: float, restart_s:
         Seconds; infinite where failures come so fast that a float cannot hold the time.
 
     Raises:
-        CostArgumentError: an argument is not above 0, or `restart_s` is below 0.
+        CostArgumentError: an argument is not above 0, or `restart_s` is below 0 or infinite.
 
     Example:
         >>> expected_time(100.0, interval_s=10.0, save_s=1.0, restart_s=5.0, mtbf_s=math.inf)

@@ -140,7 +140,7 @@ def _wide_bytes(tensors: Tensors) -> int:
 
 
 def _wider_bytes(result: TensorInfo) -> int:
-    """Return the bytes of a result's sum in the accumulation type; 0 if the result has this type."""
+    """Return the bytes of a result's sum in the accumulation type, or 0 if the result has this type."""
     return _wide_bytes((result,)) if result.itemsize < _WIDE else 0
 
 

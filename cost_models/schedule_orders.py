@@ -43,7 +43,7 @@ class ActionKind(IntEnum):
 
     @property
     def letter(self) -> str:
-        """The letter of this kind of action in the literature."""
+        """The letter of this kind of action: F, B, I or W."""
         return "FBIW"[self]
 
 
@@ -214,7 +214,10 @@ def _interleaved(shape: _Shape, rank: int) -> Rows:
 
 
 def _interleaved_zero_bubble(shape: _Shape, rank: int) -> Rows:
-    """Return a rank's rows. Each W comes `rank` actions I later than its own I; the W that are left come last."""
+    """Return a rank's rows, in which each W comes `rank` actions I after its own I.
+
+    The remaining W come last.
+    """
     rows = _alternate(
         _rounds(shape, rank, F), _rounds(shape, rank, I), int(_warm_up(shape, shape.virtual_stages, rank, 1))
     )
@@ -439,7 +442,7 @@ def _check(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -
 
 
 def _refusal(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> str | None:
-    """Return a text on why a schedule does not allow these numbers; None if it allows them."""
+    """Return a text on why a schedule does not allow these numbers, or None if it allows them."""
     if schedule not in SCHEDULES:
         return f"Unknown pipeline schedule {schedule!r}. Known: {', '.join(SCHEDULES)}."
     if min(ranks, micro_batches, virtual_stages) < 1:

@@ -4,7 +4,7 @@ A step is a sequence of segments, such as the forward of a micro-batch. A segmen
 order. Computation runs on one stream, one operation after the other. A communication runs on the stream of its links:
 
 * It starts when its operands are computed and its stream is free. Each stream runs its operations in program order.
-* Only the operations that read its result wait for it, and the end of the step.
+* Only the operations that read its result, and the end of the step, wait for it.
 * While any communication runs, computation takes (1 + slowdown) times as long, because both use the same processors and
   memory.
 * The host issues operations in program order, `dispatch_s` apart, ahead of the device.
@@ -57,7 +57,7 @@ class Segment:
 
 
 def overlap_of(cluster: Cluster) -> float | None:
-    """Return the slowdown of computation beside communication on a cluster; None if overlap does not help.
+    """Return the slowdown of computation beside communication on a cluster, or None if overlap does not help.
 
     On a GPU, collectives take some of its processors (`measured_slowdown`). CPUs of one machine are as busy in
     communication as in computation. Work of 62 ms in sequence took 64 ms overlapped (Gloo on loopback, two cores,
@@ -234,7 +234,7 @@ class _StreamState:
         self.clock = until
 
     def _expose(self, stream: _Stream, idle: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-        """Count communication within idle intervals as exposed; return the rest of the intervals."""
+        """Count communication of `stream` in the `idle` intervals as exposed. Return the remaining intervals."""
         left = []
         for first, last in idle:
             for start, end, label in reversed(stream.ran):

@@ -174,7 +174,7 @@ def direct_links(layout: NodeWiring, devices: int) -> dict[tuple[int, int], floa
 
 @lru_cache(maxsize=4096)
 def wired_share(layout: NodeWiring, devices: int, members: tuple[int, ...]) -> float:
-    """Return the share of a device's bandwidth that a group of devices of one node reaches; 0 if no links join it.
+    """Return the share of a device's bandwidth that a group of devices of one node reaches, or 0 if no links join it.
 
     Let g be the number of members, S a proper subset of them, and B(S) the bandwidth of the links that leave S. An
     all-gather sends at least |S|/g of its bytes over these links. So the group is as fast as a ring whose links have
@@ -228,7 +228,7 @@ class GroupLinks:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Compute the hash once, because prices are often looked up by group; it is equal in every process."""
+        """Compute the hash once, because prices are often looked up by group. The hash is equal in every process."""
         numbers = tuple(number for link in self.links for number in link.numbers)
         object.__setattr__(self, "_hash", hash((self.size, self.per_node, self.nodes, self.pods, self.cards, numbers)))
 
@@ -236,7 +236,7 @@ class GroupLinks:
         return self._hash
 
     def measured(self, collective: str) -> MeasuredCollective | None:
-        """Return the measured times of a collective in a group within one node; None without a measurement."""
+        """Return the measured times of a collective in a group within one node, or None without a measurement."""
         if self.nodes > 1 or self.intra is None:
             return None
         return next((each for each in self.intra.measured if each.name == collective), None)

@@ -22,7 +22,10 @@ from autoshard.ir.staged import crosses_stages, is_of_weights
 from passes.lowering.lower_program import prepare, prepare_for
 
 Requirements = Callable[[str], Hashable]
-"""Takes a slot's name; returns the requirements on its value: its constraints, and the spec that it already has."""
+"""A function that takes a slot's name and returns the requirements on the slot's value.
+
+The requirements are the constraints on the value, and the spec that it already has.
+"""
 
 
 def stage_key(stage: Program, requirements: Requirements) -> str:

@@ -28,7 +28,7 @@ def has_kernels(backend: str, device: torch.device) -> bool:
 
 
 def wrap_of(backend: str) -> Callable[[fx.GraphModule], Callable[..., Any]] | None:
-    """Return the function that compiles each graph of a rank for `backend`; None if graphs run as they are."""
+    """Return the function that compiles each graph of a rank for `backend`, or None if graphs run as they are."""
     if backend != "inductor":
         return None
 
@@ -44,7 +44,7 @@ def finish(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def graphs_of(cuda_graph: bool, engine: Engine, *, is_traced: bool, has_stages: bool) -> GraphedPasses | None:
-    """Return an empty store of CUDA graphs for forward, backward and update of a step; None without `cuda_graph`.
+    """Return an empty store of CUDA graphs for forward, backward and update of a step, or None without `cuda_graph`.
 
     Args:
         is_traced: whether the optimizer's update is traced.

@@ -128,9 +128,9 @@ it plans a step of 0.495 s for a small Mixtral on two CPUs. Within the recipe th
 
 
 def shape_of(recipe: Recipe, fixed: Mapping[str, object]) -> Recipe:
-    """Return a recipe without the fields that the search over specs decides, such as `recompute`.
+    """Return a recipe without the fields that the search over specs decides, and without `stage_layers`.
 
-    Fields named in `fixed` stay.
+    Fields that the search decides stay if `fixed` names them. If `fixed` names `offload`, `recompute` stays too.
     """
     names = {*fixed, "recompute"} if "offload" in fixed else fixed  # an offloaded value is not recomputed
     return replace(recipe, **{name: None for name in _FREE if name not in names}, stage_layers=None)

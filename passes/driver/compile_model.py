@@ -138,6 +138,9 @@ def _predicted(planner: Planner, program: CompiledProgram) -> PredictedSteps:
     """Return the predicted step of a program, on the hardware that its plan was priced for.
 
     A given plan of one micro-batch may run with several micro-batches, which are predicted.
+
+    Raises:
+        NotAvailableError: an operator of the program has no cost formula.
     """
     assert program.plan is not None, "it was planned"
     plan = replace(program.plan, micro_batches=planner.micro_batches)
@@ -175,7 +178,7 @@ def _check_micro_batch(call: Call) -> None:
 
 
 def _micro_batches(call: Call, mesh: Mesh) -> int | None:
-    """Return the number of micro-batches in a step; None if the call leaves it open.
+    """Return the number of micro-batches in a step, or None if the call leaves it open.
 
     The number is the call's argument. If the recipe has `micro_batch`, the number follows from the size of the batch.
     """

@@ -97,7 +97,10 @@ class _ExpandedRecompute:
     whole: Program
 
     def expand(self, items: Sequence[_Restored]) -> tuple[_Restored, ...]:
-        """Return the values that the whole program restores, in its order; `items` are those of the short program."""
+        """Return the values that the whole program restores, in program order.
+
+        `items` are the values that the short program restores.
+        """
         if not items:
             return ()
         known, nodes = {item.name: item for item in items}, self.whole.nodes_by_name()

@@ -165,7 +165,7 @@ class _ChoiceLowering:
         )
 
     def step_s(self, made: LoweredPlan) -> float | None:
-        """Return the predicted step of a plan in seconds; None if the plan exceeds the memory budget."""
+        """Return the predicted step of a plan in seconds, or None if the plan exceeds the memory budget."""
         predicted, budget = made.plan.predicted, self.options.memory_budget
         return predicted.step_time_s if budget is None or predicted.peak_memory_bytes <= budget else None
 
@@ -200,7 +200,7 @@ def _fastest_of(made: Sequence[LoweredPlan], known_s: Sequence[float], cluster: 
     """Return the fastest of the lowered plans `made`.
 
     On CPUs, the plan with the fewest launches wins among about equal plans. `known_s` has the steps of known recipes in
-    seconds. The result is never slower than one of these recipes.
+    seconds. The result is never slower than any of these recipes.
     """
     fastest = min(made, key=lambda each: each.plan.predicted.step_time_s)
     if cluster.device.dispatch_s:

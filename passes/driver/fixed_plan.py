@@ -17,10 +17,10 @@ from autoshard.runtime.traced_optimizer import update_of
 def micro_batches_of(fixed: Plan | None, micro_batches: int | None, *, trains: bool) -> int:
     """Return the number of micro-batches in a step, from the argument `micro_batches` or the plan `fixed`.
 
-    The plan's number counts only if the call trains.
+    The plan's number counts only if the call trains. A plan of one micro-batch runs with any number of them.
 
     Raises:
-        PlanMismatchError: the argument differs from the plan's number.
+        PlanMismatchError: the plan has several micro-batches, and the argument is another number.
     """
     planned = fixed.micro_batches if fixed is not None and trains else 1
     if planned > 1 and micro_batches not in (None, planned):
@@ -32,7 +32,7 @@ def micro_batches_of(fixed: Plan | None, micro_batches: int | None, *, trains: b
 
 
 def precision_of(model: nn.Module, precision: str | None, fixed: Plan | None) -> str | None:
-    """Return the precision of calls, from the argument or the plan; None for the types of the model's parameters.
+    """Return the precision of calls, from the argument or the plan. None stands for the types of the parameters.
 
     Raises:
         NotAvailableError: a precision is given, and the model has no floating parameters.
@@ -81,7 +81,7 @@ def update_for(
     returns_norm: bool = False,
     scales_loss: bool = False,
 ) -> Update | None:
-    """Return an optimizer's update as data; None if the program has no update.
+    """Return an optimizer's update as data, or None if the program has no update.
 
     The program has no update without an optimizer, if the optimizer cannot be traced, or if the given plan has only
     forward and backward.

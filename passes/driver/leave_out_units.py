@@ -26,7 +26,7 @@ _BLOCK = re.compile(r"((?:.*?\.)??[^.]+)\.(\d+)(?:\.(.*))?$")
 
 
 def leave_out_units(program: Program, margin: int) -> Program | None:
-    """Return the program without the inner units of its runs of equal blocks; None without such runs.
+    """Return the program without the inner units of its runs of equal blocks, or None without such runs.
 
     A unit is one block, or several blocks if kinds of blocks alternate. The result is also None if the short
     program would need a value of a left-out unit. An example is a loss that reads the output of every block.

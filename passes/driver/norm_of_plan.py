@@ -81,7 +81,7 @@ def with_norm(plan: Plan, program: Program) -> Plan:
 
 
 def _slot_of(program: Program) -> OutputSlot | None:
-    """Return the slot of the gradient norm, or of a stage's sum of squares; None if the program has neither."""
+    """Return the slot of the gradient norm or of a stage's sum of squares, or None if the program has neither."""
     found = (*program.outputs_of(OutputKind.NORM), *program.outputs_of(OutputKind.SQUARES))
     return found[0] if found else None
 

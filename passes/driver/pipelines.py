@@ -52,7 +52,7 @@ class Pipeline:
 
 
 def pipeline_of(mesh: Any, schedule: str | None, virtual_stages: int, micro_batches: int) -> Pipeline | None:
-    """Return the pipeline of a mesh; None for a mesh without the axis "pipeline".
+    """Return the pipeline of a mesh, or None for a mesh without the axis "pipeline".
 
     Without a schedule, the usual schedule for `virtual_stages` is taken. If the schedule needs more virtual stages than
     `virtual_stages`, it gets as many as it needs.

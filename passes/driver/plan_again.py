@@ -31,7 +31,7 @@ _NO_BACKWARD = "the program has no backward, for which values could be computed 
 
 
 def _within(recipe: Recipe | None, change: Change) -> Recipe:
-    """Return a recipe with the values of `change.fields`; `RecipeError` if no program runs the recipe."""
+    """Return a recipe with the values of `change.fields`. Raises `RecipeError` if no program runs the recipe."""
     free = recipe or Recipe()
     given = {name: next(iter(values)) for name, values in change.fields.items()}
     if "offload" in given and free.recompute is None:
@@ -43,7 +43,10 @@ def _within(recipe: Recipe | None, change: Change) -> Recipe:
 
 
 def _freed(recipe: Recipe | None, without: str) -> Recipe | None:
-    """Return a recipe that does not ask for `without`, "recompute" or "offload"; the same recipe if it never did."""
+    """Return a recipe that does not ask for `without`, which is "recompute", "offload" or "" (for neither).
+
+    If `recipe` asks for it, the field becomes "none". Otherwise the result is `recipe` itself, which may be None.
+    """
     if recipe is None or not without or getattr(recipe, without) in (None, "none"):
         return recipe
     return replace(recipe, **{without: "none"})
@@ -83,7 +86,7 @@ class PlanAgain:
         return self._problems
 
     def missing(self, feature: str) -> str:
-        """Return the reason why no plan of the model can have a feature; "" if a plan may have it.
+        """Return the reason why no plan of the model can have a feature, or "" if a plan may have it.
 
         `feature` is a name of `why_not`, such as "pipeline" or "offload".
         """
@@ -104,7 +107,11 @@ class PlanAgain:
         return self._kernels[0][1]
 
     def __call__(self, plan: Plan, change: Change) -> Plan:
-        """Return a new plan of the call with a change, on the same mesh unless `change.fields` needs another mesh."""
+        """Return a new plan of the call with a change, on the same mesh unless `change.fields` needs another mesh.
+
+        Raises:
+            NotAvailableError: `change.fields` asks for recomputation or offload, and the new plan has none.
+        """
         found = self._plan(plan, change)
         wanted = [name for name, values in change.fields.items() if name in _WITHIN and "none" not in values]
         if not all(any(getattr(each, name).nodes for each in found.stages or (found,)) for name in wanted):

@@ -128,7 +128,10 @@ class _Attempts:
     useless: set[bool] = field(default_factory=set)
 
     def plan(self, candidate: Candidate) -> Planned | None:
-        """Plan a candidate, and add the plan to `found`. Without a plan, add the error to `failures`; return None."""
+        """Plan a candidate, and add the plan to `found`.
+
+        If there is no plan, add the error to `failures` and return None.
+        """
         each = replace(self.planner, recipe=candidate.recipe, micro_batches=candidate.micro_batches)
         if candidate.proposal is not None:
             self.tried.add(candidate.proposal)

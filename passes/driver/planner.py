@@ -241,7 +241,7 @@ class Planner:
         return planned(self.trace(request))
 
     def _without_inner_blocks(self, request: Request, made: Callable[[Program], _Made]) -> _Made | None:
-        """Return `made(program)` for a program without inner blocks; None if the model needs all its blocks.
+        """Return `made(program)` for a program without inner blocks, or None if the model needs all its blocks.
 
         The numbers of `margins` are tried in order. A number is removed if `made` raises `NotAlikeError`.
         """
@@ -298,9 +298,10 @@ class Planner:
 
     @contextmanager
     def _searching(self) -> Iterator[SearchControl]:
-        """Yield the control of a search.
+        """Yield the control of a search, and show the search's progress.
 
-        It shows the progress, and lets Ctrl-C end the search with the best plan so far.
+        Ctrl-C ends the search with the best plan so far, or with KeyboardInterrupt if nothing fits yet. If the time is
+        up, a `DoesNotFitError` names the time budget.
         """
         control = SearchControl(ceiling=self.begun()[1])
         with search_bar(self.time_budget_s, self.progress) as show:
@@ -353,7 +354,7 @@ class Planner:
         return budget * self.change.memory
 
     def search_meshes(self, program: Program, meshes: Sequence[Mesh]) -> Plan:
-        """Return the fastest plan on any of `meshes`; if no mesh has a plan, raise the last error.
+        """Return the fastest plan on any of `meshes`. If no mesh has a plan, raise the last error.
 
         Meshes that differ only by names are searched once, unless an argument names axes. The meshes are searched in
         the order of their lower bounds of the step time. A mesh whose bound exceeds the best plan so far is skipped.
@@ -401,7 +402,7 @@ class Planner:
         return cluster if self.change.faster is None else self.change.faster(cluster) or cluster
 
     def prove(self, request: Request, plan: Plan) -> VerificationReport:
-        """Return the proof of the program that a call runs by a plan; raise `VerificationError` if the proof fails."""
+        """Return the proof of the program that a call runs by a plan. Raises `VerificationError` if the proof fails."""
         program = self.trace(request)
         report = replace(self, verify=True).lower(program, self._plan_for(program, request, plan.mesh))[1]
         assert report is not None, "the planner verifies"
@@ -445,7 +446,7 @@ class Planner:
         return replace(self, fixed=None, made=None, before=None, constraints={}, recipe=None, reduce_dtype=None)
 
     def _expanded(self, plan: Plan, program: Program, request: Request) -> Plan | None:
-        """Return a plan expanded to all blocks of the program; None if the plan is not for this call."""
+        """Return a plan expanded to all blocks of the program, or None if the plan is not for this call."""
         try:
             return expand_for(plan, program, request, self.trace)
         except PlanMismatchError as error:

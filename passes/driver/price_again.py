@@ -68,7 +68,7 @@ class PriceAgain:
         return ()
 
     def missing(self, feature: str) -> str:
-        """Return the reason why no recipe of the model can have a feature; "" if a recipe may have it."""
+        """Return the reason why no recipe of the model can have a feature, or "" if a recipe may have it."""
         return self.search.problem.missing(feature)
 
     def kernels(self, plan: Plan) -> Kernels:

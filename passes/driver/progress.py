@@ -17,7 +17,10 @@ from autoshard.ir.text import format_time
 from passes.solver.search_control import SearchControl
 
 Show = Callable[[str, float, float], None]
-"""Shows progress: name of the problem, best step so far in seconds (infinite for none), its lower bound."""
+"""A function that shows a search's progress.
+
+It takes the problem's name, the best step time so far in seconds (infinite if there is none) and a lower bound.
+"""
 
 
 @contextmanager

@@ -151,7 +151,12 @@ class _PuttingBack:
                     made.meta["module"] = repeat.represented_by(node.meta["module"])[index]
 
     def _copy(self, node: fx.Node, spot: NodeSpot | None) -> fx.Node:
-        """Copy a node. `spot` is the position of the copy in the whole model; None outside of all units."""
+        """Copy a node. `spot` is the position of the copy in the whole model, or None outside of all units.
+
+        Raises:
+            NotAlikeError: the whole model computes an operand later, or an operand is in repeated units that do not
+                contain the node.
+        """
 
         def read(operand: fx.Node) -> fx.Node:
             there = self.spots.get(operand)

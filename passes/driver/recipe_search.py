@@ -193,7 +193,11 @@ def products_precision(model: nn.Module, asked: str | None) -> str:
 
 
 def optimizer_name(given: str | torch.optim.Optimizer | None) -> str:
-    """Return the name of an optimizer in recipes, such as "sgd_momentum"; `NotAvailableError` if there is none."""
+    """Return the name of an optimizer in recipes, such as "sgd_momentum".
+
+    Raises:
+        NotAvailableError: recipes have no name for the optimizer.
+    """
     name = given.lower() if isinstance(given, str) else type(given).__name__.lower()
     if isinstance(given, torch.optim.Optimizer) and name == "sgd" and any(g["momentum"] for g in given.param_groups):
         name = "sgd_momentum"

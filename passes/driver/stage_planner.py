@@ -117,7 +117,11 @@ class StagePlanner:
         return self.planner.guards_hold(program, inputs, state)
 
     def _compile_whole(self, request: Request, engine: Engine) -> CompiledProgram:
-        """Compile a call whose gradients autograd computes, without stages. The process must simulate all ranks."""
+        """Compile a call whose gradients autograd computes, without stages.
+
+        Raises:
+            NotAvailableError: this process does not simulate all ranks.
+        """
         if self.rank is not None:
             raise NotAvailableError(
                 "A call of step.sharded wants gradients. With a process per rank, each rank holds only the parameters "

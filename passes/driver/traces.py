@@ -36,7 +36,7 @@ class Traces:
 
 
 def trace_call(request: Request, loss_fn: LossFunction | None, precision: str | None) -> Program:
-    """Return the traced program of a call; without `loss_fn`, the model returns its loss.
+    """Return the traced program of a call. Without `loss_fn`, the model returns its loss.
 
     `precision` names the dtype of computation if the model's parameters have a wider dtype.
     """

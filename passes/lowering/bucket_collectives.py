@@ -174,7 +174,10 @@ class _BucketMember:
 
     @property
     def size(self) -> int:
-        """Bytes of one rank's piece: the operand of an all-gather; the operand of a reduction divided by `ranks`."""
+        """Bytes of one rank's piece.
+
+        For an all-gather this is the operand. For a reduction it is the operand divided by `ranks`.
+        """
         value = self.operand.meta["val"]
         return value.numel() * value.element_size() // (1 if self.start.target is ALL_GATHER else self.ranks)
 

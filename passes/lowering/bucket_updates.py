@@ -78,7 +78,7 @@ def _buckets(graph: fx.Graph) -> Iterator[_UpdateBucket]:
 
 
 def _order(graph: fx.Graph, bucket_of: Mapping[fx.Node, _UpdateBucket]) -> list[fx.Node] | None:
-    """Return the nodes in an order in which each bucket is one call; None if no such order exists.
+    """Return the nodes in an order in which each bucket is one call, or None if no such order exists.
 
     The first update of a bucket stands for the call. Nodes that do not depend on each other keep their order.
     """

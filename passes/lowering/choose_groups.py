@@ -239,7 +239,7 @@ class _UnitedGroups:
         return self._build(sorted(members, key=self.places.__getitem__))
 
     def _build(self, members: Sequence[fx.Node]) -> ChosenGroup | None:
-        """Return the group of the calls `members`, with its savings; None if no kernel can compute it."""
+        """Return the group of the calls `members`, with its savings, or None if no kernel can compute it."""
         within = set(members)
         results = [node for node in members if any(user not in within for user in self.readers[node])]
         chosen = _GroupBuilder(within).build(members, results)
@@ -252,7 +252,7 @@ class _UnitedGroups:
         return chosen.compared()
 
     def _time(self, chosen: ChosenGroup) -> float:
-        """Return the seconds of a group's kernel; the bytes of its memory traffic if the device is unknown."""
+        """Return the seconds of a group's kernel, or the bytes of its memory traffic if the device is unknown."""
         traffic = chosen.traffic
         if self.device is None:
             return traffic.memory_bytes

@@ -48,7 +48,7 @@ class Traffic:
 
 
 def traffic_of(node: fx.Node) -> Traffic:
-    """Return the launches and memory traffic of one node; zero for views, collectives and waits."""
+    """Return the launches and memory traffic of one node, or zero for views, collectives and waits."""
     if not is_launch(node):
         return Traffic()
     moved = sum(bytes_in(item.meta.get("val")) for item in (*node.all_input_nodes, node))
@@ -56,7 +56,7 @@ def traffic_of(node: fx.Node) -> Traffic:
 
 
 def is_launch(node: fx.Node) -> bool:
-    """Whether a node launches a kernel that computes or copies; views, collectives and waits do not."""
+    """Whether a node launches a kernel that computes or copies. Views, collectives and waits do not."""
     if not isinstance(node.target, OpOverload) or sends(node):
         return False
     return _copies(node) if node.target in _MAY_COPY else not may_alias(node)

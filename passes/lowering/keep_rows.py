@@ -188,7 +188,7 @@ class _RowKeeper:
 
 
 def _keeping_call(graph: fx.Graph, node: fx.Node, args: Any) -> list[fx.Node]:
-    """Emit the forward call that saves rows; return its output, received rows, first products and counts."""
+    """Emit the forward call that saves rows, and return its output, received rows, first products and counts."""
     call = insert_call(graph, kernels.exchanged_experts_keeping, args, like=node, name=f"{node.name}_keeping")
     out, rows, u, counts = call.meta["val"]
     ranks, assignments = counts.shape[1], args[1].meta["val"].numel()

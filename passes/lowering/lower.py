@@ -194,7 +194,7 @@ class _Lowering:
         return self._operand(argument, next(specs))
 
     def _operand(self, node: Any, target: PartitionSpec) -> fx.Proxy:
-        """Return the local value of a traced node in spec `target`; emit a reshard if it has another spec."""
+        """Return the local value of a traced node in spec `target`, after a reshard if the value has another spec."""
         source_node, result = resolve(node)
         proxy, source = self.local[source_node.name, result]
         value = node.meta["val"]

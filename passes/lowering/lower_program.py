@@ -67,7 +67,7 @@ def lower_prepared(
 
 
 def _room_of(program: Program, plan: Plan) -> float | None:
-    """Return the bytes that a program's values may take on each rank; None without a memory budget.
+    """Return the bytes that a program's values may take on each rank, or None without a memory budget.
 
     They are the plan's memory budget, less optimizer state that is no input of the program.
     """

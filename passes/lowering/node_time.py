@@ -28,7 +28,7 @@ class NodeTime:
     cluster: Cluster | None
 
     def __call__(self, node: fx.Node) -> float:
-        """Return the seconds of one run of a node on one rank (bytes without a cluster); 0 for views and waits."""
+        """Return the seconds of one run of a node on one rank (bytes without a cluster), or 0 for views and waits."""
         if not isinstance(node.target, torch._ops.OpOverload) or aliased_operands(node):
             return 0.0
         moved = sum(bytes_in(item.meta.get("val")) for item in (node, *node.all_input_nodes))

@@ -183,7 +183,7 @@ class _Pricing:
         return work_time(done, self.device, operator_name(node))
 
     def _products_of(self, node: fx.Node) -> float:
-        """Return the seconds of arithmetic in a call's matrix products; 0 for other calls.
+        """Return the seconds of arithmetic in a call's matrix products, or 0 for other calls.
 
         Memory traffic and launches are not included.
         """

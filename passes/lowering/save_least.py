@@ -6,8 +6,9 @@ the fewest bytes is saved (Chen et al. 2016; as a cut by Jain et al. 2022, "min-
 
 Minimise the sum of w(v) over saved values v. A matrix product, a reduction, a collective or an input is never
 recomputed. Every path from such a value to a value that the backward reads must pass through a saved value. The weight
-w(v) is the bytes of v. It is doubled if v is only written to memory when it is saved. It grows by a tenth for each call
-between v and its use in the backward.
+w(v) of an input is one byte, because inputs are in memory anyway. For any other value, w(v) is the bytes of v. They are
+doubled if v is only written to memory when it is saved. They grow by a tenth for each call between v and its use in the
+backward.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def _distances(relevant: Sequence[fx.Node], wanted: Collection[fx.Node]) -> dict
 
 
 def _weight(node: fx.Node, distance: int) -> float | None:
-    """Return the weight w(v) of saving a value v, as the module defines it; None if the value cannot be saved.
+    """Return the weight w(v) of saving a value v, as the module defines it, or None if the value cannot be saved.
 
     `distance` is the number of calls between v and its use in the backward.
     """

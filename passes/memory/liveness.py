@@ -188,7 +188,7 @@ def find_lifetimes(
 def with_state(program: Program) -> tuple[InputSlot, ...]:
     """Return the parameters for which an optimizer keeps state.
 
-    These are the parameters that get a gradient. A program without gradients is counted as if all its parameters did.
+    These are the parameters that get a gradient. In a program without gradients, all parameters count.
     """
     trained = {slot.name for slot in program.outputs if slot.kind is OutputKind.GRADIENT}
     parameters = program.inputs_of(InputKind.PARAMETER)
@@ -197,7 +197,7 @@ def with_state(program: Program) -> tuple[InputSlot, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """The program points of all actions; the fields are those of `Liveness`.
+    """The program points of all actions. The fields are those of `Liveness`.
 
     Placeholders count as calls at point 0. `end` is the last point.
     """

@@ -42,7 +42,7 @@ class MemoryTables:
         return self._tables[key]
 
     def of_call(self, name: str) -> Floats | None:
-        """Return the bytes on each rank of the workspace of call `name`, [its options]; None without a workspace."""
+        """Return the bytes on each rank of the workspace of call `name`, [its options], or None without a workspace."""
         site = self.space.sites[name]
         if site.node is None or not has_workspace(site.node):
             return None

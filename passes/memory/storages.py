@@ -98,13 +98,13 @@ class Storages:
         return list(self.constants.values())
 
     def bytes_of(self, values: Iterable[Value]) -> int:
-        """Return the bytes of the storages of some values; a shared storage counts once."""
+        """Return the bytes of the storages of some values. A shared storage counts once."""
         return round(sum(storage.bytes for storage in _distinct(values)))
 
     def run(
         self, graph: fx.Graph, inputs: Iterable[Value], held: Iterable[Value] = (), part: str = ACTIVATIONS
     ) -> list[Value]:
-        """Walk through a graph and update the peak; return the storages of the graph's results.
+        """Walk through a graph, update the peak, and return the storages of the graph's results.
 
         Args:
             graph: local operators with their values in `meta["val"]`; it returns a flat tuple.

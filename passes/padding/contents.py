@@ -234,7 +234,7 @@ def _are_boolean(node: fx.Node) -> bool:
 
 
 def _sum(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
-    """Return the content of scores plus a mask of large negative numbers (`is_masked`); None for other sums."""
+    """Return the content of scores plus a mask of large negative numbers (`is_masked`), or None for other sums."""
     dtype = _dtype_of(node)
     if len(node.args) > 2 or node.kwargs or dtype is None or not dtype.is_floating_point:
         return None

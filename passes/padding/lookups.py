@@ -24,7 +24,11 @@ aten = torch.ops.aten
 
 @padded_call(aten.embedding.default)
 def _embedding(call: PaddedCall) -> Results:
-    """Look up rows of a table; `ReachedError` if an index in padding lies beyond the table, which would crash."""
+    """Return the `PaddedValue` of rows that are looked up in a table.
+
+    Raises:
+        ReachedError: an index in padding lies beyond the table, which would crash.
+    """
     table, indices = call.operands[0], call.operands[1]
     rows = table.shape(0)[0]
     for region, content in indices.contents.items():
@@ -42,6 +46,9 @@ def _index(call: PaddedCall) -> Results:
     """Return the `PaddedValue` of `x[index, ...]`.
 
     The result has the dims of the broadcast index tensors, and the dims of `x` that are not indexed.
+
+    Raises:
+        ReachedError: a mask selects the elements, or an index may count from the end of a padded dim.
     """
     x = call.operands[0]
     nodes: Sequence[Any] = call.argument(1, "indices")

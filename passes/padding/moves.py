@@ -116,6 +116,9 @@ def _take(waiting: list[tuple[Place, Part]], size: Part, dim: int, origins: dict
         size: size of the view's dim in the padded program, and in the exact program.
         dim: number of the view's dim.
         origins: receives new place → old place for each padded part.
+
+    Raises:
+        ReachedError: the view splits a padded dim, merges it in part, or leaves no element of it.
     """
     parts: list[Part] = []
     left = size
@@ -141,7 +144,11 @@ def _take(waiting: list[tuple[Place, Part]], size: Part, dim: int, origins: dict
 
 @padded_call(aten.expand.default, aten.expand_copy.default, aten.repeat.default, sizes=(1,))
 def _expand(call: PaddedCall) -> Results:
-    """Return the `PaddedValue` of an expanded or repeated tensor; `ReachedError` if a padded dim is repeated."""
+    """Return the `PaddedValue` of an expanded or repeated tensor.
+
+    Raises:
+        ReachedError: a padded dim is repeated.
+    """
     (x,) = call.operands
     dims: list[Dim] = [(size,) for size in zip(call.shapes(0)[0], call.shapes(1)[0], strict=True)]
     new = len(dims) - len(x.dims)

@@ -266,7 +266,10 @@ def _first_difference(one: Sequence[fx.Node], other: Sequence[fx.Node]) -> str:
 
 
 def _are_twins(node: fx.Node, twin: fx.Node, twins: Mapping[fx.Node, fx.Node]) -> bool:
-    """Whether two nodes call the same operator on corresponding operands; `twins` has the pairs of earlier nodes."""
+    """Whether two nodes call the same operator on corresponding operands.
+
+    `twins` has the pairs of earlier nodes.
+    """
     if (node.op, node.target) != (twin.op, twin.target):
         return False
     sides = [pytree.tree_flatten((item.args, item.kwargs)) for item in (node, twin)]

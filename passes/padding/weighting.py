@@ -155,7 +155,13 @@ def _random(call: PaddedCall) -> Results:
 
 @padded_call(ours.cross_entropy.default)
 def _cross_entropy(call: PaddedCall) -> Results:
-    """Return the `PaddedValue`s of cross-entropy; rows whose target is `ignore_index` have loss zero for any logits."""
+    """Return the `PaddedValue`s of cross-entropy.
+
+    Rows whose target is `ignore_index` have loss zero for any logits.
+
+    Raises:
+        ReachedError: the dim of classes is padded, or rows of logits and targets are padded differently.
+    """
     logits, target = call.operands
     if logits.is_dim_padded(1):
         raise ReachedError("needs all of the padded dim")

@@ -38,7 +38,7 @@ def solve_baselines(
     before: Plan | None = None,
     elsewhere: Sequence[Plan] = (),
 ) -> dict[str, Solution | None]:
-    """Return the best solution of each known recipe (`known_recipes`) by name; None if no plan of the recipe fits.
+    """Return the best solution of each known recipe (`known_recipes`) by name, or None if no plan of the recipe fits.
 
     A recipe is absent if the user's constraints leave it no plan, or if the search is stopped before its turn.
 
@@ -121,7 +121,7 @@ def may_fit(baselines: Mapping[str, float | None], name: str) -> bool:
 
 
 def least_baselines(baselines: Sequence[Mapping[str, float | None]]) -> Mapping[str, float | None]:
-    """Return each recipe's predicted step in seconds on the mesh where it is fastest; None if it fits on no mesh."""
+    """Return each recipe's predicted step in seconds on the mesh where it is fastest, or None if it fits on no mesh."""
     if len(baselines) == 1:
         return baselines[0]
     names = list(dict.fromkeys(name for each in baselines for name in each))

@@ -22,7 +22,7 @@ def gradient_of(parameter: fx.Node) -> tuple[fx.Node, int] | None:
 
 
 def update_of(parameter: fx.Node) -> fx.Node | None:
-    """Return the optimizer's call that updates a parameter; None if the program does not update it."""
+    """Return the optimizer's call that updates a parameter, or None if the program does not update it."""
     return next((user for user in parameter.users if user.target in IN_PLACE and user.args[0] is parameter), None)
 
 

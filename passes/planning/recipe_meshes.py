@@ -38,7 +38,7 @@ def names_axes_of(recipe: Recipe | None, meshes: Iterable[Mesh]) -> bool:
 
 
 def pipeline_ranks(mesh: Mesh) -> int:
-    """Return the number of ranks along the axis "pipeline" of a mesh; 1 if the mesh has no such axis."""
+    """Return the number of ranks along the axis "pipeline" of a mesh, or 1 if the mesh has no such axis."""
     return dict(mesh.axes).get(PIPELINE_AXIS, 1)
 
 

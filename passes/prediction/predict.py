@@ -74,7 +74,8 @@ def predict(
 def _breakdown(planning: PlanningProblem, times: StreamTimes) -> dict[str, float]:
     """Return the predicted step in seconds by part.
 
-    The parts are computation of each phase, copies of reshards, exposed communication over each axis, and the host.
+    The parts are computation of each phase, copies of reshards, and exposed communication over each axis. Two more are
+    the slowdown by communication and the waits for the host, unless they are zero.
     """
     parts = {name_of_part(label): seconds for label, seconds in times.compute_s.items() if label != COPIES}
     parts[COPIES] = times.compute_s.get(COPIES, 0.0)
@@ -96,7 +97,7 @@ def trace_of(line: Timeline) -> Trace:
 
 
 def _tokens(planning: PlanningProblem) -> int:
-    """Return the number of elements of the first integer input of one micro-batch; 0 without such an input."""
+    """Return the number of elements of the first integer input of one micro-batch, or 0 without such an input."""
     for slot in planning.space.program.inputs_of(InputKind.INPUT):
         (value,) = planning.space.sites[slot.node].results
         if may_be_tokens(value.shape, value.dtype):

@@ -279,7 +279,7 @@ def _sent_bytes(staged: StagedProgram, walked: Sequence[_Walked]) -> dict[str, f
 
 
 def _tokens_per_s(staged: StagedProgram, total_s: float) -> float | None:
-    """Return the tokens of a step per second of step time; None without an integer input.
+    """Return the tokens of a step per second of step time, or None without an integer input.
 
     Tokens are the elements of the first integer input in all micro-batches.
     """

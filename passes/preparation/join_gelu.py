@@ -91,7 +91,7 @@ class _Joining:
         return list(self.program.graph.nodes)
 
     def join_gradients(self, number: int) -> None:
-        """Replace the written-out gradients of gelu(z) by `gelu_backward`; `number` is the value number of z."""
+        """Replace the written-out gradients of gelu(z) by `gelu_backward`. `number` is the value number of z."""
         found = self._find(_form(is_backward=False), (number,))
         readers = {user for inner in found for user in self.numbering.users[inner]}
         read = {operand for user in readers for operand in operands_of(self.numbering.key_of(user))}
@@ -111,7 +111,7 @@ class _Joining:
                 self._replace(found[-1], _aten.gelu.default, (number,))
 
     def _find(self, form: fx.Graph, operands: tuple[int, ...]) -> list[int]:
-        """Return the value numbers of the calls of `form` in the program, in order; [] if the program lacks a call.
+        """Return the value numbers of the calls of `form` in the program, in order, or [] if the program lacks a call.
 
         `operands` has the value numbers of the inputs of the form.
         """

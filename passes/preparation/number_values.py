@@ -174,7 +174,7 @@ def call_key(kind: str, target: Any, args: Any, kwargs: Any, operand: Callable[[
 
 
 def mirrored_key(key: Key) -> Key | None:
-    """Return the structure of a sum or product with its two operands exchanged; None for any other call."""
+    """Return the structure of a sum or product with its two operands exchanged, or None for any other call."""
     _, target, args, kwargs = key
     if target not in _COMMUTATIVE or len(args) != 3 or kwargs != (DICT,):
         return None

@@ -63,6 +63,9 @@ def _crossings(assignment: StageAssignment, building: list[_StageCut]) -> dict[_
     """Return the values that cross stages.
 
     A key has the node that makes the value, and the number of the reading stage.
+
+    Raises:
+        NotAvailableError: a value is no tensor, or a value of the backward would go to a later stage.
     """
     found: dict[_Key, Crossing] = {}
     for stage in building:

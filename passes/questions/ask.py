@@ -130,7 +130,7 @@ class Questions:
         return ", ".join(used), found
 
     def _in_roles(self, plan: Plan, problems: Sequence[PlanningProblem], name: str, way: Way) -> Variant | None:
-        """Return the cost of the fastest plan whose axes have the roles of `way`; None if there is none.
+        """Return the cost of the fastest plan whose axes have the roles of `way`, or None if there is none.
 
         A recipe or constraints may exclude a role. The search then returns a plan without the role.
         """
@@ -138,9 +138,10 @@ class Questions:
         return self._variant(plan, name, change, lambda found: _has_roles(found, problems, way))
 
     def _tried(self, plan: Plan, ways: Sequence[tuple[str, Fields]]) -> tuple[list[Variant | None], str]:
-        """Return the best plan under each entry of `ways`, and the message of the last `NotAvailableError`, or "".
+        """Return the costs of the best plan under each entry of `ways`, and an error message or "".
 
-        An entry has a name for the answer, and the allowed values of recipe fields.
+        An entry has a name for the answer, and the allowed values of recipe fields. Its cost is None if no program runs
+        these values. Entries with a `NotAvailableError` have no cost, and the message is that of the last of them.
         """
         found, missing = list[Variant | None](), ""
         for name, restricted in ways:
@@ -213,7 +214,7 @@ def _answer(
 
 
 def _use(plan: Plan, feature: str) -> str:
-    """Return in words where a plan uses a feature, such as "of 4 stages"; "" if it does not use the feature."""
+    """Return in words where a plan uses a feature, such as "of 4 stages", or "" if it does not use the feature."""
     if feature == "pipeline" and plan.stages:
         return f"of {len(plan.stages)} stages"
     if plan.recipe is not None and FEATURES[feature].is_used(plan.recipe):

@@ -60,7 +60,7 @@ class Replan(Protocol):
         ...
 
     def missing(self, feature: str) -> str:
-        """Return the reason why no recipe of the model can have a feature; "" if a recipe may have it."""
+        """Return the reason why no recipe of the model can have a feature, or "" if a recipe may have it."""
         ...
 
     def kernels(self, plan: Plan) -> Kernels:

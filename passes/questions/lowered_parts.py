@@ -143,7 +143,11 @@ def _literals(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _sent(phased: PhasedProgram, axes: Mapping[str, Size], axis: str) -> Parts:
-    """Yield the bytes that each rank sends over an axis with ring algorithms; "" stands for all axes."""
+    """Yield the bytes that each rank sends over an axis with ring algorithms. "" stands for all axes.
+
+    Raises:
+        FormulaError: a call exchanges rows between ranks, in numbers that depend on values.
+    """
     for site, node in _calls(phased):
         if exchanges(node):
             raise FormulaError(

@@ -80,7 +80,7 @@ class PlanCounts:
             yield self.fitted.places.get(slot.node), math.prod(self.fitted.shapes[slot.node][0])
 
     def tokens(self) -> Iterator[Counted]:
-        """Yield the number of elements of the first integer input; nothing if there is no integer input."""
+        """Yield the number of elements of the first integer input, or nothing if there is no integer input."""
         nodes = self.fitted.program.nodes_by_name()
         for slot in self.fitted.program.inputs_of(InputKind.INPUT):
             value = nodes[slot.node].meta["val"]
@@ -125,6 +125,9 @@ class PlanCounts:
 
         The first program has the plan's own sizes. But axes of size one are larger in all programs, because one rank
         has no collectives.
+
+        Raises:
+            FormulaError: the plan runs no other size of an input.
         """
         if not self._programs:
             sizes, mesh = self.fitted.sizes, self.plan.mesh
@@ -205,6 +208,9 @@ class PlanCounts:
 
         It is a global dim, divided by sizes of mesh axes: if possible a dim of the site's own values. `sizes` has the
         dim in lowered programs, by the index of the program.
+
+        Raises:
+            FormulaError: no global dim and no share of one has these sizes.
         """
         own = tuple(dict.fromkeys(dim for shape in self._shapes(site) for dim in shape))
         key = (own, tuple(sizes.items()))

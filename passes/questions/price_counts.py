@@ -258,6 +258,9 @@ class _RecipeCounts:
         """Return the bytes that each rank sends in a step for one layer of a layer class, by axis.
 
         Collectives over several axes at once count as "data".
+
+        Raises:
+            FormulaError: the recipe merges the dispatch to experts, so the bytes depend on the tokens' experts.
         """
         if self.recipe.runtime.merged_dispatch and self.recipe.expert > 1:
             raise FormulaError(

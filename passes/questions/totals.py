@@ -84,6 +84,9 @@ def _linear(symbol: str, blocks: Sequence[Any]) -> Size:
     """Return the sum of the counts of all blocks of a kind, as an expression in their number.
 
     The expression is `symbol` times the count of an inner block, plus a constant for the first and the last block.
+
+    Raises:
+        FormulaError: inner blocks have different counts.
     """
     between = blocks[1:-1] or blocks
     if any(item != between[0] for item in between):

@@ -36,12 +36,12 @@ _MOVED = "moves"
 
 
 def original_of(node: fx.Node) -> str | None:
-    """Return the name of the node that a clone recomputes; None if the node is no clone."""
+    """Return the name of the node that a clone recomputes, or None if the node is no clone."""
     return node.meta.get(_ORIGINAL)
 
 
 def moved_by(node: fx.Node) -> str | None:
-    """Return the name of the node whose value a copy to or from the host moves; None if the node is no such copy."""
+    """Return the name of the node whose value a copy to or from the host moves, or None if the node is no such copy."""
     return node.meta.get(_MOVED)
 
 

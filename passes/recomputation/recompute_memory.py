@@ -367,7 +367,7 @@ class RecomputeMemory:
 
 
 def _site(key: Key) -> str:
-    """Return the name of the site that a key of `RecomputeMemory._held` names; "" for the memory of a link."""
+    """Return the name of the site that a key of `RecomputeMemory._held` names, or "" for the memory of a link."""
     return key[0] if isinstance(key[0], str) else ""
 
 

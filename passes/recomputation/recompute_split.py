@@ -2,8 +2,8 @@
 
 Each site (node) with several policies has a second site after the forward with the same value, for all later readers
 (`late`). For each policy that restores the value, one more site stands where the value is restored (`restored`). A
-recomputation reads operands; a fetch from the host reads none. So lifetimes in this space cover both lives of a value,
-and the operands of recomputations.
+recomputation reads operands, and a fetch from the host reads none. So lifetimes in this space cover both lives of a
+value, and the operands of recomputations.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The stages of a recipe's pipeline: the blocks of each stage, the rank of each stage, and the time of the schedule.
 
-The layer class `BEFORE` (the embedding) is on the first stage, in front of the blocks; `AFTER` (the head) is on the
-last.
+The layer class `BEFORE` (the embedding) is on the first stage, in front of the blocks. `AFTER` (the head) is on the
+last stage.
 """
 
 from __future__ import annotations

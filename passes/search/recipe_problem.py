@@ -124,7 +124,7 @@ class RecipeProblem:
         return next(self.space().recipes(), None) is not None
 
     def missing(self, feature: str) -> str:
-        """Return the reason why no recipe of the model can have a feature; "" if a recipe may have it.
+        """Return the reason why no recipe of the model can have a feature, or "" if a recipe may have it.
 
         `feature` is a name of `why_not`: "expert", "context", "pipeline", "recompute" or "offload".
         """

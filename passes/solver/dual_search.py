@@ -59,7 +59,7 @@ class DualSearch:
         start: Sequence[Sequence[int]] = (),
         find_small_peak: Callable[[], Sequence[int]] | None = None,
     ) -> Solution | None:
-        """Return the cheapest found choice that fits, with a proven lower bound; None if no found choice fits.
+        """Return the cheapest found choice that fits, with a proven lower bound, or None if no found choice fits.
 
         Args:
             problem: the assignment. Its memory limit holds; its memory rows are ignored in favour of `row_at`.

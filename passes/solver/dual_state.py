@@ -234,7 +234,10 @@ class DualState:
         return [(variable, option) for _, variable, option in sorted(found)]
 
     def polish(self) -> None:
-        """Change single options of the best choice, as long as a change is cheaper and the choice still fits."""
+        """Change single options of the best choice, as long as a change is cheaper and the choice still fits.
+
+        Nothing changes if no choice seen so far exceeded the memory limit.
+        """
         changed = self.best is not None and bool(self.rows)
         while changed and not self.control.is_over():
             changed = False
@@ -255,7 +258,7 @@ class DualState:
         return False
 
     def gap(self) -> float:
-        """Return (best cost - bound) / best cost; infinity if no choice fits yet."""
+        """Return (best cost - bound) / best cost, or infinity if no choice fits yet."""
         if not np.isfinite(self.best_cost):
             return np.inf
         return (self.best_cost - self.bound) / self.best_cost if self.best_cost > 0 else 0.0

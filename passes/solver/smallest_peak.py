@@ -32,7 +32,7 @@ def choice_of_smallest_peak(
     enough: float = 0.0,
     hopeless: float = np.inf,
 ) -> tuple[int, ...]:
-    """Return the choice with the smallest peak that the search finds; () if it finds no allowed choice.
+    """Return the choice with the smallest peak that the search finds, or () if it finds no allowed choice.
 
     Args:
         problem: the assignment. Its costs only tell which options and pairs are allowed.

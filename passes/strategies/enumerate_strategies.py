@@ -301,7 +301,7 @@ def rule_of(node: fx.Node, ranges: Ranges | None = None) -> BoundRule | None:
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes of a call's tensor operands in order; a node that is used as two operands is listed twice."""
+    """Return the nodes of a call's tensor operands in order. A node that is used as two operands is listed twice."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
     return [item for item in found if isinstance(item.meta.get("val"), torch.Tensor)]

@@ -52,7 +52,7 @@ class LocalUnits:
         return cls(repeats, module_paths(lowered.traced) if repeats else {})
 
     def spot(self, node: fx.Node) -> UnitSpot | None:
-        """Return the unit of repeated blocks to which a node belongs; None outside of repeated blocks."""
+        """Return the unit of repeated blocks to which a node belongs, or None outside of repeated blocks."""
         if not self.repeats:
             return None
         path = self.paths.get(node.meta.get(EMITTED_AT, "")) or node.meta.get("module", "")

@@ -14,7 +14,13 @@ from autoshard.rules.notation import BoundRule, Dims
 
 
 def match_strategy(rule: BoundRule | None, mesh: Mesh, node_plan: NodePlan, name: str) -> Strategy:
-    """Return the strategy of `rule` with the operand and result specs of `node_plan`; `name` is for the error message.
+    """Return the strategy of `rule` with the operand and result specs of `node_plan`.
+
+    Args:
+        rule: the sharding rule of the call, or None if it has none.
+        mesh: the mesh of the plan.
+        node_plan: the call in the plan.
+        name: the call's name for the error message.
 
     Raises:
         PlanMismatchError: the rule admits no strategy with these specs.

@@ -253,7 +253,7 @@ class _Units:
         return [AlikeSites(names, self.repeat.left_out) for names in zip(*self.columns, strict=True)]
 
     def links(self) -> Iterator[int]:
-        """Yield the link that stands for the left-out ones, for each operand of the sites at each place."""
+        """Yield the index of the link that stands for the left-out links, per place and operand of the sites there."""
         for names in zip(*self.columns, strict=True):
             for alike in zip(*(self.incoming[name] for name in names), strict=True):
                 indices, found = zip(*alike, strict=True)

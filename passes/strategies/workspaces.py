@@ -40,7 +40,7 @@ def workspace_of(node: fx.Node, operands: Sequence[TensorInfo]) -> int:
 
 @cache
 def _count_of(target: Any) -> Callable[..., float] | None:
-    """Return the formula for the temporary memory of an operator; None if there is no formula.
+    """Return the formula for the temporary memory of an operator, or None if there is no formula.
 
     The result is cached, because walks over programs ask for every node.
     """

@@ -47,7 +47,10 @@ def batch_factor(rule: BoundRule, given: Sequence[State]) -> BatchFactor | None:
 
 
 def _factor_at(factors: Sequence[str], sizes: Mapping[str, int], before: int) -> BatchFactor | None:
-    """Return the factor of a dim that begins with, or contains, the samples behind the first `before` blocks."""
+    """Return the factor of a dim that begins with, or contains, the samples behind the first `before` blocks.
+
+    The result is None if there is no such factor.
+    """
     for name in factors:
         size = sizes[name]
         if before % size or before == 1:

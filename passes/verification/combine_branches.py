@@ -43,7 +43,7 @@ _COMPARISONS = (*(aten.eq.Scalar, aten.ne.Scalar, aten.lt.Scalar, aten.le.Scalar
 def combine_branches(
     part: Program, twins: Mapping[fx.Node, fx.Node], states: Mapping[fx.Node, Sequence[State]]
 ) -> Branches | None:
-    """Return the graphs that compute the guards' results for a batch from its parts; None if this is impossible.
+    """Return the graphs that compute the guards' results for a batch from its parts, or None if this is impossible.
 
     Args:
         part: the program of one micro-batch, with guards.

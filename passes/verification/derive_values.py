@@ -168,7 +168,7 @@ class Derivation:
         return True
 
     def _results(self, number: int, node: fx.Node) -> list[int | None]:
-        """Return the value number of each tensor result of a traced call; None for a result that nothing reads."""
+        """Return the value number of each tensor result of a traced call, or None for a result that nothing reads."""
         if isinstance(node.meta["val"], torch.Tensor):
             return [number]
         values = tensor_values(node)

@@ -58,7 +58,7 @@ def expand_collectives(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _bucket_of(split: fx.Node) -> _PackedCollective | None:
-    """Return the bucket whose result the node `split` splits into parts; None if `split` ends no bucket."""
+    """Return the bucket whose result the node `split` splits into parts, or None if `split` ends no bucket."""
     if split.target not in (_SPLIT, _SPLIT_ROWS) or len(split.args) < 2 or split.kwargs:
         return None
     received: Any = split.args[0]
@@ -112,7 +112,7 @@ def _operand(node: Any, target: OpOverload) -> Any:
 
 
 def _flat_values(packed: fx.Node, rows: Sequence[int]) -> Sequence[Any] | None:
-    """Return the flattened values that `packed` joins; None if `packed` is not the `cat` of a bucket.
+    """Return the flattened values that `packed` joins, or None if `packed` is not the `cat` of a bucket.
 
     For a reduce-scatter, `rows` has the number of ranks, and each value has one row for each rank. Otherwise `rows` is
     empty.
@@ -165,7 +165,11 @@ class _Expanding:
                 raise VerificationError(f"{node.format_node()} reads all parts of bucket {operand.name!r}.")
 
     def _value(self, part: fx.Node) -> fx.Node:
-        """Return the packed value that belongs to `part`, a `getitem` node that selects a part of a bucket's result."""
+        """Return the packed value of `part`, a `getitem` node that selects a part of a bucket's result.
+
+        Raises:
+            VerificationError: the bucket has no such part.
+        """
         source: Any = part.args[0]
         bucket, index = self.buckets[source], part.args[1]
         if not isinstance(index, int) or not 0 <= index < len(bucket.values):
@@ -176,6 +180,9 @@ class _Expanding:
         """Emit the collective of a single value, and the wait for it, in place of `shaped`. Return the wait.
 
         `shaped` is a part of a bucket's result, reshaped to the value's shape.
+
+        Raises:
+            VerificationError: the part is reshaped to another shape.
         """
         part: Any = shaped.args[0]
         value, bucket = self.parts[part], self.buckets[part.args[0]]

@@ -81,6 +81,9 @@ def _write_group(
     """Append the calls of a generated kernel's group to `graph`, and return the nodes of the kernel's results.
 
     `node` is the call of the kernel. `environment` has the copy of each of its operands.
+
+    Raises:
+        VerificationError: the call has another number of operands than the group.
     """
     if len(node.args) != len(group.operands) or not all(isinstance(item, fx.Node) for item in node.args):
         raise VerificationError(

@@ -76,7 +76,7 @@ def shaped_alike(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _rows_of(packed: fx.Node) -> list[int] | None:
-    """Return the number of ranks of a bucket for a reduce-scatter, as [ranks]; [] for a bucket of an all-reduce.
+    """Return the number of ranks of a bucket for a reduce-scatter, as [ranks], or [] for a bucket of an all-reduce.
 
     None is returned if the `packed` node is not the `cat` of a bucket.
     """
@@ -139,7 +139,7 @@ def _is_part(node: fx.Node, index: int) -> bool:
 
 
 def _writer(part: fx.Node, shape: list[int], like: fx.Node) -> fx.Node | None:
-    """Return the call that alone writes a part of a buffer, and writes it whole; None if there is no such call.
+    """Return the call that alone writes a part of a buffer, and writes it whole, or None if there is no such call.
 
     `shape` is the shape of the part. `like` is a node with the dtype and device of the buffer.
     """

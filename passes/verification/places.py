@@ -76,7 +76,7 @@ def knows_places(node: fx.Node, rule: BoundRule, factor: str) -> bool:
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """Return a call's argument by its name in the operator's schema; None if the schema has no such name."""
+    """Return a call's argument by its name in the operator's schema, or None if the schema has no such name."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     for position, argument in enumerate(node.target._schema.arguments):

@@ -81,7 +81,8 @@ def verify_program(
 def _check_slots(program: Program, lowered: LoweredProgram) -> None:
     """Raise `VerificationError` unless both programs have the same slots, with the same shapes and dtypes.
 
-    Each slot must also have an input or result in the lowered graph.
+    Each slot must also have an input or result in the lowered graph. A gradient or an updated value must have its
+    owner's spec.
     """
     local, nodes = list(lowered.graph_module.graph.nodes), program.nodes_by_name()
     placeholders = [node for node in local if node.op == "placeholder"]

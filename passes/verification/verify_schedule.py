@@ -64,9 +64,10 @@ def verify_schedule(order: PipelineOrder, *, trains: bool = True) -> None:
 
 
 def _check_places(order: PipelineOrder, rank: int, slot: Slot) -> None:
-    """Raise `VerificationError` if a task of a slot is on a wrong rank.
+    """Raise `VerificationError` if a slot is empty or mixed, or a task of the slot is on a wrong rank.
 
-    Each task must belong to a stage of `rank`, and each transfer must lead to another rank.
+    A mixed slot has both computation and transfers. Each task must belong to a stage of `rank`, and each transfer must
+    lead to another rank.
     """
     if len({task.work.is_transfer for task in slot}) != 1:
         raise VerificationError(f"rank {rank}: slot {_text(slot)} is empty, or computes and transfers at once.")
@@ -84,7 +85,7 @@ def _is_of_a_stage(order: PipelineOrder, task: StageTask) -> bool:
 def _check_work(order: PipelineOrder, stage: int, *, trains: bool) -> None:
     """Raise `VerificationError` unless a stage runs the forward and the backward of each micro-batch once.
 
-    Forwards must run in the order of the batch.
+    Forwards must run in the order of the batch. Without `trains` no backward may run.
     """
     slots = order.ranks[order.stage_ranks[stage]]
     tasks = [task for slot in slots for task in slot if task.stage == stage]
@@ -240,7 +241,7 @@ class _ScheduleRun:
         return self.order.stage_ranks[message.reader if task.work.is_send else message.stage]
 
     def _waiting(self, rank: int) -> str:
-        """Return a text that names the slots for which a rank waits; "" if the rank has finished all slots."""
+        """Return a text that names the slots for which a rank waits, or "" if the rank has finished all slots."""
         parts = []
         if self.places[rank] < len(self.order.ranks[rank]):
             parts.append(f"rank {rank} waits before {_text(self.order.ranks[rank][self.places[rank]])}")

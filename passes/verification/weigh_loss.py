@@ -108,7 +108,7 @@ def _kind(node: fx.Node) -> Any:
 
 
 def loss_of(program: Program) -> fx.Node | None:
-    """Return the first floating scalar among a program's outputs; None if there is none."""
+    """Return the first floating scalar among a program's outputs, or None if there is none."""
     nodes = program.nodes_by_name()
     values = [nodes[slot.node] for slot in program.outputs if slot.kind == OutputKind.OUTPUT]
     scalars = (node for node in values if node.meta["val"].dim() == 0 and node.meta["val"].is_floating_point())
@@ -429,7 +429,7 @@ def _passes(rule: BoundRule, places: frozenset[int]) -> bool:
 
 
 def _grown(part: torch.Tensor | None, pair: torch.Tensor | None) -> int | None:
-    """Return the dim that is twice as large in `pair`; None for equal shapes, -1 for any other change."""
+    """Return the dim that is twice as large in `pair`. Equal shapes give None, and any other change gives -1."""
     if part is None or pair is None or part.shape == pair.shape:
         return None
     dims = [dim for dim, (one, two) in enumerate(zip(part.shape, pair.shape, strict=True)) if one != two]

@@ -16,7 +16,7 @@ from passes.verification.weigh_loss import loss_of, weigh_loss
 
 
 def weigh_step(program: Program, trace: Callable[[Request], Program], request: Request) -> LossWeights | None:
-    """Return the weights of micro-batches in the loss of a training call; None for a call without gradients or loss.
+    """Return the weights of micro-batches in the loss of a training call, or None for a call without gradients or loss.
 
     Args:
         program: the program of one micro-batch.
@@ -34,7 +34,9 @@ def weigh_step(program: Program, trace: Callable[[Request], Program], request: R
 
 
 def weigh_call(trace: Callable[[Request], Program], request: Request) -> LossWeights | None:
-    """Return the weights of `weigh_step` for a call whose program was compiled without them. The call is traced again.
+    """Return the weights of `weigh_step`, or None, for a call whose program was compiled without them.
+
+    The call is traced again.
 
     Args:
         trace: function that traces a request.

@@ -176,7 +176,7 @@ def _places(lists: Sequence[BlockList]) -> dict[str, str]:
 
 
 def _block_of(path: str, places: Mapping[str, str]) -> str | None:
-    """Return the path of the block that contains the module or parameter `path`; None outside of blocks.
+    """Return the path of the block that contains the module or parameter `path`, or None outside of blocks.
 
     `places` has the paths of all blocks.
     """

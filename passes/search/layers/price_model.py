@@ -78,7 +78,7 @@ class CountedModel:
         return self._splits[kind]
 
     def has_core(self, kind: RecipeKind) -> bool:
-        """Whether blocks have values that selective recomputation recomputes; fused attention has none."""
+        """Whether blocks have values that selective recomputation recomputes. Fused attention has none."""
         if kind not in self._cores:
             parts = (part for each in self._blocks_of(kind) for part in (*each.forward.kernels, *each.saved))
             self._cores[kind] = bool(self.blocks) and any(part.is_core for part in parts)

@@ -83,7 +83,7 @@ class AxisLayout:
     moves: tuple[AxisMove, ...]
 
     def dim_of(self, key: _Key) -> int | None:
-        """Return the dim of a value that the axis splits; None if the value is whole.
+        """Return the dim of a value that the axis splits, or None if the value is whole.
 
         `key` is (name of the node that makes the value, index of the result).
         """
@@ -190,7 +190,7 @@ class _Propagation:
     parameters: frozenset[str] = frozenset()
 
     def run(self) -> None:
-        """Fill in the layout; raise `_SplitInVainError` if some parameters should not have been split."""
+        """Fill in the layout. Raises `_SplitInVainError` if some parameters should not have been split."""
         program = self.space.program
         self.parameters = frozenset(slot.node for slot in program.inputs_of(InputKind.PARAMETER))
         self.gradients = _gradient_owners(self.space, self.parameters)
@@ -260,7 +260,7 @@ class _Propagation:
                 self._settle(parent, before)
 
     def _before_view(self, site: Site, spec: PartitionSpec) -> PartitionSpec | None:
-        """Return the operand's spec for which a view's result has the spec `spec`; None if there is none."""
+        """Return the operand's spec for which a view's result has the spec `spec`, or None if there is none."""
         return next((item.inputs[0] for item in site.strategies if item.outputs[0] == spec), None)
 
     def _is_new(self, key: _Key) -> bool:
@@ -280,7 +280,7 @@ class _Propagation:
         return before is not None and self._can_settle(parent, before)
 
     def _have(self, key: _Key) -> PartitionSpec | None:
-        """Return the present spec of a value; None if the spec is open.
+        """Return the present spec of a value, or None if the spec is open.
 
         A partial value that was reduced for an earlier call has the spec after this reduction.
         """
