@@ -231,7 +231,11 @@ _READ_ERRORS = (
 
 
 def _kinds(error: BaseException) -> set[str]:
-    """Return the kinds of an error: "size" (of unknown size), "read" (of a value), "unbounded" (a size), or "other"."""
+    """Return the kinds of an error, each a word of `_WayOfTracing.after`.
+
+    "size": a shape depends on values. "read": Python reads a value. "unbounded": a size has no safe upper bound.
+    "other": none of these.
+    """
     kinds = {
         "size": isinstance(error, DynamicOutputShapeException),
         "read": _reads_values(error),

@@ -226,7 +226,7 @@ class MessagesBetweenRanks:
             self._post(key)
 
     def _post(self, wanted: CrossingMessage) -> None:
-        """Begin to receive a value. Values that its sender sends earlier are received before it."""
+        """Begin to receive a value. Values that the same sender sends earlier are received first."""
         assert self._table is not None, "a step began"
         for pair, waiting in self._waiting.items():
             if wanted not in waiting:
@@ -281,8 +281,8 @@ class MessagesBetweenRanks:
     def _free_read_messages(self, received: CrossingMessage) -> None:
         """Free the memory of sent messages that were read, as the message `received` shows.
 
-        Its sender had read them before it made `received`. So their sends are complete, and waiting for them takes no
-        time.
+        The sender of `received` had read these messages before it made `received`. So their sends are complete, and
+        waiting for them takes no time.
         """
         assert self._table is not None, "a step began"
         maker, places = self._table.makers[received.name, received.is_forward], self._table.places
