@@ -166,7 +166,7 @@ def _signal(processes: Iterable[subprocess.Popen[bytes]], number: int) -> None:
 
 @contextmanager
 def _passed_on(running: Mapping[str, subprocess.Popen[bytes]], local: Sequence[str]) -> Iterator[set[int]]:
-    """Pass signals of this process on to `running` commands, as `start` says; yield the set of signals that came.
+    """Pass signals of this process on to `running` commands, as `start` says; yield the set of received signals.
 
     `local` has the names of the commands of this machine.
     """

@@ -426,8 +426,7 @@ class _Bounding:
 def _factors(target: Any, bound: BoundRule, operands: list[Padded], results: list[Padded]) -> frozenset[str]:
     """Return the factors of a sharding rule that stand for padded dims.
 
-    Raises UnboundedSizeError if a factor stands for dims of several sizes, or if the operator needs every element of
-    such a dim.
+    Raises UnboundedSizeError if a factor has dims of several sizes, or if the operator needs every element of a dim.
     """
     sides = [*zip(bound.inputs, operands, strict=True), *zip(bound.outputs, results, strict=True)]
     found: dict[str, Any] = {}
