@@ -1,4 +1,7 @@
-"""Start a script on this machine or on the hosts of a hostfile: one `torchrun` a host, which meet by c10d."""
+"""Start a script on this machine or on the hosts of a hostfile.
+
+Each host runs one `torchrun`. The hosts of a hostfile find each other by torch's rendezvous "c10d".
+"""
 
 from __future__ import annotations
 

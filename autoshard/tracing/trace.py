@@ -196,7 +196,7 @@ class _WayOfTracing:
 
     @property
     def needs_values(self) -> bool:
-        """Whether parameters on meta must get their values first."""
+        """Whether parameters on the meta device must get values before `capture`, which may read them."""
         return self.changes is None or self.changes.get("known") is Known.STATE
 
     def capture(self, model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:

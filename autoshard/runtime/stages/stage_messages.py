@@ -142,7 +142,7 @@ class MessagesInProcess:
 
 
 def _in_order(addends: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Return the sum of scalars, added in their order. None adds nothing."""
+    """Return the sum of scalars, added in their order. Addends that are None are left out."""
     total = torch.zeros((), dtype=torch.float32)
     for index, addend in enumerate(item for item in addends if item is not None):
         total = addend if index == 0 else total + addend
