@@ -73,8 +73,8 @@ def compile(
         mesh: the ranks, as a torch `DeviceMesh`, an `autoshard.Mesh` or `cluster.mesh(...)`. For a `Cluster`, the
             planner chooses the axes, and `example_inputs` or `plan` is required.
         example_inputs: the positional arguments (a tuple) or keyword arguments (a dict) of one call, with global
-            shapes. Its program is compiled at once. None: the first call compiles it. A call of other shapes is always
-            compiled when it comes.
+            shapes. Its program is compiled at once. None: the first call compiles it. A call of other shapes is
+            compiled when it is made.
         optimizer: a fresh torch optimizer over the model's parameters; the result is then a `TrainStep`. The update of
             SGD, Adam, AdamW and Muon is part of the program, and the planner shards gradients and state (ZeRO). Any
             other optimizer runs its own `step`. If its update is not elementwise, parameters stay whole. LBFGS and

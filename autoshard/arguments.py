@@ -183,7 +183,7 @@ def checked_budget(memory_budget: Any) -> int | None:
 
 
 def check_limits(*, time_budget_s: Any, global_batch: Any = None) -> None:
-    """Raise `NotAvailableError` if `time_budget_s` is below 0, or `global_batch` below 1."""
+    """Raise `NotAvailableError` unless `time_budget_s` is at least 0, and `global_batch` is None or at least 1."""
     if not (_is_number(time_budget_s) and time_budget_s >= 0):
         raise NotAvailableError(f"time_budget_s={time_budget_s!r} must be a number of seconds, at least 0.")
     if global_batch is not None and not (_is_whole(global_batch) and global_batch >= 1):

@@ -187,7 +187,8 @@ def collectives_that_run(full: Tensor, part: Tensor, group: dist.ProcessGroup) -
 
     Args:
         full: a whole tensor, [n].
-        part: a rank's part of it, [n / ranks].
+        part: a rank's part of `full`, [n / ranks].
+        group: the ranks, all of which must run the functions together.
     """
     ops, size = torch.ops._c10d_functional, group.size()
     return {

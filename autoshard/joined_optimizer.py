@@ -103,5 +103,5 @@ class JoinedOptimizer(torch.optim.Optimizer):
 
 
 def parts_of_optimizer(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the optimizers of a joined optimizer; any other optimizer alone."""
+    """Return the optimizers of a `JoinedOptimizer`. For any other optimizer, the tuple has this optimizer alone."""
     return optimizer.optimizers if isinstance(optimizer, JoinedOptimizer) else (optimizer,)

@@ -188,5 +188,5 @@ def _noticing_sigterm() -> Iterator[threading.Event]:
 
 
 def _is_told(told: threading.Event, control: ControlGroup | None, done: int) -> bool:
-    """Whether any rank got the signal."""
+    """Whether any rank got SIGTERM. All ranks call this together, before step `done` begins."""
     return told.is_set() if control is None else control.any(told.is_set(), f"begin step {done}")

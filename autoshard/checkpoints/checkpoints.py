@@ -128,12 +128,12 @@ class Checkpoints:
                 learning rate schedule, a data loader, or the optimizer of a model that was compiled without one.
 
         Returns:
-            True if this call saves a checkpoint; False if the call is not due.
+            True if this call saves a checkpoint; False if no checkpoint is due.
 
         Raises:
             CheckpointError: with `asynchronous`, the previous save failed; the checkpoint of this call is still being
                 written, and training can go on. Otherwise this save failed. Also if an argument is invalid.
-            LostRankError: another rank ended, or did not come within `timeout_s`. The message names the rank.
+            LostRankError: another rank ended, or did not take part within `timeout_s`. The message names the rank.
         """
         if isinstance(at, bool) or not isinstance(at, int) or at < 0:
             raise CheckpointError(f"at={at!r}: pass the number of steps that are done.")
@@ -153,7 +153,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: the last save failed.
-            LostRankError: another rank ended, or did not come within `timeout_s`.
+            LostRankError: another rank ended, or did not take part within `timeout_s`.
         """
         failure = self._end()
         if failure is not None:
@@ -177,7 +177,7 @@ class Checkpoints:
         Raises:
             CheckpointError: on every rank: the checkpoint is damaged, belongs to another model, or lacks a keyword. Or
                 the last `save` failed. Nothing has been changed, unless a `load_state_dict` of your own failed.
-            LostRankError: another rank ended, or did not come within `timeout_s`.
+            LostRankError: another rank ended, or did not take part within `timeout_s`.
         """
         self.wait()
         state, ranks = TrainingState(step, stateful), self._ranks_of(step)

@@ -61,7 +61,7 @@ class NamedOptimizer:
         """Return the state to save, with parameters by name.
 
         The keys are "kind" (name of the optimizer's class), "groups" (parameter groups), and "state" (state of each
-        parameter). "other" has the state under keys of the optimizer's own.
+        parameter). "other" has the entries of the optimizer's state under other keys.
         """
         found, names = self.optimizer.state_dict(), list(self.parameters)
         if not found.keys() >= {"state", "param_groups"}:

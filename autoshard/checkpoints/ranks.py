@@ -138,7 +138,7 @@ class Ranks:
         return self._from_first(merged)
 
     def _meet(self, action: str) -> None:
-        """Wait until all ranks are here. A missing rank without a sign of life raises a `LostRankError`."""
+        """Wait until all ranks call this. A missing rank without a sign of life raises a `LostRankError`."""
         if self.channel is not None:
             self.channel.exchange(b"", f"go on with {action[:1].lower()}{action[1:]}")
 

@@ -1,4 +1,7 @@
-"""Start a script on this machine or on the hosts of a hostfile: one `torchrun` a host, which meet by c10d."""
+"""Start a script on this machine or on the hosts of a hostfile.
+
+Each host runs one `torchrun`. The hosts of a hostfile find each other by torch's rendezvous "c10d".
+"""
 
 from __future__ import annotations
 
@@ -166,7 +169,7 @@ def _signal(processes: Iterable[subprocess.Popen[bytes]], number: int) -> None:
 
 @contextmanager
 def _passed_on(running: Mapping[str, subprocess.Popen[bytes]], local: Sequence[str]) -> Iterator[set[int]]:
-    """Pass signals of this process on to `running` commands, as `start` says; yield the set of signals that came.
+    """Pass signals of this process on to `running` commands, as `start` says; yield the set of received signals.
 
     `local` has the names of the commands of this machine.
     """

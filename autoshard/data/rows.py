@@ -6,9 +6,10 @@ parts. The batch is cut so that all its micro-batches have this size, and each r
 1. The batch fills some whole micro-batches.
 2. The rows that are left are cut into runs, each as long as the largest divisor of the size that fits. A run of length
    size / c is repeated: each of its rows occurs c times in a micro-batch, whose sums are divided by c.
-3. Micro-batches that do not count fill the last round of the step's order.
+3. Micro-batches of weight zero fill the last round of the step's order.
 
-A step without micro-batches has one micro-batch. If its plan is free, the last batch runs a program of its own size.
+A step without micro-batches has one micro-batch. If no plan, recipe or constraint fixes the batch size of this step,
+the last batch runs a program of its own size.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Place:
 
 
 class Loaded(NamedTuple):
-    """A batch; a tuple, so that torch pins its tensors.
+    """A batch, as a named tuple, because torch pins the tensors in tuples.
 
     Args:
         count: samples of the batch on all ranks.

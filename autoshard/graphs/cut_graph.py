@@ -27,8 +27,8 @@ def cut_graph(
     Args:
         root: a functional graph that returns a flat tuple.
         results: indices of the first graph's results among those of `root`, in order.
-        hands_on: number of first inputs of `root` that the second graph does not take. If it reads such an input, the
-            first graph hands the input over.
+        hands_on: number of first inputs of `root` that the second graph does not take. If the second graph reads such
+            an input, the first graph hands the input over.
 
     Example:
         >>> graph = fx.Graph()

@@ -1,4 +1,4 @@
-"""Batches of fewer rows than the other batches, as a step takes them."""
+"""Convert a batch of fewer rows than usual into the form that a step takes."""
 
 from __future__ import annotations
 

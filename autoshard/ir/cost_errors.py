@@ -1,4 +1,7 @@
-"""Errors of the cost models, as users see them. `cost_models` imports nothing of `autoshard`, so it has own classes."""
+"""Errors of the cost models, as users see them.
+
+`cost_models` imports nothing of `autoshard`, so it has error classes of its own.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,10 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def check_can_write(path: str | Path) -> None:
-    """Raise `NotAvailableError` if `path` is a folder, or lies in no folder, before work whose result goes there."""
+    """Raise `NotAvailableError` if `path` is a folder, or if its folder does not exist.
+
+    Call this function before long work whose result is written to `path`.
+    """
     checked = _checked(path)
     if checked.is_dir() or not checked.parent.is_dir():
         reason = os.strerror(errno.EISDIR if checked.is_dir() else errno.ENOENT)

@@ -35,7 +35,7 @@ class Box:
         return prod(self.size)
 
     def meet(self, other: Box) -> Box:
-        """Return the intersection with `other`; a size is 0 if the boxes do not meet."""
+        """Return the intersection with `other`; a size is 0 if the boxes have no common element."""
         start = tuple(map(max, self.start, other.start))
         ends = (min(s + n, o + m) for s, n, o, m in zip(self.start, self.size, other.start, other.size, strict=True))
         return Box(start, tuple(max(0, end - begin) for begin, end in zip(start, ends, strict=True)))

@@ -410,8 +410,8 @@ class Plan:
 
         Raises:
             NotAvailableError: `tokens` and `steps` are both given or both missing, a number is not above 0, or failures
-                come too fast. Also if the model has no integer input to count `tokens`, or if the plan has no optimizer
-                and `checkpoint_bytes` is missing.
+                are too frequent. Also if the model has no integer input to count `tokens`, or if the plan has no
+                optimizer and `checkpoint_bytes` is missing.
         """
         count, of_tokens = steps_of(self.predicted, tokens, steps)
         given = {"mtbf_hours": mtbf_hours, "save_s": save_s, "restart_s": restart_s}

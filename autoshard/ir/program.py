@@ -123,7 +123,8 @@ class Program:
     """A traced graph with global shapes, in the form that the module's docstring describes.
 
     Args:
-        outputs: one slot per element of the output tuple, in order; `inputs`: one slot per placeholder, in order.
+        inputs: one slot per placeholder, in order.
+        outputs: one slot per element of the output tuple, in order.
         output_tree: pytree structure that turns the flat outputs into the model's result. Leaves other than tensors are
             in `output_constants`, by leaf index.
         guards: values that the trace relied on; `guard_program` computes them from the inputs.

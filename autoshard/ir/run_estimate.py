@@ -18,7 +18,7 @@ _HOUR_S, _DAY_S = 3600.0, 86400.0
 _LONGEST = 100.0
 """`estimate_run` raises an error if a run takes more than this many times its steps and saves.
 
-Such a run hardly gets ahead.
+Such a run makes hardly any progress.
 """
 
 
@@ -80,8 +80,7 @@ class RunEstimate:
 def steps_of(predicted: Prediction, tokens: float | None, steps: int | None) -> tuple[int, float | None]:
     """Return the number of steps of a run, and its number of tokens, which is None if the inputs are no tokens.
 
-    One of `tokens` and `steps` is given. Raises `NotAvailableError` for any other number of them, or a value out of
-    range.
+    Raises `NotAvailableError` unless exactly one of `tokens` and `steps` is given, or if the value is out of range.
     """
     if (tokens is None) == (steps is None):
         raise NotAvailableError(f"run(tokens={tokens!r}, steps={steps!r}): pass one of tokens= and steps=.")
@@ -108,7 +107,7 @@ def bytes_of_checkpoint(
     """Return `given`, or if it is None, the bytes of all parameters and optimizer states, each counted once.
 
     Each tensor of state counts as much as its parameter. `updates` tells whether the plan has an optimizer. Raises
-    `NotAvailableError` if neither `given` nor an optimizer is there.
+    `NotAvailableError` if `given` is None and the plan has no optimizer.
     """
     if given is not None:
         check_above("checkpoint_bytes", given, "bytes")

@@ -171,7 +171,8 @@ class PartitionSpec:
     def from_placements(cls, placements: Sequence[Placement], mesh: Mesh) -> PartitionSpec:
         """Return the spec of DTensor `placements`, one for each axis of `mesh`, in mesh order.
 
-        Raises `InvalidSpecError` for a wrong number of placements, or one other than `Shard`, `Replicate`, `Partial`.
+        Raises `InvalidSpecError` for a wrong number of placements, or for a placement other than `Shard`, `Replicate`
+        and `Partial`.
         """
         if len(placements) != len(mesh.axes):
             raise InvalidSpecError(f"There are {len(placements)} placements for the {len(mesh.axes)} axes of {mesh}.")

@@ -1,8 +1,8 @@
 """Launch configurations that tuning tries for a kernel: the default block sizes and warps, and their neighbours.
 
-The kernel's launcher computes the default from the operands' shapes. A neighbour has one block size, or the number of
-warps, doubled or halved, or both. Only the block sizes in `TUNABLE` vary. A kernel's other block sizes must cover a
-whole row or head, or they determine a memory layout.
+The kernel's launcher computes the default from the operands' shapes. A neighbour doubles or halves one block size, the
+number of warps, or both. Only the block sizes in `TUNABLE` vary. A kernel's other block sizes must cover a whole row or
+head, or they determine a memory layout.
 """
 
 from __future__ import annotations

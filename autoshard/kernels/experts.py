@@ -250,7 +250,7 @@ def add_up(rows: Tensor, order: Tensor, index: Tensor) -> Tensor:
 def spread(values: Tensor, order: Tensor, index: Tensor) -> Tensor:
     """Return a tensor of the shape of `index` [T, k] with values[r] at the assignment number order[r] = t k + j.
 
-    It is zero at assignments that are not in `order`.
+    The tensor is zero at assignments that are not in `order`.
     """
     return values.new_zeros(index.numel()).index_copy_(0, order, values).view(index.shape)
 

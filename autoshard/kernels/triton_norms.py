@@ -3,10 +3,10 @@
     forward:   total = x + x_bias + residual,  out = norm(total)
     backward:  dx = dresidual = residual_grad + gradient of total through the norm
 
-`triton_layer_norm` and `triton_rms_norm` replace torch's operators, and `add` and `bias_add` forwards a norm with the
-additions before it. In a pre-norm block, `total` is the residual of the next block, and residual_grad is its gradient
-from there. The addend x_bias is the bias of a linear layer whose product x was reduced over ranks. Its gradient, the
-sum of the residual's gradient over rows, is no part of a kernel.
+`triton_layer_norm` and `triton_rms_norm` replace torch's operators. The forwards `triton_add_*` and `triton_bias_add_*`
+replace a norm and the additions before it. In a pre-norm block, `total` is the residual of the next block, and
+residual_grad is the gradient of `total` in the next block. The addend x_bias is the bias of a linear layer whose
+product x was reduced over ranks. Its gradient, the sum of the residual's gradient over rows, is no part of a kernel.
 """
 
 from __future__ import annotations

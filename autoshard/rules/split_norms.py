@@ -50,7 +50,7 @@ def _promoted(x: torch.Tensor, weights: Sequence[torch.Tensor | None]) -> torch.
 
 
 def layer_norm(like: torch.Tensor, ndim: int, weights: Sequence[torch.Tensor | None]) -> Rewrite:
-    """Return the function that runs `native_layer_norm` on a rank if the last `ndim` dims of `like` may be split."""
+    """Return the rewrite of `native_layer_norm` over the last `ndim` dims of the operand `like`."""
     (dims, factors), count = _width(ndim), _count(like, ndim)
     dtype, kept, made = like.dtype, _statistics_dtype(like, weights), _promoted(like, weights)
 

@@ -1,4 +1,4 @@
-"""Refuse a backward that traces its forward's call again, if the model changed in between."""
+"""Refuse a backward that traces its forward's call again, if the model has changed since the forward."""
 
 from __future__ import annotations
 

@@ -71,7 +71,10 @@ class Executable:
         return serves
 
     def serves_state(self) -> bool:
-        """Whether a state of `python_guards` holds now; it then becomes `state`. True if `python_guards` is empty."""
+        """Whether the model is in a Python state of `python_guards` now. True if `python_guards` is empty.
+
+        The state that holds becomes `state`.
+        """
         for index, guards in reversed(list(enumerate(self.python_guards))):
             if guards.hold():
                 self.python_guards.append(self.python_guards.pop(index))
@@ -269,7 +272,8 @@ class Executable:
 
     @cached_property
     def unscale_by_update(self) -> tuple[int, ...]:
-        """The position in `read_by_update` of the factor that removes the scale of the loss; () if it is not scaled."""
+        """The position in `read_by_update` of the factor that removes the scale of the loss; () without such a
+        scale."""
         return tuple(index for index, slot in enumerate(self.read_by_update) if slot.slot.kind is InputKind.UNSCALE)
 
     @cached_property

@@ -1,7 +1,7 @@
 """Make the C library of a CPU process keep the memory that a step frees, for the next step.
 
 glibc returns the free end of its heap to the system above a threshold. So each step takes a page fault for every 4 KiB.
-They took 5 to 25 % of a step of 300 ms of a small BERT. This module raises this threshold, and the size from
+These faults took 5 to 25 % of a step of 300 ms of a small BERT. This module raises this threshold, and the size from
 which glibc allocates blocks outside of the heap. Variables of glibc that the user has set take precedence.
 """
 

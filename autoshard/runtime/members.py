@@ -93,7 +93,7 @@ class Members:
 
     @cached_property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The parameters by qualified name. A tied parameter is there under each of its names."""
+        """The parameters by qualified name. A tied parameter is listed under each of its names."""
         return dict(self._model.named_parameters(remove_duplicate=False))
 
     @cached_property

@@ -131,8 +131,9 @@ def _new_group(ranks: list[int], timeout: timedelta | None, backend: str) -> dis
 def bind(graph_module: fx.GraphModule, groups: ProcessGroups) -> fx.GraphModule:
     """Return a copy of a lowered graph for this rank.
 
-    The copy names this rank's process groups; `meta["group"]` has the lowered program's name. This rank's coordinates,
-    and integer arithmetic on them, are numbers. On CPUs, reductions add in rank order (`reduce_in_rank_order`).
+    The copy names this rank's process groups; `meta["group"]` has the group's name in the lowered program. This rank's
+    coordinates, and integer arithmetic on them, are numbers. On CPUs, reductions add in rank order
+    (`reduce_in_rank_order`).
 
     Before → after on rank 1 of "model": `all_gather(x, 4, "model")` → `all_gather(x, 4, "7")`, and
     `axis_index("model") * 8` → `8`.

@@ -47,7 +47,7 @@ class ProgramUpdate:
     def run_norm(
         self, carried: list[LocalValue], held: list[torch.Tensor]
     ) -> tuple[torch.Tensor | None, list[LocalValue]]:
-        """Compute the norm of the gradients, if the program has it; for a stage, the sum of the gradients' squares.
+        """Compute the norm of the gradients; for a pipeline stage, the sum of the gradients' squares.
 
         Return this scalar (None if the program does not compute it), and local values to pass to `run`.
 

@@ -1,10 +1,11 @@
 """Rewrite reductions to add in the order of ranks: for Gloo, for gradients sent in 16 bits, and for maxima of floats.
 
-Reduce-scatter: Gloo runs an all-reduce and slices its result. An all-to-all and a local sum send half as many bytes.
+Reduce-scatter: Gloo runs an all-reduce and slices its result. Instead, an all-to-all and a local sum send half as many
+bytes.
 
 All-reduce: with three ranks or more, Gloo's result for an element depends on the element's position in the tensor, and
-so on its bucket. An all-to-all, a local sum and an all-gather send as many bytes. The local sum adds in the order of
-ranks, narrow dtypes in float32, so the result equals the simulator's bit by bit.
+so on its bucket. Instead, an all-to-all, a local sum and an all-gather send as many bytes. The local sum adds in the
+order of ranks, narrow dtypes in float32, so the result equals the simulator's bit by bit.
 
 Other backends round each partial sum to the dtype that they send. So gradients that the user sends in 16 bits
 (`passes/lowering/narrow_reductions.py`) are reduced in this way on all backends. So are maxima and minima of floats,

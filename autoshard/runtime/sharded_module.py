@@ -238,7 +238,7 @@ class ShardedModule(OfModel, HasWeights):
     def _find_padded(
         self, call: FlatCall, members: Members, update: Update | None = None, *, runs: bool = True
     ) -> tuple[Executable, FlatCall]:
-        """Find or compile the program for a call, padded if that is proven; return it and the call to run."""
+        """Find or compile the program for a call, padded if a proof allows padding; return it and the call to run."""
         if self._lengths is not None:
             call = self._lengths.choose(self._lengths.pad(call), lambda padded: self._kind(padded, members, update))
         return self._find(call, members, update, runs=runs)
@@ -249,7 +249,8 @@ class ShardedModule(OfModel, HasWeights):
         return key_of(plain, members, grad=grad, updates=update is not None), self.training
 
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
-        """Compile a call's program without running it, on all ranks; return its plan, or None for a program by hand."""
+        """Compile a call's program without running it, on all ranks; return its plan, None for a handwritten
+        program."""
         return self._compile_for(FlatCall.of(args, kwargs, self._outputs))
 
     def compile_for_loss(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan | None:

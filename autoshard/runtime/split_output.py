@@ -185,7 +185,7 @@ def _on_every_rank(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def _operand(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return an operand as a DTensor on the call's mesh. An unevenly split one is replicated."""
+    """Return an operand as a DTensor on the call's mesh. An unevenly split operand is replicated."""
     if not isinstance(tensor, DTensor):
         return _on_every_rank(tensor, mesh)
     if tensor.device_mesh != mesh:

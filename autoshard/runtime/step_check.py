@@ -122,7 +122,7 @@ class StepCheck:
 
 
 def _read(loss: torch.Tensor | None, norm: torch.Tensor | None) -> _Found:
-    """Read both numbers at once, so that the host waits once for an accelerator."""
+    """Read `loss` and `norm` at once, so that the host waits only once for an accelerator."""
     given = [number.detach() for number in (loss, norm) if number is not None]
     if all(number.is_cpu for number in given):
         values = [float(number.item()) for number in given]

@@ -61,7 +61,7 @@ class StepsTaken:
     def _place_of(self, parameter: torch.Tensor, options: Mapping[str, Any]) -> tuple[torch.dtype, torch.device]:
         """Return dtype and device of a parameter's count, as torch chooses them.
 
-        It is on the CPU, except for capturable and fused optimizers.
+        The count is on the CPU, except for capturable and fused optimizers.
         """
         step = self._optimizer.state[parameter].get("step")
         if isinstance(step, torch.Tensor):

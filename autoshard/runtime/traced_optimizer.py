@@ -58,7 +58,7 @@ def _why_untraced(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _normalizes_momentum(options: Mapping[str, Any]) -> bool:
-    """Whether torch's Muon divides the momentum by its norm in place, because `bfloat16()` copies nothing."""
+    """Whether torch's Muon overwrites the momentum buffer, because `bfloat16()` does not copy a bfloat16 tensor."""
     return not options["nesterov"] and any(item.dtype == torch.bfloat16 for item in options["params"])
 
 

@@ -114,7 +114,7 @@ class TrainStep(HasWeights):
             executor: runs the tasks of a step; the module's own executor, if the mesh has a pipeline.
             graphs: launches forward and backward as CUDA graphs; only if traced and without stages.
             weigh: see `LossWeigher`.
-            plans_any_batch: no plan, recipe or constraint of inputs and outputs fixes the batch size.
+            plans_any_batch: whether no plan, recipe or constraint of inputs and outputs fixes the batch size.
             returns_norm: whether to compute `last_grad_norm` even without `max_grad_norm`.
             loss_scale, predict: the scale of float16 gradients, and the function that predicts a program's step.
         """
@@ -301,8 +301,8 @@ class TrainStep(HasWeights):
             together.
 
         Raises:
-            NotAvailableError: `steps` is not a whole number above 0, or the step runs as a CUDA graph. Also if `path`
-                lies in no folder.
+            NotAvailableError: `steps` is not a whole number above 0, or the step runs as a CUDA graph. Also if the
+                folder of `path` does not exist.
         """
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise NotAvailableError(f"step.profile(steps={steps!r}): pass a whole number of steps, at least 1.")

@@ -88,9 +88,10 @@ def _spacing(program: Program) -> float:
 
 
 def _plan_of(program: Program, mesh: Mesh, given: Sequence[PartitionSpec], calls: Sequence[CallSpecs]) -> Plan:
-    """Return a plan that gives the inputs and calls these specs.
+    """Return a plan that gives the inputs the specs `given`, and each operator call its specs in `calls`.
 
-    Each reader of a value reshards the value separately.
+    Each reader of a value reshards the value separately. Raises PlanMismatchError if `calls` has another length than
+    the model's calls, or if no strategy of an operator has its specs.
     """
     nodes = list(prepare(program).graph.nodes)
     wanted: dict[str, CallSpecs] = {

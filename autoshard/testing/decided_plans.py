@@ -69,7 +69,7 @@ class Decisions:
 
     Args:
         options: the activation policies (save, recompute, offload) that each value may have.
-        problem: the problem with a variable for each choice.
+        problem: the problem whose variables choose strategies, and activation policies if there are any to choose.
     """
 
     options: RecomputeOptions

@@ -296,7 +296,7 @@ class DelayedGloo(dist.ProcessGroup):
     def _issued(self, operation: str, sent_bytes: int) -> Transfer:
         """Occupy this rank's links from now on, and return the transfer.
 
-        Its `done_s` is the end of sending, without latency.
+        `done_s` of the transfer is the end of sending, without latency.
         """
         now_s = self.links.clock.now_s()
         done_s = self.links.occupy(self._axes, sent_bytes, now_s)
@@ -361,7 +361,8 @@ def delayed_mesh(
 def record_transfers(device_mesh: DeviceMesh) -> Iterator[list[Transfer]]:
     """Record each collective and message over a `delayed_mesh` for which this rank waits within the context.
 
-    The context yields a list, to which a `Transfer` is added when its wait ends. Each rank records its own.
+    The context yields a list, to which a `Transfer` is added when the wait for it ends. Each rank records only the
+    transfers that it waits for.
 
     Raises:
         MeshError: the mesh is not from `delayed_mesh`.

@@ -1,6 +1,6 @@
 """Hypothesis strategy for plans: any plan whose nodes have strategies that their rules admit.
 
-The planner's choice is one of them. A recomputed value has the operands of its recomputation available.
+The planner's plan is one of these plans. In each plan, the operands from which a value is recomputed are available.
 """
 
 from __future__ import annotations

@@ -31,12 +31,12 @@ ROUNDING_FACTOR = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One value of a checked run, on the simulated mesh and on one device. `Plan.compare` returns another class.
+    """One value of a checked run, on the simulated mesh and on one device. `Plan.compare` returns a class of its own.
 
     Args:
         name: for example "output:0", "gradient layers.0.weight" or "parameter layers.0.weight".
-        difference: largest absolute difference of an element between mesh and one device; infinite if one of the values
-            is missing.
+        difference: largest absolute difference of an element between mesh and one device. It is infinite if one of the
+            values is missing, their shapes differ, or a difference is NaN.
         scale: largest absolute value of a finite element on one device.
         rounding: largest rounding error of an element on one device, measured against a run in a wider dtype. 0, the
             default, without such a run.

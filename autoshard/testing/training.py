@@ -119,7 +119,7 @@ def _train_whole(
 
 
 def _scaler_of(settings: LossScaling | None, network: nn.Module) -> torch.amp.GradScaler:
-    """Return torch's scaler with these settings; a scaler that does nothing for None."""
+    """Return torch's gradient scaler with these settings. If `settings` is None, the scaler does nothing."""
     device = next(network.parameters()).device.type
     if settings is None:
         return torch.amp.GradScaler(device, enabled=False)
@@ -224,7 +224,8 @@ def _tensors(outputs: Any) -> list[torch.Tensor]:
 def _loss(outputs: list[torch.Tensor]) -> torch.Tensor | None:
     """Return the first scalar among the outputs that has a gradient; if there is none, a weighted sum of all outputs.
 
-    Each element has another weight, and each part of a complex element. Return None if no output has a gradient.
+    The weights of an output's elements differ. The real and the imaginary part of a complex element have two weights.
+    Return None if no output has a gradient.
     """
     differentiable = [_in_reals(output) for output in outputs if output.requires_grad]
     for output in differentiable:

@@ -21,7 +21,7 @@ _OWN = frozenset(nn.Module().__dict__)
 """Attributes that every module has."""
 
 _DEPTH = 4
-"""Containers and records are searched that lie at most this deep within each other."""
+"""The greatest depth of nested containers and records that are searched."""
 
 
 Kept = Mapping[tuple[str, nn.Module, str], Any]
@@ -157,7 +157,7 @@ def content_of(holder: Any) -> Any:
 
 
 def refill(holder: Any, content: Any) -> None:
-    """Give a container or record its content of before, a result of `content_of`."""
+    """Set a container or record back to the earlier content `content`, a result of `content_of`."""
     if isinstance(holder, (dict, list, set, deque)):
         holder.clear()
         (holder.extend if isinstance(holder, (list, deque)) else holder.update)(content)

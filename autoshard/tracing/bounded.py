@@ -426,7 +426,7 @@ class _Bounding:
 def _factors(target: Any, bound: BoundRule, operands: list[Padded], results: list[Padded]) -> frozenset[str]:
     """Return the factors of a sharding rule that stand for padded dims.
 
-    Raises UnboundedSizeError if a factor stands for dims of several sizes, or if the operator needs all elements on it.
+    Raises UnboundedSizeError if a factor has dims of several sizes, or if the operator needs every element of a dim.
     """
     sides = [*zip(bound.inputs, operands, strict=True), *zip(bound.outputs, results, strict=True)]
     found: dict[str, Any] = {}
@@ -457,7 +457,7 @@ def _is_spread(known: Any, mask: Any, size: list[int]) -> bool:
 
 
 def _indexed_dims(target: Any, args: Sequence[Any]) -> frozenset[int]:
-    """Return the dims of the first operand into which indices point. Their padding needs no fill: it is not read."""
+    """Return the dims of the first operand into which indices point. Padding there is not read, so it needs no fill."""
     if target in (aten.index.Tensor, aten._unsafe_index.Tensor, *_WRITES[:2]):
         return frozenset(dim for dim, index in enumerate(args[1]) if index is not None)
     return frozenset({args[1] % args[0].meta["val"].dim()}) if target in _WRITES else frozenset()

@@ -220,8 +220,9 @@ def check_layouts(model: nn.Module) -> None:
 def check_apart(model: nn.Module) -> None:
     """Raise `TraceError` if a trained parameter shares its memory with another parameter, or with a buffer.
 
-    One device updates both at once, and a program keeps each by itself. A parameter may have several names. A buffer
-    that is a frozen parameter itself is refused too, and a lazy parameter, which has no shape yet.
+    On one device, an update of one tensor changes the other too, but a program stores the two tensors separately. A
+    parameter may have several names. A buffer that is a frozen parameter itself is refused too. So is a lazy parameter,
+    which has no shape yet.
     """
     first: dict[tuple[int, int], tuple[str, Tensor]] = {}
     parameters = dict(model.named_parameters())

@@ -74,7 +74,8 @@ def _to_dense(self: Tensor, dtype: torch.dtype | None = None, *, masked_grad: bo
 
 
 def differentiating_to_dense() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which `x.to_dense()` of a sparse tensor has a gradient. torch's own loses it in a trace."""
+    """Return a context in which `x.to_dense()` of a sparse tensor has a gradient, which torch's method loses in a
+    trace."""
     return replaced({(FunctionalTensor, "to_dense"): _to_dense})
 
 

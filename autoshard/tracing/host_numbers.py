@@ -1,8 +1,8 @@
 """Raises `TraceError` if a model's results depend on numbers from Python's `random` or NumPy, drawn in `forward`.
 
-The numbers may come from a global generator, or from a generator of the model's own (`own_generators`).
-A trace would freeze these numbers. If a trace has changed a generator's state, the call is traced three times more. The
-generators then draw only their smallest number, only their largest, or only one between. If all traces give one
+The numbers may come from a global generator, or from a generator of the model's own (`own_generators`). A trace would
+freeze these numbers. If a trace has changed a generator's state, the call is traced three times more. The generators
+then draw only their smallest number, only their largest number, or only a number between. If all traces give one
 program, the numbers do not matter (a layer drop of probability 0). Otherwise the error is raised.
 """
 
@@ -26,8 +26,8 @@ from autoshard.tracing.replaced import replaced
 _TRIED = ((0.0, 0), (1.0 - 2.0**-24, 2**32 - 1), (0.5, 0x7FFF0001))
 """Pairs of a number in [0, 1), and 32 bits, that the generators draw instead of their own.
 
-NumPy makes integers of the last bits. A range of two or more integers may reject bits that are all 1, and takes those
-of the last pair.
+NumPy makes integers of the last bits. For some ranges of integers, it rejects bits that are all 1, but it accepts the
+bits of the last pair.
 """
 
 _WORDS, _FORCED = 624, 512
@@ -128,7 +128,7 @@ def _drawing(bits: int) -> Iterator[None]:
 
 
 def _choosing(number: float) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which Python's generator draws integer `number * n` of n, as its methods for integers ask."""
+    """Return a context in which Python's generator draws `int(number * n)` as each integer in [0, n)."""
     return replaced({(random._inst, "_randbelow"): lambda n: int(number * n)})  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""Fake tensors for the values that a rank holds in lowered programs. All come from one fake mode and one cache."""
+"""Fake tensors for the values that a rank holds in lowered programs. All have one fake mode and one cache."""
 
 from __future__ import annotations
 

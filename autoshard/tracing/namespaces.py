@@ -21,7 +21,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from autoshard.tracing.attributes import content_of, refill
 
 _DEPTH, _MOST = 3, 1000
-"""Containers are searched that lie at most so deep within each other, and that have at most so many items."""
+"""The greatest depth of nested containers that are searched, and the most items of a container that is searched."""
 
 _ABSENT = object()
 

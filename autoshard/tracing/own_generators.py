@@ -132,7 +132,7 @@ def _state_of(generator: Any) -> Any:
 
 
 def _twister(kind: type, words: Sequence[int]) -> Any:
-    """Return a generator of a kind, whose Mersenne Twister is at the begin of the state `words`."""
+    """Return a generator of a kind, whose Mersenne Twister is at the start of the state `words`."""
     if kind is random.Random:
         made = random.Random()
         made.setstate((3, (*words, 0), None))

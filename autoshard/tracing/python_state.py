@@ -1,6 +1,6 @@
-"""Finds attributes of a model that its calls change, such as a count of calls.
+"""Finds attributes of a model that calls of the model change, such as a count of calls.
 
-A trace would freeze their first values.
+A trace would freeze the first values of these attributes.
 """
 
 from __future__ import annotations

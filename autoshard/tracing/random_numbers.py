@@ -4,9 +4,9 @@
 
 A dispatch mode sees each operator below autograd, so derivatives stay PyTorch's own; those of drawn numbers are zero.
 Each random operator has a number in the program (its *site*) and a seed that is an input of the program. Other random
-operators combine its numbers by ordinary operators. A permutation sorts random keys. Categories without replacement are
-those with the largest p / exponential (Efraimidis, Spirakis 2006). Categories with replacement are those at which the
-cumulated p exceeds a uniform number.
+operators combine numbers of `autoshard::random` by ordinary operators. A permutation sorts random keys. Categories
+without replacement are those with the largest p / exponential (Efraimidis, Spirakis 2006). Categories with replacement
+are those at which the cumulated p exceeds a uniform number.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def _like(
 def _filled(distribution: str) -> Callable[..., Tensor]:
     """Return the replacement of an operator such as `uniform_`.
 
-    It takes a tensor, and the distribution's parameters.
+    The replacement takes a tensor, and the distribution's parameters.
     """
 
     def draw(self: Tensor, **parameters: Any) -> Tensor:

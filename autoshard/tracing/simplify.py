@@ -166,7 +166,10 @@ class Copier:
         return None
 
     def _of_one_type(self, operands: list[fx.Node], node: fx.Node) -> list[fx.Node]:
-        """Return the operands of a concatenation, cast if only its left-out empty operands gave it its dtype."""
+        """Return the operands of a concatenation, `node`, after its empty operands are left out.
+
+        If these operands alone would give a result of another dtype, they are cast to the dtype of `node`.
+        """
         dtype = node.meta["val"].dtype
         kinds = [operand.meta["val"].dtype for operand in operands]
         if functools.reduce(torch.promote_types, kinds) == dtype:

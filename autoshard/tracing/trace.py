@@ -196,7 +196,7 @@ class _WayOfTracing:
 
     @property
     def needs_values(self) -> bool:
-        """Whether parameters on meta must get their values first."""
+        """Whether parameters on the meta device must get values before `capture`, which may read them."""
         return self.changes is None or self.changes.get("known") is Known.STATE
 
     def capture(self, model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:
@@ -231,7 +231,11 @@ _READ_ERRORS = (
 
 
 def _kinds(error: BaseException) -> set[str]:
-    """Return the kinds of an error: "size" (of unknown size), "read" (of a value), "unbounded" (a size), or "other"."""
+    """Return the kinds of an error, each a word of `_WayOfTracing.after`.
+
+    "size": a shape depends on values. "read": Python reads a value. "unbounded": a size has no safe upper bound.
+    "other": none of these.
+    """
     kinds = {
         "size": isinstance(error, DynamicOutputShapeException),
         "read": _reads_values(error),

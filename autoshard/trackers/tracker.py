@@ -128,7 +128,7 @@ class _Unwritten:
                 writer.log(taken.number, values)
 
     def close(self) -> None:
-        """Hand the waiting numbers to the writers, and close the writers, although a writer fails."""
+        """Hand the waiting numbers to the writers, and close all writers, even if one of them fails."""
         with ExitStack() as closing:
             for writer in reversed(self._writers):
                 closing.callback(writer.close)

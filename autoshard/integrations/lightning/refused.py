@@ -24,7 +24,7 @@ def check_run(trainer: Trainer, module: LightningModule) -> None:
     """Check that a compiled step can train a module as a Trainer asks for.
 
     Raises:
-        NotAvailableError: it cannot; the message names each reason.
+        NotAvailableError: a compiled step cannot do so; the message names each reason.
     """
     found = [*_refused_settings(trainer, module), *_refused_hooks(vars(trainer)["callbacks"], module)]
     if found:

@@ -125,7 +125,7 @@ class MeshStrategy(Strategy):
             self._traced = self._sharded = self._step = None
 
     def setup_environment(self) -> None:
-        """Let all processes of the run meet. A process group is made if there is none."""
+        """Wait for all processes of the run. A process group is made if there is none."""
         super().setup_environment()
         share_among_processes(lambda: None)
 

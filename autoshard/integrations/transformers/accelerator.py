@@ -52,12 +52,12 @@ class MeshAccelerator(Accelerator):
 
     @property
     def use_distributed(self) -> bool:
-        """False."""
+        """False, because the whole mesh counts as one process."""
         return False
 
     @property
     def num_processes(self) -> int:
-        """1."""
+        """1, because the whole mesh counts as one process."""
         return 1
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **options: Any) -> Any:

@@ -61,7 +61,7 @@ def check_arguments(args: TrainingArguments) -> None:
     """Check that a Trainer on a mesh can do what the arguments ask for.
 
     Raises:
-        NotAvailableError: it cannot; the message names each argument.
+        NotAvailableError: the Trainer cannot do so; the message names each argument.
     """
     found = list(_refused(args))
     if found:

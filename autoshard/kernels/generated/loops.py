@@ -4,8 +4,8 @@ A loop runs over an *axis*. Every dim of every value is a product of axes, major
 heads`. Axes are found in three steps:
 1. Each dim of each value starts as one axis. Dims of size 1 have no axis.
 2. Each call makes axes of its operands equal to axes of its result. A pointwise call equates all dims that are not
-   broadcast. A reduction equates the dims that it keeps. A `view` equates the list of all axes before and after.
-   Lists are compared from the left, and an axis that meets a smaller axis is split into two.
+   broadcast. A reduction equates the dims that it keeps. A `view` equates the list of all axes before and after. Lists
+   are compared from the left. If two compared axes differ in size, the larger axis is split into two.
 3. Axes that reductions sum over become the columns of the kernel's tile. The other axes become its rows.
 
 A group has loops under four conditions. No value has an axis twice. All reductions sum over the same axes. One value
@@ -123,9 +123,10 @@ class _Axes:
         return tuple(found)
 
     def equate(self, left: Iterable[int], right: Iterable[int]) -> None:
-        """Make two lists of axes equal, major to minor. An axis that meets a smaller axis is split into two axes.
+        """Make two lists of axes equal, major to minor.
 
-        Raise `NoLoopsError` if no such splits make the lists equal.
+        Axes are compared pair by pair. If the sizes of a pair differ, the larger axis is split into two axes. Raise
+        `NoLoopsError` if no such splits make the lists equal.
         """
         firsts, seconds = deque(left), deque(right)
         while firsts and seconds:

@@ -21,7 +21,7 @@ from autoshard.runtime.agreement.lost_ranks import naming_a_lost_store
 from autoshard.runtime.agreement.meeting import refuse_a_kept_store
 
 TIMEOUT_S = 60.0
-"""The default seconds that ranks wait for a rank that neither comes nor shows a sign of life."""
+"""The default seconds that ranks wait for a rank that neither sends its message nor shows a sign of life."""
 
 _ALL_CAME = "all"
 _SLICE_S = 0.25
@@ -68,7 +68,7 @@ class ControlChannel:
             timeout_s: time limit of this turn in seconds; default: the channel's.
 
         Raises:
-            LostRankError: on every rank, also on a late rank, if a rank does not come in time.
+            LostRankError: on every rank, also on a late rank, if a rank does not send its message in time.
         """
         with naming_a_lost_store(self.rank):
             turn = self._say(value)
@@ -167,7 +167,7 @@ class ControlChannel:
     def _forget(self, turn: int) -> None:
         """Delete this rank's message of `turn` (if any) from the store; the first rank deletes the verdict too.
 
-        All ranks must have read them before.
+        All ranks must have read the message and the verdict before.
         """
         if turn < 0:
             return

@@ -156,7 +156,8 @@ class ControlGroup:
         Args:
             mine: this rank's answer.
             action: the next action of the ranks, for error messages.
-            waits: whether ranks may work for long before they answer, so that the others wait for their signs of life.
+            waits: whether ranks may work for long before they answer. The other ranks then wait as long as signs of
+                life arrive.
 
         Raises:
             LostRankError: a rank does not answer within the time limit of the channel.

@@ -1,4 +1,4 @@
-"""Ranks tell each other through the store of the run that they failed, so that an error names the rank that did not.
+"""Ranks report their failures in the store of the run, so that an error names the ranks that reported nothing.
 
 If a rank stops, all ranks that wait for it fail soon after each other. Each of them reports its error, and waits a
 moment for the reports of the other ranks. The ranks without a report are where to look first.

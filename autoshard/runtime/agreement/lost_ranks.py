@@ -1,4 +1,4 @@
-"""If a rank stops in mid-step, the other ranks raise one clear error.
+"""If a rank stops in the middle of a step, the other ranks raise one clear error.
 
 If a process ends, the backend soon tells its neighbours. If it runs but does not communicate, ranks wait as long as
 `init_process_group(timeout=...)` allows, by default 30 minutes with Gloo and 10 minutes with NCCL.

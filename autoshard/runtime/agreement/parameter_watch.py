@@ -120,7 +120,7 @@ class ParameterWatch:
         return place, torch.cat([_elements_of(row, first) for row in rows])
 
     def _first_element(self, turn: int) -> int:
-        """Return the index of the first element to read at a turn. It moves on when each group has had its turn.
+        """Return the index of the first element to read at a turn. It grows when each group has had its turn.
 
         The index wraps around at the end of a tensor.
         """

@@ -172,7 +172,7 @@ class StepAgreement:
 
         Raises:
             RankMismatchError: ranks disagree; raised on every rank.
-            LostRankError: a rank does not come in time.
+            LostRankError: a rank does not send its digests in time.
         """
         posted, self._posted = self._posted, None
         if posted is None:
@@ -268,16 +268,16 @@ class StepAgreement:
 _COMPILES = "must be compiled"
 
 _PATIENCE = 2
-"""This many calls after a call that compiled use the control channel, because ranks may work for long."""
+"""The number of calls, after a call that compiled, that use the control channel, because ranks may work for long."""
 
 _MOST_BYTES = 16 << 10
-"""At most about this many bytes of all inputs together are sampled at a call."""
+"""About the most bytes, of all inputs together, that are sampled at a call."""
 
 _COMMON = 5
-"""This many of a rank's integers, the first ones, must be equal on all ranks."""
+"""The number of a rank's first integers that must be equal on all ranks."""
 
 _BEFORE_SAMPLE = LENGTH - 2
-"""This many of a rank's integers come before the last two, which are about sampled parameters and buffers."""
+"""The number of a rank's integers before the last two, which are about sampled parameters and buffers."""
 
 _NEAR = 1e-3
 

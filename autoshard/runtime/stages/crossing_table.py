@@ -68,7 +68,7 @@ class CrossingTable:
     def sums_squares(self) -> bool:
         """Whether stages compute the sums of squares of their gradients, which are added for the norm over all stages.
 
-        They do so to clip gradients, or to return the norm.
+        The norm is needed to clip gradients, or is returned to the user.
         """
         slots = (slot for stage in self.staged.stages for slot in stage.phased.lowered.outputs)
         return any(slot.slot.kind == OutputKind.SQUARES for slot in slots)

@@ -142,7 +142,7 @@ class MessagesInProcess:
 
 
 def _in_order(addends: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Return the sum of scalars, added in their order. None adds nothing."""
+    """Return the sum of scalars, added in their order. Addends that are None are left out."""
     total = torch.zeros((), dtype=torch.float32)
     for index, addend in enumerate(item for item in addends if item is not None):
         total = addend if index == 0 else total + addend
@@ -226,7 +226,7 @@ class MessagesBetweenRanks:
             self._post(key)
 
     def _post(self, wanted: CrossingMessage) -> None:
-        """Begin to receive a value. Values that its sender sends earlier are received before it."""
+        """Begin to receive a value. Values that the same sender sends earlier are received first."""
         assert self._table is not None, "a step began"
         for pair, waiting in self._waiting.items():
             if wanted not in waiting:
@@ -281,8 +281,8 @@ class MessagesBetweenRanks:
     def _free_read_messages(self, received: CrossingMessage) -> None:
         """Free the memory of sent messages that were read, as the message `received` shows.
 
-        Its sender had read them before it made `received`. So their sends are complete, and waiting for them takes no
-        time.
+        The sender of `received` had read these messages before it made `received`. So their sends are complete, and
+        waiting for them takes no time.
         """
         assert self._table is not None, "a step began"
         maker, places = self._table.makers[received.name, received.is_forward], self._table.places
