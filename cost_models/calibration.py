@@ -1,6 +1,6 @@
 """Measure this machine, and fit a `Cluster`: matrix products, memory, launch overhead, and the group's collectives.
 
-Call `calibrate` on all ranks at once, after `init_process_group`. Without a process group, one rank is measured. Each
+Call `calibrate` on all ranks at once, after `init_process_group`; without a process group, one rank is measured. Each
 number is a mean over sustained, back-to-back runs, averaged over the ranks, which slow each other down as in training.
 
 Launch latency is the mean time of an add, mul, sub or div of eight numbers. The rate of matrix products is the median
@@ -38,10 +38,7 @@ MATMUL_SIZES = ((128, 128, 128), (256, 256, 1024), (512, 512, 512), (1024, 512, 
 BETWEEN = (512, 768, 192)
 """Sizes m, n, k of the matrix products that run before each collective."""
 PRODUCTS = (1, 4, 2, 6, 1, 3, 5, 2)
-"""Numbers of matrix products that run before each collective of a turn (`_turn_time`).
-
-They vary, so that ranks reach their collectives at different times.
-"""
+"""Numbers of products before each collective of a turn (`_turn_time`). They vary, so that ranks run out of step."""
 COLLECTIVE_BYTES = (4096, MIB // 4, 2 * MIB, 8 * MIB)
 COPY_BYTES = 32 * MIB
 LAUNCHES = 100
@@ -69,14 +66,11 @@ class Calibration:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """Predicted time / measured time of each measurement that the fit predicts, by the measurement's name."""
+        """Name of a measurement to predicted time / measured time, for all measurements that the fit predicts."""
         return {name: exp(residual) for name, residual in self.residuals.items()}
 
     def save(self, path: str | Path) -> None:
-        """Write the cluster as a TOML file.
-
-        The source of each number states the median of |log(predicted / measured)| over all measurements of the fit.
-        """
+        """Write the cluster as a TOML file; the source of each number states the median absolute error of the fit."""
         typical = statistics.median(abs(value) for value in self.residuals.values())
         source = f"calibrate() on this machine, {self.cluster.size} ranks at once; median |log residual| {typical:.3f}"
         self.cluster.save(path, source=source, date=self.date)
@@ -222,10 +216,7 @@ def _matmul_sizes(dtype: str, place: torch.device) -> Sequence[tuple[int, int, i
 def _measure_device(
     actions: Mapping[str, Callable[[], Callable[[], object]]], share_s: float, note: _Note
 ) -> dict[str, float]:
-    """Return the mean seconds of a run of each action, by name.
-
-    The action "launch" launches `LAUNCHES` operators, so its seconds are divided by this number.
-    """
+    """Return the mean seconds of a run of each action, by name; the seconds of "launch" are divided by `LAUNCHES`."""
     measured: dict[str, float] = {}
     for name, action in actions.items():
         note.next(name)
@@ -235,10 +226,7 @@ def _measure_device(
 
 
 def _group_sizes(ranks: int) -> list[int]:
-    """Return the sizes of the groups in which collectives are measured, in ascending order.
-
-    The sizes are 2, if `ranks` is even, and `ranks`. The list is empty for one rank.
-    """
+    """Return group sizes: all ranks, and two if `ranks` is even; no group for one rank."""
     if ranks == 1:
         return []
     return sorted({2, ranks}) if ranks % 2 == 0 else [ranks]
@@ -263,7 +251,7 @@ def _measure_collectives(
 
 
 def _group_of(size: int, ranks: int) -> distributed.ProcessGroup:
-    """Cut all ranks into groups of `size` consecutive ranks, and return the process group of this rank."""
+    """Cut all ranks into groups of `size` neighbours; return the process group that this rank belongs to."""
     blocks = [list(range(first, first + size)) for first in range(0, ranks, size)]
     group = distributed.group.WORLD if size == ranks else distributed.new_subgroups_by_enumeration(blocks)[0]
     assert isinstance(group, distributed.ProcessGroup)
@@ -299,11 +287,11 @@ def _measure_group(
 
 
 def _added_time(collective: Callable[[], object], product: Callable[[], object], share_s: float) -> float:
-    """Return the mean seconds that a collective adds to the products before it.
+    """Return the mean seconds that a collective adds to the products before it; at least the mean's standard error.
 
-    The result is at least the standard error of this mean. One run is two turns of `PRODUCTS`, one without and one with
-    the collective, in alternating order. So a drifting machine speed affects both turns alike. The first run determines
-    how many runs fit into `share_s` on the slowest rank, because all ranks need the same count.
+    One run is two turns of `PRODUCTS`, one without and one with the collective, in alternating order. So a drifting
+    machine speed affects both turns alike. The first run determines how many runs fit into `share_s` on the slowest
+    rank, because all ranks need the same count.
     """
     turns = (partial(_turn_time, product, _nothing), partial(_turn_time, product, collective))
     for warm_up in (product, collective):
