@@ -9,7 +9,7 @@ plan's spec; a training step keeps no outputs. Units of blocks that the program 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -64,14 +64,14 @@ def step_memory(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad =
     once = _run_once(memory, phased, inputs, constants)
     held = [*inputs, *constants, *once]
     read = [*(inputs[index] for index in phased.forward_inputs), *once]
-    results = memory.run(_graph_that_runs(phased.forward), read, [*held, *sums])
+    results = memory.run(graph_that_runs(phased.forward), read, [*held, *sums])
     count = len(phased.forward_outputs)
     outputs, saved = results[:count], results[count:]
     if phased.update is None:
         slots = (phased.lowered.outputs[index].slot for index in phased.forward_outputs)
         held += [value for slot, value in zip(slots, outputs, strict=True) if slot.kind == OutputKind.OUTPUT]
     tangents = [inputs[index] for index in phased.backward_inputs]
-    backward = _graph_that_runs(phased.backward, len(sums))
+    backward = graph_that_runs(phased.backward, len(sums))
     gradients = memory.run(backward, [*saved, *tangents, *sums], held, GRADIENTS)
     if phased.update is not None:
         carried = gradients[len(phased.backward_outputs) :]
@@ -96,20 +96,26 @@ def _inputs(memory: Storages, phased: PhasedProgram) -> list[Value]:
     ]
 
 
-_RUNS = "autoshard: the graph that runs in place of this module's own"
+_RUNS = "autoshard: the graphs that run in place of this module's own"
 
 
-def _cached(module: fx.GraphModule, options: object, make: Callable[[], fx.Graph]) -> fx.Graph:
-    """Return the graph that `make` returns for a module, cached in `module.meta` for the same graph and options."""
-    of_graph, of_options, made = module.meta.get(_RUNS, (None, None, None))
-    if of_graph is not module.graph or of_options != options:
-        made = make()
-        module.meta[_RUNS] = (module.graph, options, made)
-    return made
+def _cached(module: fx.GraphModule, options: Hashable, make: Callable[[], fx.Graph]) -> fx.Graph:
+    """Return the graph that `make` returns for a module and options, cached in `module.meta` for the module's graph."""
+    of_graph, known = module.meta.get(_RUNS, (None, {}))
+    if of_graph is not module.graph:
+        known = {}
+        module.meta[_RUNS] = (module.graph, known)
+    if options not in known:
+        known[options] = make()
+    return known[options]
 
 
-def _graph_that_runs(phase: fx.GraphModule, sums: int = 0) -> fx.Graph:
-    """Return the graph of a phase with filled buckets. Its last results, as many as `sums`, are added to sums."""
+def graph_that_runs(phase: fx.GraphModule, sums: int = 0) -> fx.Graph:
+    """Return the graph of a phase as ranks run it: buckets are filled in place, and gradients are added to sums.
+
+    The last results, as many as `sums`, are added to sums, which are further placeholders. The graph is cached in
+    `phase.meta`.
+    """
 
     def make() -> fx.Graph:
         graph = filled(phase.graph)
@@ -123,7 +129,7 @@ def update_in_place(update: fx.GraphModule, written: Mapping[int, int]) -> fx.Gr
 
     `written` maps the index of a result to the index of an input. The graph is cached in `update.meta`.
     """
-    return _cached(update, written, lambda: written_in_place(update.graph, written))
+    return _cached(update, tuple(written.items()), lambda: written_in_place(update.graph, written))
 
 
 def graphs_of(phased: PhasedProgram) -> list[fx.Graph]:
@@ -138,7 +144,7 @@ def _run_once(
     if phased.hoisted is None:
         return []
     read = [inputs[index] for index in phased.hoisted_inputs]
-    return memory.run(filled(phased.hoisted.graph), read, [*inputs, *constants])
+    return memory.run(graph_that_runs(phased.hoisted), read, [*inputs, *constants])
 
 
 def _sums(memory: Storages, phased: PhasedProgram) -> list[Value]:

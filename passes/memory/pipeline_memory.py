@@ -20,14 +20,18 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from autoshard.graphs.add_to_sums import adding
-from autoshard.graphs.fill_buckets import filled
-from autoshard.graphs.owned_results import owned_results
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.pipeline_order import StageTask, Work
 from autoshard.ir.program import InputKind
 from autoshard.ir.staged import StagedProgram, StageProgram
-from passes.memory.lowered_memory import carried_bytes, graphs_of, local_bytes, update_in_place, written_by_update
+from passes.memory.lowered_memory import (
+    carried_bytes,
+    graph_that_runs,
+    graphs_of,
+    local_bytes,
+    update_in_place,
+    written_by_update,
+)
 from passes.memory.storages import ACTIVATIONS, GRADIENTS, INPUTS, PARAMETERS, STATE, Storages, Value
 
 
@@ -120,12 +124,11 @@ def _needs_of(stage: StageProgram, staged: StagedProgram) -> _Needs:
     base = memory.bytes_of(held)
     once, hoisting = [], 0
     if phased.hoisted is not None:
-        once = memory.run(filled(phased.hoisted.graph), [inputs[index] for index in phased.hoisted_inputs], held)
+        once = memory.run(graph_that_runs(phased.hoisted), [inputs[index] for index in phased.hoisted_inputs], held)
         hoisting = _restart(memory) - base
     hoisted = memory.bytes_of([*held, *once]) - base
-    results = memory.run(
-        filled(phased.forward.graph), [*(inputs[index] for index in phased.forward_inputs), *once], [*held, *once]
-    )
+    read = [*(inputs[index] for index in phased.forward_inputs), *once]
+    results = memory.run(graph_that_runs(phased.forward), read, [*held, *once])
     forward = _restart(memory) - base - hoisted
     outputs, saved = results[: len(phased.forward_outputs)], results[len(phased.forward_outputs) :]
     kept = memory.bytes_of([*held, *once, *saved]) - base - hoisted
@@ -135,28 +138,26 @@ def _needs_of(stage: StageProgram, staged: StagedProgram) -> _Needs:
         if name in crossing
     }
     tangents = [inputs[index] for index in phased.backward_inputs]
-    whole = filled(phased.backward.graph)
-    memory.run(whole, [*saved, *tangents], [*held, *once])
+    memory.run(graph_that_runs(phased.backward), [*saved, *tangents], [*held, *once])
     backward = _restart(memory) - base - hoisted
     carried = carried_bytes(phased)
     sums = [memory.new(size) for size in carried]
 
-    def more_with_sums(graph: fx.Graph, own: fx.Graph, inputs: Sequence[Value]) -> int:
-        """Return the peak bytes while `graph` runs and adds the gradients of `own` to sums, less the sums' bytes."""
-        memory.run(adding(graph, owned_results(own)[-len(sums) :] if sums else ()), [*inputs, *sums], [*held, *once])
+    def more_with_sums(phase: fx.GraphModule, inputs: Sequence[Value]) -> int:
+        """Return the peak bytes while `phase` runs and adds its gradients to sums, less the bytes of the sums."""
+        memory.run(graph_that_runs(phase, len(sums)), [*inputs, *sums], [*held, *once])
         return _restart(memory) - base - hoisted - sum(carried)
 
-    backward_with_sums = more_with_sums(whole, phased.backward.graph, [*saved, *tangents])
+    backward_with_sums = more_with_sums(phased.backward, [*saved, *tangents])
     halves: dict[str, int] = {}
     if phased.halves is not None:
-        first = memory.run(filled(phased.halves.inputs.graph), [*saved, *tangents], [*held, *once])
+        first = memory.run(graph_that_runs(phased.halves.inputs), [*saved, *tangents], [*held, *once])
         halves["first_half"] = _restart(memory) - base - hoisted
         between = first[len(phased.backward_outputs) :]
         halves["kept"] = memory.bytes_of([*held, *once, *between]) - base - hoisted
-        memory.run(filled(phased.halves.weights.graph), between, [*held, *once])
+        memory.run(graph_that_runs(phased.halves.weights), between, [*held, *once])
         halves["second_half"] = _restart(memory) - base - hoisted
-        own = phased.halves.weights.graph
-        halves["second_half_with_sums"] = more_with_sums(own, own, between)
+        halves["second_half_with_sums"] = more_with_sums(phased.halves.weights, between)
     return _Needs(
         parameters=total(InputKind.PARAMETER, InputKind.BUFFER) + memory.bytes_of(constants),
         state=total(InputKind.STATE, InputKind.HYPER, InputKind.SQUARES, InputKind.UNSCALE),
