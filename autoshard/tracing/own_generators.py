@@ -1,7 +1,7 @@
 """Finds the generators of random numbers of a model's own, and replaces them for a while.
 
 A generator is found as an attribute of a module, in a closure of a `forward`, or as a global variable beside a module's
-class. Generators that `forward` makes without a seed are found too, if `np.random.default_rng` makes them.
+class. Generators that `forward` makes without a seed are found too.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from torch import nn
 from autoshard.ir.python_values import content_text
 from autoshard.tracing.provenance import user_line
 
-_KINDS = (np.random.Generator, np.random.RandomState, random.Random)
-_make = np.random.default_rng
+_Random = random.Random
+_KINDS = (np.random.Generator, np.random.RandomState, _Random)
+_MAKERS = (np.random.default_rng, np.random.RandomState, _Random)
+"""The function or class that makes a generator of each of `_KINDS`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _DrawPlace:
-    """A variable that holds a generator, or the function that makes one: an item of a dict, or a closure's cell."""
+    """A variable that holds a generator or one of `_MAKERS`: an attribute of an object, or a closure's cell."""
 
-    holder: dict[str, Any] | CellType
+    holder: Any
     name: str
     value: Any
 
@@ -40,7 +42,7 @@ class _DrawPlace:
         if isinstance(self.holder, CellType):
             self.holder.cell_contents = value
         else:
-            self.holder[self.name] = value
+            vars(self.holder)[self.name] = value
 
 
 class OwnGenerators:
@@ -62,12 +64,12 @@ class OwnGenerators:
     def watching(self) -> Iterator[None]:
         """Within the context, a draw from a generator of the model's own sets `have_drawn`."""
 
-        def make(*args: Any, **kwargs: Any) -> Any:
+        def make(kind: type, *args: Any, **kwargs: Any) -> Any:
             self.have_drawn |= _is_unseeded(args, kwargs)
-            return _make(*args, **kwargs)
+            return _made(kind, args, kwargs)
 
         before = self._states()
-        with self._replaced(lambda place: place.value if place.is_generator else make):
+        with self._replaced(lambda place: place.value if place.is_generator else _maker(place.value, make)):
             yield
         self.have_drawn |= self._states() != before
 
@@ -78,13 +80,16 @@ class OwnGenerators:
         The user's lines that make a generator are added to `lines`.
         """
 
-        def make(*args: Any, **kwargs: Any) -> Any:
+        def make(kind: type, *args: Any, **kwargs: Any) -> Any:
             if not _is_unseeded(args, kwargs):
-                return _make(*args, **kwargs)
-            lines.append(user_line(sys._getframe(1)))
-            return _twister(np.random.Generator, words)
+                return _made(kind, args, kwargs)
+            lines.append(user_line(sys._getframe(2)))
+            return _twister(kind, words)
 
-        with self._replaced(lambda place: _twister(type(place.value), words) if place.is_generator else make):
+        def replacement(place: _DrawPlace) -> Any:
+            return _twister(type(place.value), words) if place.is_generator else _maker(place.value, make)
+
+        with self._replaced(replacement):
             yield
 
     @contextlib.contextmanager
@@ -106,9 +111,10 @@ def _places(model: nn.Module, functions: Sequence[Any]) -> Iterator[_DrawPlace]:
     kinds = {type(module) for module in modules}
     files = {kind.__module__ for kind in kinds} | {getattr(function, "__module__", None) for function in functions}
     known = [sys.modules[name] for name in files if name in sys.modules and not name.startswith("torch.")]
-    yield _DrawPlace(np.random.__dict__, "default_rng", _make)
-    for holder in [item.__dict__ for item in (*known, *modules)]:
-        yield from (_DrawPlace(holder, name, value) for name, value in list(holder.items()) if _is_of_interest(value))
+    for maker in _MAKERS:
+        yield _DrawPlace(random if maker is _Random else np.random, maker.__name__, maker)
+    for holder in (*known, *modules):
+        yield from (_DrawPlace(holder, name, value) for name, value in vars(holder).items() if _is_of_interest(value))
     for function in (*(kind.forward for kind in kinds), *functions):
         closure = function.__closure__ if isinstance(function, FunctionType) else None
         for cell in closure or ():
@@ -118,7 +124,23 @@ def _places(model: nn.Module, functions: Sequence[Any]) -> Iterator[_DrawPlace]:
 
 
 def _is_of_interest(value: Any) -> bool:
-    return type(value) in _KINDS or value is _make
+    return type(value) in _KINDS or any(value is maker for maker in _MAKERS)
+
+
+def _maker(maker: Any, make: Callable[..., Any]) -> Any:
+    """Return a stand-in for one of `_MAKERS`. It returns `make(kind, ...)` for the kind of its generators."""
+    if not isinstance(maker, type):
+        return lambda *args, **kwargs: make(np.random.Generator, *args, **kwargs)
+
+    class Maker(maker):
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return make(maker, *args, **kwargs) if cls is Maker else super().__new__(cls, *args, **kwargs)
+
+    return Maker
+
+
+def _made(kind: type, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return _MAKERS[_KINDS.index(kind)](*args, **kwargs)
 
 
 def _is_unseeded(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -128,13 +150,13 @@ def _is_unseeded(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 def _state_of(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state(legacy=False)
+    return generator.getstate() if isinstance(generator, _Random) else generator.get_state(legacy=False)
 
 
 def _twister(kind: type, words: Sequence[int]) -> Any:
     """Return a generator of a kind, whose Mersenne Twister is at the start of the state `words`."""
-    if kind is random.Random:
-        made = random.Random()
+    if kind is _Random:
+        made = _Random()
         made.setstate((3, (*words, 0), None))
         return made
     bits = np.random.MT19937()

@@ -15,6 +15,7 @@ from autoshard.errors import TraceError
 from autoshard.tracing import trace
 
 _draw_by_another_name = random.random
+_Generator = random.Random
 _make_by_another_name = np.random.default_rng
 _of_this_file = np.random.default_rng(0)
 
@@ -40,6 +41,9 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "a rare number of a distribution": lambda h: h if np.random.binomial(1, 0.01) else 2 * h,
     "a number": lambda h: h * random.uniform(0.9, 1.1),
     "a rare number of a new generator": lambda h: h if np.random.default_rng().random() < 0.01 else 2 * h,
+    "a rare number of a new generator of Python": lambda h: h if random.Random().random() < 0.01 else 2 * h,
+    "a number of a new generator of Python by another name": lambda h: h * _Generator(None).uniform(0.9, 1.1),
+    "a rare integer of a new old generator": lambda h: 2 * h if np.random.RandomState().randint(40) else h,
     "a number of a new generator by another name": lambda h: h * _make_by_another_name().beta(0.2, 0.2),
     "a rare number of a generator of the file": lambda h: h if _of_this_file.random() < 0.01 else 2 * h,
 }
@@ -73,9 +77,10 @@ def test_numbers_of_own_generators_are_refused(generator: Any) -> None:
     trace(model, (torch.randn(8, 4),))
 
 
-def test_numbers_of_a_seed_are_let_pass() -> None:
+@pytest.mark.parametrize("make", [np.random.default_rng, np.random.RandomState, random.Random])
+def test_numbers_of_a_seed_are_let_pass(make: Any) -> None:
     """A generator that each call makes anew with the same seed is allowed."""
-    trace(Draws(lambda h: h * np.random.default_rng(3).random()), (torch.randn(8, 4),))
+    trace(Draws(lambda h: h * make(3).uniform(0, 1)), (torch.randn(8, 4),))
 
 
 @pytest.mark.parametrize("name", DRAWS)
