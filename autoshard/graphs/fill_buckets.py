@@ -117,9 +117,10 @@ def _is_flat(item: fx.Node) -> bool:
 
 
 def _computed(flat: fx.Node, place_bytes: int) -> fx.Node | None:
-    """Return the call that can write the value of `flat` directly into the buffer, at byte `place_bytes`; else None.
+    """Return the call that computes `flat`, if it can write its result directly into the bucket's buffer; else None.
 
-    Such a call runs an operator of `INTO`. The byte is aligned, the result is contiguous, and only the bucket reads it.
+    It can if an operator of `INTO` computes a contiguous result that only the bucket reads. The result's place in the
+    buffer, at byte `place_bytes`, must be aligned.
     """
     value = flat
     while value.target in _SHAPED and len(value.users) == 1:

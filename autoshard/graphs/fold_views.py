@@ -2,7 +2,7 @@
 
 Before → after: `reshape(reshape(x, a), b)` → `reshape(x, b)`, if nothing else reads the inner result. `reshape(x, b)`
 and `permute(x, dims)` → `x`, if they change nothing. Lowered programs have two reshapes around each linear layer. Only
-views of contiguous tensors are removed: a reshape that copies stays, to leave the time of allocations as it is.
+views of contiguous tensors are removed. A reshape that copies stays, so memory is allocated when the plan expects it.
 """
 
 from __future__ import annotations

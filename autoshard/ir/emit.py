@@ -1,8 +1,8 @@
 """Emits the steps of a reshard into an fx graph, as local ATen operators and functional collectives.
 
-Padding never reaches a real element. A step that moves data puts each element at its own index in the padded global
-tensor. So a gather trims its result, and a split first pads the dim to a multiple of the axis size. A reduction
-combines elements of one global index, so all of them are real or all of them are padding.
+A dim whose size is no multiple of the axis size is padded at its end. A split pads before it cuts, and a gather cuts
+the padding off. A reduction combines elements of one index, which are all real or all padding. So padding never reaches
+a real element.
 
 Collectives are `torch.ops._c10d_functional`, each followed by `wait_tensor`; their group name is the mesh axis. They
 work on dim 0 of contiguous tensors. Element types that process groups do not support are sent as other types (`_Wire`).

@@ -54,7 +54,7 @@ def _integer_identity(reduction: Reduction, dtype: torch.dtype) -> int:
 def combine(reduction: Reduction, addends: Sequence[torch.Tensor]) -> torch.Tensor:
     """Reduce `addends` of equal shapes in order. For bool, a sum is `or` and a product is `and`.
 
-    Sums and products of types narrower than float32 are computed in float32 and rounded once.
+    Sums and products of float16 and bfloat16 are computed in float32 and rounded once.
     """
     operator, dtype = _OPERATORS[reduction], addends[0].dtype
     is_narrow = dtype.is_floating_point and dtype.itemsize < 4 and reduction in (Reduction.SUM, Reduction.PRODUCT)

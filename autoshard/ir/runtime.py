@@ -1,4 +1,8 @@
-"""Runtimes that execute training steps: our own, and a `Runtime` for each other framework whose runs are priced."""
+"""Frameworks whose training steps are priced: autoshard, and others such as Megatron-LM.
+
+Autoshard's steps are read off the lowered program. A `Runtime` says how another framework runs a step, such as which
+communication it overlaps, and in which type it stores gradients.
+"""
 
 from __future__ import annotations
 

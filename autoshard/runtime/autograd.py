@@ -43,9 +43,12 @@ class ProgramCall:
 
 
 def run(call: ProgramCall, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Run a call on the tensors of the program's inputs, and return the tensors of its outputs, in the order of slots.
+    """Run the forward of a compiled program, and return its outputs.
 
-    If gradients are enabled, the call becomes a node of autograd's graph.
+    If gradients are enabled, the call becomes a node of autograd's graph, and `backward` runs the program's backward.
+
+    Args:
+        tensors: one tensor for each input of the program, in the program's order.
     """
     if torch.is_grad_enabled():
         reached: list[torch.Tensor | None] = list(tensors)

@@ -44,6 +44,6 @@ def __getattr__(name: str) -> NoReturn:
     """Raise NotAvailableError if a name needs Hypothesis, which is not installed; else AttributeError."""
     if name in __all__:
         raise NotAvailableError(
-            f"autoshard.testing.{name} needs Hypothesis, which is not installed: pip install 'autoshard[testing]'."
+            f"autoshard.testing.{name} needs Hypothesis, which is not installed: pip install hypothesis."
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -43,16 +43,17 @@ def host_generators() -> Sequence[Any]:
 def refuse_host_numbers(
     model: nn.Module, before: Sequence[Any], own: OwnGenerators, program: Program, trace_again: Callable[[], Program]
 ) -> None:
-    """Raise `TraceError` if the model drew numbers since `before`, and its program depends on these numbers.
+    """Raise `TraceError` if `forward` drew random numbers outside torch, and the program depends on these numbers.
 
-    The message names the generator and the line that draws.
+    Call it right after a trace. It traces again with other numbers, and compares the programs. The message names the
+    generator and the line that draws.
 
     Args:
         model: the traced model.
-        before: the states of the global generators before the trace.
-        own: the generators of the model's own, which watched the trace.
-        program: the program of the trace.
-        trace_again: traces the same call once more.
+        before: the result of `host_generators` before the trace.
+        own: the generators that are attributes of the model's modules. It noted their draws during the trace.
+        program: the traced program.
+        trace_again: traces the same call, and returns its program.
     """
     names = ("Python's random", "numpy.random")
     moved = [name for name, old, new in zip(names, before, host_generators(), strict=True) if old != new]

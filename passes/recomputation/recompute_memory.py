@@ -278,7 +278,7 @@ class RecomputeMemory:
 
     @cached_property
     def reshard_points(self) -> dict[str, list[int]]:
-        """The program points of the reshards on the links from each site, by the site's name."""
+        """For the name of each site, the program points at which its results are resharded for their readers."""
         found: dict[str, list[int]] = defaultdict(list)
         for index, point in self.liveness.reshards.items():
             found[self.split.space.links[index].tail].append(point)

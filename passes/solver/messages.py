@@ -260,12 +260,12 @@ class _Vectors:
 
 @dataclass(frozen=True, slots=True)
 class _AllowedRow:
-    """A memory row restricted to options of finite cost.
+    """A memory row (`MemoryRow`) without the options of infinite cost.
 
     Args:
-        row: the original row, held so that its `id` is not used again.
-        variables: variable to bytes, [allowed options].
-        edges: edge to bytes, [earlier variable's options, later variable's options].
+        row: the memory row. The reference keeps its `id`, by which results are cached, from being used again.
+        variables: index of a variable to the bytes of its options, [options].
+        edges: index of an edge to the bytes of its pairs, [earlier variable's options, later variable's options].
         spread: the most bytes by which two choices can differ in this row.
     """
 

@@ -114,7 +114,7 @@ def _by_hand(model: nn.Module, forward: Callable[..., Any]) -> Step:
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """Our step, called with a batch like the steps of the other contenders."""
+    """A step of autoshard that takes its batch as one mapping, as the functions of the other contenders do."""
 
     step: Any
 

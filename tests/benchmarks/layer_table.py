@@ -53,7 +53,7 @@ class LayerTable:
     _built: dict[DecoderShape, Decoder] = field(default_factory=dict)
 
     def model(self, shape: DecoderShape, kind: RecipeKind) -> CountedModel:
-        """The counted model for recipes of one kind.
+        """Return the operators and bytes of a model, counted for recipes that split the same things (`RecipeKind`).
 
         Raises:
             TraceError: the model cannot be traced.

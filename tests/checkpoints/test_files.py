@@ -278,7 +278,7 @@ PAIR_CHECKS = {"full disk": check_full_disk, "missing shard": check_missing_shar
 
 
 def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path) -> None:
-    """Each wrong argument is refused with its name and value."""
+    """A wrong argument of `Checkpoints` or `save` raises `CheckpointError`, and the message names the argument."""
     checkpoints = Checkpoints(tmp_path)
     for name in ("every", "keep"):
         with pytest.raises(CheckpointError, match=f"{name}=0: pass a whole number"):
