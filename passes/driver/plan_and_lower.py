@@ -190,7 +190,9 @@ def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: Pl
             alike.
     """
     start = time.monotonic()
-    strategies = EnumerateStrategies(mesh, options.strict, wide_gradients=True)
+    strategies = EnumerateStrategies(
+        mesh, options.strict, wide_gradients=True, sums_gradients=options.micro_batches > 1
+    )
     levels = tied_levels(mesh, options.constraints.values(), options.before, options.recipe)
     space = space_in_time(strategies, prepare(program), levels, options.time_budget_s)
     repeated, prices = find_repeated(space), Prices(cluster, mesh)

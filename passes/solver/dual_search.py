@@ -20,8 +20,7 @@ a program are solved exactly.
 4. If memory binds, raise the multipliers until the rounded choice fits. A search that already has a choice may skip
    this step.
 5. If no choice fits even then, ask the caller for a choice of a small peak, and continue with step 1.
-6. Take the choices of least Lagrangian that do not fit and cost less than the best. In each, change the variable that
-   costs least per byte that it saves at the peak, until the choice fits.
+6. If the gap is still large, combine the seen choices into a cheaper choice that fits (`merge_choices`).
 7. Improve the best choice one variable at a time.
 """
 
@@ -32,6 +31,7 @@ from dataclasses import dataclass, field
 
 from passes.solver.assignment import Assignment, MemoryRow, Solution
 from passes.solver.dual_state import DualState, Usage
+from passes.solver.merge_choices import merge
 from passes.solver.search_control import SearchControl
 
 
@@ -79,6 +79,6 @@ class DualSearch:
             if state.best is not None:  # the cost of a choice that fits limits the multipliers
                 state.run(self.tolerance, self.max_rounds)
         if state.gap() > self.tolerance:
-            state.repair()
+            merge(state, self.tolerance)
         state.polish()
         return state.solution()

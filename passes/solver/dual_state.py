@@ -18,9 +18,6 @@ Usage = Callable[[Sequence[int]], np.ndarray]
 """A function that takes a choice and returns the bytes in use at every program point, [points]."""
 
 
-_REPAIRS = 3
-"""The most seen choices that `DualState.repair` tries to repair."""
-
 _MOST_FACTORS = 8
 """The most factors on the multipliers that one call of `DualState.raise_multipliers` tries."""
 
@@ -179,60 +176,6 @@ class DualState:
         self.multipliers = dict(self.best_multipliers)
         self.weigh()
 
-    def repair(self) -> None:
-        """Change seen choices that are cheaper than the best but exceed the memory limit, until they fit.
-
-        Only the `_REPAIRS` choices of the least Lagrangian are changed. Each choice that then fits is offered
-        (`offer`).
-        """
-        over = [cut for cut in self.cuts if cut[1].max() > self.problem.limit and cut[0] < self.best_cost]
-        for _, _, choice in sorted(over, key=lambda cut: self._lagrangian(cut[0], cut[1]))[:_REPAIRS]:
-            fitting = self._changed_to_fit(choice)
-            if fitting is not None:
-                self.offer(fitting)
-
-    def _lagrangian(self, cost: float, used: np.ndarray) -> float:
-        return cost + sum(weight * (used[p] - self.problem.limit) for p, weight in self.best_multipliers.items())
-
-    def _changed_to_fit(self, choice: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return `choice` with single options changed until it fits.
-
-        The result is None if no change to a new choice saves bytes at the peak.
-        """
-        used, seen = self.usage(choice), {choice}
-        while used.max() > self.problem.limit:
-            peak = int(np.argmax(used))
-            row = self.row(peak)
-            for variable, option in self._saving_changes(row, choice, float(used[peak] - self.problem.limit)):
-                changed = (*choice[:variable], option, *choice[variable + 1 :])
-                after = self.usage(changed)
-                if changed not in seen and after[peak] < used[peak] and after.max() <= used.max():
-                    choice, used = changed, after
-                    seen.add(changed)
-                    break
-            else:
-                return None
-            if self.control.is_over():
-                return None
-        return choice
-
-    def _saving_changes(self, row: MemoryRow, choice: Sequence[int], wanted: float) -> list[tuple[int, int]]:
-        """Return changes to one allowed option that save bytes in `row`, as (variable, new option).
-
-        The cheapest per byte is first. A variable has at most one change. Bytes saved beyond `wanted` do not count.
-        """
-        found: list[tuple[float, int, int]] = []
-        for variable, sizes in row.variables.items():
-            saved = np.minimum(sizes[choice[variable]] - sizes, wanted)
-            if saved.max() > 0:
-                costs = self.messages.costs_given_neighbours(variable, choice)
-                with np.errstate(divide="ignore", invalid="ignore"):
-                    price = np.where(saved > 0, (costs - costs[choice[variable]]) / saved, np.inf)
-                option = int(price.argmin())
-                if np.isfinite(price[option]):
-                    found.append((float(price[option]), variable, option))
-        return [(variable, option) for _, variable, option in sorted(found)]
-
     def polish(self) -> None:
         """Change single options of the best choice, as long as a change is cheaper and the choice still fits.
 
@@ -287,7 +230,8 @@ _NEAREST = 1.0
 _POINTS_WEIGHED = 16
 """The most program points that get a multiplier. A training step of 139 nodes needs 3.
 
-The bound is true with any number of points. Choices that exceed the limit at other points are repaired or dropped.
+The bound is true with any number of points. Choices that exceed the limit at other points are dropped, or combined
+with others (`merge_choices`).
 """
 
 

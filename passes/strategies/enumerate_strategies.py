@@ -32,6 +32,7 @@ from autoshard.rules.notation import BoundRule
 from autoshard.rules.ranges import Ranges, facts_of, find_ranges
 from autoshard.rules.registry import bound_rule
 from passes.preparation.canonicalize import is_view
+from passes.preparation.insert_fan_outs import is_gradient_fan_out
 from passes.strategies.narrow_gradients import find_narrow_gradients
 
 
@@ -170,6 +171,8 @@ class EnumerateStrategies:
             whole.
         wide_gradients: reduce 16-bit gradients after their conversion to a wider type
             (`passes.strategies.narrow_gradients`).
+        sums_gradients: a step sums gradients over micro-batches, so the update may reduce their sums. Otherwise each
+            gradient is reduced in the backward, where computation hides the reduction.
         groups: groups of neighbouring mesh axes; the axes of a group make the same choice. None: each axis chooses by
             itself.
     """
@@ -177,6 +180,7 @@ class EnumerateStrategies:
     mesh: Mesh
     strict: bool = False
     wide_gradients: bool = False
+    sums_gradients: bool = True
     groups: Groups | None = None
     _calls: dict[Any, _AlikeCalls] = field(default_factory=dict, repr=False)
     _numbers: dict[Any, int] = field(default_factory=dict, repr=False)
@@ -257,10 +261,12 @@ class EnumerateStrategies:
     def _strategies(self, node: fx.Node, rule: BoundRule | None) -> tuple[Strategy, ...]:
         counts = (len(operands_of(node)), len(_values(node)))
         key = counts if rule is None else _structure(rule, self.mesh)
+        key = (key, reduces := not self.sums_gradients and is_gradient_fan_out(node))
         if key not in self._cache:
-            self._cache[key] = tuple(
-                [replicated(*counts, self.mesh)] if rule is None else enumerate_strategies(rule, self.mesh, self.groups)
-            )
+            found = [replicated(*counts, self.mesh)]
+            if rule is not None:
+                found = enumerate_strategies(rule, self.mesh, self.groups)
+            self._cache[key] = tuple(each for each in found if not (reduces and each.outputs[0].partial))
         return self._cache[key]
 
     def _result(

@@ -11,7 +11,9 @@ from autoshard.ir.program import Program
 from autoshard.rules.enumeration import Strategy, enumerate_strategies
 from autoshard.tracing import trace
 from passes.lowering.lower_program import prepare
+from passes.preparation.insert_fan_outs import is_gradient_fan_out
 from passes.strategies.enumerate_strategies import EnumerateStrategies
+from tests.passes.layouts import traced_of
 
 
 class Widths(nn.Module):
@@ -44,3 +46,14 @@ def test_rules_that_share_strategies_have_the_same(mesh: Mesh) -> None:
 
 def _specs(strategies: list[Strategy] | tuple[Strategy, ...]) -> list[tuple]:
     return [(strategy.inputs, strategy.outputs) for strategy in strategies]
+
+
+@pytest.mark.parametrize("sums", [False, True])
+def test_a_step_without_micro_batches_reduces_gradients_in_the_backward(sums: bool) -> None:
+    """A gradient that the update reads may stay a partial sum only if the step sums it over micro-batches."""
+    program = prepare(traced_of(nn.Linear(8, 8), (torch.zeros(4, 8),), updates=True))
+    space = EnumerateStrategies(Mesh({"a": 2}), sums_gradients=sums)(program)
+    sites = [site for site in space.sites.values() if is_gradient_fan_out(site.node)]
+    assert len(sites) == 2
+    for site in sites:
+        assert any(strategy.outputs[0].partial for strategy in site.strategies) is sums
