@@ -17,6 +17,8 @@ Tours of the travelling salesman are combined in this way (Cook and Seymour, "To
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import highspy
 import numpy as np
 
@@ -58,9 +60,10 @@ def merge(state: DualState, tolerance: float) -> None:
         tolerance: relative gap at which the search ends. The combination is solved to half this gap.
     """
     problem, solved = state.problem, set[tuple[int, ...]]()
-    if not state.cuts or not problem.costs:
+    allowed = _allowed(state)
+    if not allowed or not all(map(len, allowed)):
         return
-    program = _MergeProgram(state, 0.5 * tolerance)
+    program = _MergeProgram(state, allowed, 0.5 * tolerance)
     for row in state.rows.values():
         program.limit(row)
     for _ in range(_SOLVED):
@@ -77,7 +80,7 @@ def merge(state: DualState, tolerance: float) -> None:
 
 
 def _allowed(state: DualState) -> list[np.ndarray]:
-    """Return the options that each variable of a merged choice may take."""
+    """Return the options that each variable of a merged choice may take, or [] if no choice was seen."""
     if sum(edge.cost.size for edge in state.problem.edges) <= _SMALL:
         return [np.flatnonzero(np.isfinite(costs)) for costs in state.problem.costs]
     return [np.unique(options) for options in np.array([choice for _, _, choice in state.cuts]).T]
@@ -96,9 +99,9 @@ def _highest_over(used: np.ndarray, limit: float) -> list[int]:
 class _MergeProgram:
     """The mixed-integer program of the module's docstring."""
 
-    def __init__(self, state: DualState, gap: float) -> None:
+    def __init__(self, state: DualState, allowed: Sequence[np.ndarray], gap: float) -> None:
         problem = self._problem = state.problem
-        allowed = self._allowed = _allowed(state)
+        self._allowed = allowed
         costs = [each[options] for each, options in zip(problem.costs, allowed, strict=True)]
         pairs = [edge.cost[np.ix_(allowed[edge.tail], allowed[edge.head])] for edge in problem.edges]
         every = np.concatenate([part.reshape(-1) for part in (*costs, *pairs)])
@@ -108,7 +111,7 @@ class _MergeProgram:
         self._pairs = [each.reshape(pair.shape) for each, pair in zip(numbers[len(costs) : -1], pairs, strict=True)]
         """The columns of each edge's pairs, [options of tail, options of head]."""
         self._highs = QuietHighs()
-        scale = 1e3 / (min(cost for cost, _, _ in state.cuts) or 1.0)
+        scale = 1e3 / (min((cost for cost, _, _ in state.cuts), default=0.0) or 1.0)
         self._add_columns(every, sum(map(len, costs)), scale)
         for options in self._options:
             self._add_row(options, np.ones(len(options)), 1.0, 1.0)
