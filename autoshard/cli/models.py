@@ -164,7 +164,9 @@ def _build_from_config(reference: str, sizes: Mapping[str, int], trusts: bool) -
     try:
         from transformers import AutoConfig
     except ModuleNotFoundError as error:
-        raise ModelReferenceError("MODEL hf:... needs transformers: pip install transformers accelerate.") from error
+        raise ModelReferenceError(
+            "MODEL hf:... needs transformers, which is not installed. Run pip install transformers accelerate."
+        ) from error
     _check_config(path, reference, trusts)
     with _named(reference):
         try:
