@@ -247,7 +247,7 @@ _CURVE_FIELDS = ("efficiency", "softmax_depth", "overhead_keys", "diagonal_keys"
 
 
 def _kernel_names(file: HardwareFile) -> list[str]:
-    """Return the names of a file's attention kernels, first the kernel that the text `attention_kernel` names."""
+    """Return the names of a file's attention kernels. The kernel of the file's key `attention_kernel` comes first."""
     names = dict.fromkeys(path.split(".")[1] for path in file.constants if path.startswith("attention."))
     used = file.texts.get("attention_kernel")
     return sorted(names, key=lambda name: name != used)

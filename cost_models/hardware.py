@@ -187,13 +187,15 @@ class Cluster:
 
     Args:
         node: a node type's name ("h100_sxm") or a `NodeType`.
+        nodes: number of nodes.
         devices_per_node: number of devices used in each node; None for all.
         in_step: slowdown of kernels and collectives in a step, compared with a benchmark. Default: the fitted factors
             for a cluster of several GPUs, and no slowdown (`ALONE`) for any other cluster.
 
     Raises:
         UnknownHardwareError: the node type is unknown, or several nodes have no network.
-        TopologyError: fewer than one node, more devices per node than the type has, or more than `MAX_DEVICES`.
+        TopologyError: a number is below 1, `devices_per_node` exceeds the devices of the node type, or the cluster has
+            more than `MAX_DEVICES` devices.
 
     Example:
         >>> Cluster("h100_sxm", nodes=8, devices_per_node=8).size

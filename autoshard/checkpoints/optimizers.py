@@ -58,10 +58,10 @@ class NamedOptimizer:
         return {slot.slot.name: slot for slot in slots if slot.slot.kind is InputKind.STATE}
 
     def state(self) -> dict[str, Any]:
-        """Return the state to save, with parameters by name.
+        """Return the state to save, with the names of parameters in place of torch's numbers.
 
-        The keys are "kind" (name of the optimizer's class), "groups" (parameter groups), and "state" (state of each
-        parameter). "other" has the entries of the optimizer's state under other keys.
+        The result has four keys. "kind" is the name of the optimizer's class. "groups" has the parameter groups.
+        "state" has the state of each parameter. "other" has the part of the state that belongs to no parameter.
         """
         found, names = self.optimizer.state_dict(), list(self.parameters)
         if not found.keys() >= {"state", "param_groups"}:

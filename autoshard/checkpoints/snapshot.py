@@ -226,7 +226,10 @@ class _WriterChoice:
         return self._share(holders.sizes, tensor.numel() * tensor.element_size()) == holders.place
 
     def _share(self, sizes: tuple[int, ...], size_bytes: int) -> int:
-        """Choose the holder that writes a piece, and count its bytes. Return its position among the holders."""
+        """Choose the holder that writes a piece, and add the piece's bytes to that holder's count.
+
+        Return the position of the chosen holder among the holders.
+        """
         held = self._bytes.setdefault(sizes, [0] * math.prod(sizes))
         chosen = held.index(min(held))
         held[chosen] += size_bytes + 1

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Derivative:
-    """A call that returns gradients of another call, in place of the other call's outputs.
+    """A call that returns gradients of another call, the base call, in place of the base call's outputs.
 
-    The arguments are `(args, kwargs, tangents)`: those of the differentiated call, and a tangent for each of `outputs`.
-    The result is a tuple with the gradient of each tensor in `wanted`.
+    The arguments are `(args, kwargs, tangents)`: the arguments of the base call, and a tangent for each of `outputs`. A
+    tangent is a given gradient of an output. The result is a tuple with one gradient for each name in `wanted`.
 
     Args:
-        outputs: indices of the differentiated outputs among the leaves of the differentiated call's result.
-        wanted: names of parameters and inputs ("input:0").
+        outputs: the outputs to differentiate, as indices among the leaves of the base call's result.
+        wanted: names of the parameters and inputs ("input:0") whose gradients are returned.
     """
 
     outputs: tuple[int, ...]

@@ -39,13 +39,14 @@ DimAxes = str | Sequence[str] | None
 class PartitionSpec:
     """Layout of a tensor over the axes of a mesh. `autoshard.P` is a short name of `PartitionSpec`.
 
-    A value is partial over an axis if each rank along the axis holds one term of its reduction, such as an addend.
-    Ranks along an axis that the spec does not name hold copies.
+    A value is partial over an axis if each rank along the axis holds one term of a reduction, such as an addend. The
+    reduction of all terms is the value. Ranks along an axis that the spec does not name hold copies.
 
     Args:
         *dims: for each dim, the axis that splits the dim, a tuple of axes in row-major order, or None for a whole dim.
             Missing trailing dims are whole.
-        partial: axis → reduction ("sum", "max", "min" or "product") over which the value is partial. Default: none.
+        partial: for each axis over which the value is partial, the reduction ("sum", "max", "min" or "product").
+            Default: none.
 
     Raises:
         InvalidSpecError: an axis is used twice, a name is not an identifier, or a reduction is unknown.

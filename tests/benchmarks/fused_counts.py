@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 def llama_block_program(hidden: int = 4096, length: int = 2048, dtype: torch.dtype = torch.bfloat16) -> Program:
-    """The traced program of one Llama 3 block. Other hidden sizes keep the ratios of its sizes."""
+    """Return the traced program of one Llama 3 block. Other hidden sizes keep the ratios of the block's sizes."""
     config = LlamaConfig(
         hidden_size=hidden, intermediate_size=hidden * 7 // 2, num_attention_heads=hidden // 128,
         num_key_value_heads=max(1, hidden // 512), max_position_embeddings=length, attn_implementation="sdpa",
@@ -58,19 +58,19 @@ def llama_block_program(hidden: int = 4096, length: int = 2048, dtype: torch.dty
 
 
 def llama_block(hidden: int = 4096, length: int = 2048, dtype: torch.dtype = torch.bfloat16) -> LoweredProgram:
-    """The lowered program of one Llama 3 block for one device."""
+    """Return the lowered program of one Llama 3 block for one device."""
     program, mesh = llama_block_program(hidden, length, dtype), Mesh({"x": 1})
     plan = plan_program(program, mesh, h100s(mesh), PlanOptions(with_baselines=False))
     return lower_program(program, plan).lowered
 
 
 def count_both(lowered: LoweredProgram) -> tuple[Traffic, Traffic]:
-    """Count a program's launches and bytes on one device without kernels, and with kernels."""
+    """Count a program's launches and bytes on one device without kernels, and with hand-written kernels."""
     return count_launches(lowered.graph_module), count_launches(FuseKernels()(lowered).graph_module)
 
 
 def count_generated(lowered: LoweredProgram) -> Traffic:
-    """Count a program's launches and bytes with generated kernels too."""
+    """Count a program's launches and bytes with both hand-written and generated kernels."""
     phased = SplitPhases()(FuseKernels()(lowered))
     generated = GenerateKernels(device("h100_sxm"))(phased)
     return count_launches(generated.forward) + count_launches(generated.backward)

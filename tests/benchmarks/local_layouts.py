@@ -45,7 +45,7 @@ class Layout:
         mesh, constraints: mesh and constraints of the plan.
         link_speed: factor by which the planner's links are faster than the real links.
         memory: limit as a multiple of the least memory of any plan; None: no limit.
-        drawn: seed of random changes of the planner's costs, larger for a larger seed; 0: no change.
+        drawn: seed of random changes of the planner's costs. A larger seed makes larger changes; 0 makes none.
     """
 
     name: str
@@ -91,7 +91,7 @@ _WEIGHTS = {"gpt": "transformer.h.*.c_*.weight", "llama": "model.layers.*_proj.w
 
 
 def layouts(model: str, ranks: int) -> list[Layout]:
-    """The layouts in which a model runs on so many ranks."""
+    """Return the layouts to plan for a model ("gpt" or "llama") on `ranks` ranks."""
     tensor, table, weights = _TENSOR[model], _TABLES[model], _WEIGHTS[model]
     line, whole = Mesh({"x": ranks}), {"*.weight": P(), "*.bias": P()} if model == "gpt" else {"*.weight": P()}
     batch, sharded = {"input:*": P("x")}, {weights: P("x"), table: P("x")}
@@ -127,14 +127,14 @@ def layouts(model: str, ranks: int) -> list[Layout]:
 
 @dataclass(frozen=True, slots=True)
 class ChosenLayout:
-    """A layout with its plan for any measurement of the machine."""
+    """The strategies that were chosen for a layout. `plan` prices them for any cluster."""
 
     planning: PlanningProblem
     choice: tuple[int, ...]
     options: PlanOptions
 
     def plan(self, cluster: autoshard.Cluster) -> Plan:
-        """The plan, priced for `cluster`."""
+        """Return the plan with these strategies, priced for `cluster`."""
         planning = self.planning
         space, mesh = planning.space, planning.space.mesh
         priced = build_problem(space, Prices(cluster, mesh), planning.liveness, fold_blocks(space))
@@ -144,7 +144,7 @@ class ChosenLayout:
 
 
 def choose_layout(program: Program, layout: Layout, cluster: autoshard.Cluster) -> ChosenLayout:
-    """Choose a plan for a layout on `cluster`."""
+    """Choose the strategies of a program for a layout on `cluster`."""
     options = PlanOptions(constraints=layout.constraints, with_baselines=False)
     planning = planning_problem(program, layout.mesh, _with_links(cluster, layout.link_speed), options)
     allowed = allowed_options(planning, layout.constraints)
@@ -154,8 +154,10 @@ def choose_layout(program: Program, layout: Layout, cluster: autoshard.Cluster) 
 
 
 def _garbled(planning: PlanningProblem, seed: int) -> PlanningProblem:
-    """The problem with each cost multiplied by a random factor. The factors are log-normal, and wider for a larger
-    seed."""
+    """Return `planning`, with each cost multiplied by a random factor.
+
+    The factors are log-normal, and their spread grows with the seed.
+    """
     draw = np.random.default_rng(seed)
 
     def garble(costs: Floats) -> Floats:
@@ -167,7 +169,7 @@ def _garbled(planning: PlanningProblem, seed: int) -> PlanningProblem:
 
 
 def _least_bytes(planning: PlanningProblem, allowed: Mapping) -> float:
-    """The smallest memory limit that a plan fits."""
+    """Return the smallest memory limit, in bytes, within which some plan fits."""
     try:
         Search(1.0, control=SearchControl.within(SEARCH_S))(planning, allowed)
     except DoesNotFitError as error:
@@ -176,7 +178,7 @@ def _least_bytes(planning: PlanningProblem, allowed: Mapping) -> float:
 
 
 def _with_links(cluster: autoshard.Cluster, speed: float) -> autoshard.Cluster:
-    """Return the same cluster with links that are faster in every respect."""
+    """Return `cluster` with `speed` times the bandwidth of its links, and 1 / `speed` of their latencies."""
     link = cluster.node.intra
     measured = tuple(
         replace(

@@ -26,7 +26,7 @@ def cluster(nodes: int, per_node: int, **network) -> Cluster:
 
 
 def groups_along(mesh: dict[str, int], axis: str) -> list[list[int]]:
-    """The ranks of every group along an axis of a row-major mesh."""
+    """Return the ranks of every group along an axis of a row-major mesh."""
     names, total = list(mesh), prod(mesh.values())
     stride = prod(mesh[name] for name in names[names.index(axis) + 1 :])
     found: dict[int, list[int]] = {}
@@ -44,7 +44,7 @@ def is_even(groups: list[list[int]], unit: int) -> bool:
 
 
 def slowest_ring(links) -> float:
-    """The bandwidth of a group's ring by `GroupLinks`: the least of its levels, shared among members."""
+    """Return the bandwidth of a ring over a group, by `GroupLinks`: the least of its levels, shared among members."""
     inside = [links.intra.reached_bytes_per_s] if links.intra else []
     outside = [links.per_node * links.inter.reached_bytes_per_s] if links.inter else []
     spine = [links.size / links.pods * links.spine.reached_bytes_per_s] if links.spine else []
@@ -133,8 +133,10 @@ def test_adding_a_faster_link_never_slows(level, factor, size, message):
 
 
 def test_a_hybrid_cube_mesh_has_six_links_a_device():
-    """In the cube mesh all eight devices have full bandwidth, a quad two thirds, devices 0 and 3 one third, and 0
-    and 5 none."""
+    """In the cube mesh, all eight devices together have full bandwidth, and a quad two thirds of it.
+
+    Devices 0 and 3 have one third, and devices 0 and 5 have no link.
+    """
     links = direct_links(NodeWiring.HYBRID_CUBE_MESH, 8)
     for device in range(8):
         assert sum(share for pair, share in links.items() if device in pair) == pytest.approx(1)
@@ -191,7 +193,7 @@ def test_bridged_pairs_fall_back_to_the_bus():
 
 
 def test_devices_without_any_path_raise():
-    """Devices of a cube mesh that have no link and no host bus are refused."""
+    """If neither a link nor a host bus joins two devices of a cube mesh, `group_links` raises."""
     kind = node_type("dgx1_v100")
     alone = dataclasses.replace(kind, wiring=dataclasses.replace(kind.wiring, host=None))
     with pytest.raises(UnknownHardwareError, match=r"\[host\.\*\]"):

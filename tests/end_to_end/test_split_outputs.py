@@ -1,4 +1,4 @@
-"""Outputs on processes are DTensors, whole tensors or the loss alone, and can be used in further computation."""
+"""Calls on several processes return DTensors, whole tensors or only the loss, for use in further computation."""
 
 from __future__ import annotations
 
@@ -224,7 +224,10 @@ def check_errors_name_the_way_out() -> None:
 
 
 def check_loss_alone() -> None:
-    """With `outputs="loss"`, a call returns the loss alone with its gradients, and raises if there is no loss."""
+    """With `outputs="loss"`, a call returns only the loss, and its backward gives the gradients of one device.
+
+    If the model returns no loss, the call raises an error.
+    """
     x, y = batch()
     sharded, plain = compiled(options=autoshard.Options(outputs="loss"))
     loss = sharded(x, y)
@@ -247,7 +250,7 @@ def check_options_differ() -> None:
 
 
 def check_partial_gradients() -> None:
-    """A backward takes an output's gradient that is partial or replicated, and equals one device."""
+    """If the given gradient of an output is partial or replicated, the backward gives the gradients of one device."""
     sharded, plain = compiled()
     x, _ = batch()
     found, expected = sharded(x).logits, plain(x).logits

@@ -36,7 +36,10 @@ def flops(operator: Any, args: Sequence[Any]) -> float:
 
 
 class WorkClock(TorchDispatchMode):
-    """A clock for `delayed_mesh` that advances with the operators under its dispatch mode."""
+    """A clock for `autoshard.testing.delayed_mesh`, which matrix products and waits advance.
+
+    The clock is a dispatch mode: it counts the products that run in its `with` block.
+    """
 
     def __init__(self, flops_per_s: float) -> None:
         super().__init__()

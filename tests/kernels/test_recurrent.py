@@ -34,13 +34,13 @@ INPUT, HIDDEN = 3, 4
 
 
 def _layer(kind: str, bias: bool = True, dtype: torch.dtype = torch.float64) -> nn.RNNBase:
-    """A torch layer of both directions."""
+    """Return a torch layer of both directions."""
     torch.manual_seed(0)
     return LAYERS[kind](INPUT, HIDDEN, bias=bias, bidirectional=True, batch_first=True).to(dtype)
 
 
 def _states(kind: str, batch: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """First states h, or h and c, of both directions [2, B, ...]."""
+    """Return first states h, or h and c, of both directions [2, B, ...]."""
     sizes = {"lstm": [HIDDEN, HIDDEN], "projected": [2, HIDDEN]}.get(kind, [HIDDEN])
     return [torch.randn(2, batch, size, dtype=dtype, requires_grad=True) for size in sizes]
 
@@ -65,7 +65,7 @@ def _run(
 def _run_both(
     kind: str, layer: nn.RNNBase, x: Tensor, states: list[Tensor], lengths: Tensor | None = None
 ) -> list[Tensor]:
-    """The result [B, T, 2 P] and the last states [2, B, ...] of both directions."""
+    """Return the result [B, T, 2 P] and the last states [2, B, ...] of both directions."""
     (y, *last), (back, *last_back) = (_run(kind, layer, x, states, lengths, reverse) for reverse in (False, True))
     return [torch.cat((y, back), -1), *(torch.stack(pair) for pair in zip(last, last_back, strict=True))]
 
@@ -76,7 +76,7 @@ def _flat(result: Any) -> list[Tensor]:
 
 
 def _assert_same(mine: list[Tensor], torchs: list[Tensor], operands: list[Tensor]) -> None:
-    """Results are equal, and so are the gradients for equal gradients of all results."""
+    """Check that results are equal, and that equal gradients of the results give equal gradients of `operands`."""
     grads = [torch.randn_like(result) for result in torchs]
     found = torch.autograd.grad(mine, operands, grads)
     expected = torch.autograd.grad(torchs, operands, grads)
@@ -138,7 +138,7 @@ def test_results_that_nothing_uses_have_no_gradient(used: tuple[bool, ...]) -> N
 
 
 def _operands(kind: str, lengths: Tensor | None, reverse: bool) -> tuple[Any, tuple[Any, ...]]:
-    """An operator and arguments in float64 that all require grad."""
+    """Return an operator and its arguments. All floating-point tensors among them are float64 and require grad."""
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
@@ -178,7 +178,7 @@ class CountLaunches(TorchDispatchMode):
 
 
 def _launches(kind: str, steps: int) -> tuple[int, int]:
-    """The numbers of operators that the references run, forward and backward, in float32."""
+    """Return the numbers of operators that the references run, forward and backward, in float32."""
     forward, backward = REFERENCES[kind]
     _, args = _operands(kind, None, False)
     inputs, *rest = (arg.detach().float() if isinstance(arg, Tensor) else arg for arg in args)

@@ -34,7 +34,7 @@ def test_a_second_rule_raises() -> None:
     ],
 )
 def test_a_mistaken_rule_is_named(number: int, result: Any, error: type[Exception], message: str) -> None:
-    """A rule with a wrong result is refused with its operator and the line of its function."""
+    """If a rule returns a wrong result, the error names the operator and the line of the rule's function."""
     operator = torch.library.custom_op(f"autoshard_tests::mistaken{number}", mutates_args=())(_flipped)
     sharding_rule(operator)(lambda x: result)
     with pytest.raises(error, match=message):

@@ -20,13 +20,13 @@ CAST = torch.ops.aten._to_copy.default
 
 
 def dtypes_of(program: Program) -> dict[str, torch.dtype]:
-    """The type of each result of a program, by name of the slot."""
+    """Return the dtype of each result of a program, by the result's kind and name, such as "output output:0"."""
     nodes = program.nodes_by_name()
     return {f"{slot.kind.value} {slot.name}": nodes[slot.node].meta["val"].dtype for slot in program.outputs}
 
 
 def output_of(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-    """The first output of the program of a call."""
+    """Return the first output of a call, computed by the call's traced program in bfloat16."""
     return run_program(trace(model, inputs, compute_dtype=BF16), model, inputs)[OutputKind.OUTPUT, "output:0"]
 
 

@@ -35,7 +35,10 @@ def _price(recipe: Recipe, runtime: Runtime = PRICED, global_batch: int = 16) ->
 
 
 def test_the_plan_is_that_of_the_fastest_recipe(tmp_path) -> None:
-    """A plan has the price of its recipe, is no slower than a known recipe, and is saved with its recipe."""
+    """A plan predicts what `price` predicts for its recipe, and is no slower than any baseline, such as FSDP.
+
+    A saved plan keeps its recipe.
+    """
     plan = _plan()
     assert plan.recipe is not None
     assert plan.recipe.data * plan.recipe.micro_batch * plan.micro_batches == 16

@@ -1,4 +1,8 @@
-"""Every schedule of torch is accepted, with our and with torch's transfers, and harmful mutations are refused."""
+"""`verify_schedule` accepts torch's pipeline schedules, and refuses mutations that hang or change numbers.
+
+The sends and receives are autoshard's for all schedules, and also torch's own for schedules with several stages on a
+rank.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ ORDER = order_pipeline("1F1B", 2, 2)
 
 
 def one_device(order: PipelineOrder) -> tuple[list[int], list[int]] | None:
-    """The losses and gradients of the same stages on one rank, one micro-batch after the other."""
+    """Return the losses and gradients of the same stages on one rank, one micro-batch after the other."""
     stages = range(len(order.stage_ranks))
     tasks = [
         StageTask(work, stage, number)
@@ -78,7 +82,10 @@ class TorchStage:
 
 
 def torch_order(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> PipelineOrder:
-    """Return the order of torch's own schedule with torch's transfers, without actions that only one rank takes."""
+    """Return the order of torch's own schedule, with torch's transfers.
+
+    Actions of other kinds than those of `Work` are left out.
+    """
     stages = [TorchStage(stage, ranks, ranks * virtual_stages) for stage in range(virtual_stages)]
     made = torch_schedules.get_schedule_class(schedule)(stages, micro_batches)
     known = {work.value for work in Work}
