@@ -175,8 +175,8 @@ class Checkpoints:
             The number of steps done at the save; 0 if there is no checkpoint, and nothing is changed.
 
         Raises:
-            CheckpointError: on every rank: the checkpoint is damaged, belongs to another model, or lacks a keyword. Or
-                the last `save` failed. Nothing has been changed, unless a `load_state_dict` of your own failed.
+            CheckpointError: the checkpoint is damaged, belongs to another model, or lacks a keyword, or the last `save`
+                failed. Every rank raises. Nothing has been changed, unless a `load_state_dict` of your own failed.
             LostRankError: another rank ended, or did not take part within `timeout_s`.
         """
         self.wait()

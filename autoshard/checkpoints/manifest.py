@@ -92,7 +92,7 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """Read a checkpoint's manifest.
 
-        Raises `CheckpointError` if it is missing, damaged, or of an unknown version.
+        Raises `CheckpointError` if the manifest is missing, damaged, or of an unknown version.
         """
         path = folder / NAME
         try:

@@ -238,8 +238,9 @@ def _places_in_optimizer(stored: Stored, optimizer: NamedOptimizer, rest: Mappin
 def _place(stored: Stored, slot: Slot, now: torch.Tensor | None, used: Set[int] = frozenset()) -> torch.Tensor:
     """Return the tensor into which the stored tensor of `slot` is read.
 
-    This is `now`, the saved object's present tensor, if shape and dtype fit. Otherwise it is a new whole tensor.
-    If other tensors are read into the memory of `now`, or its elements share memory, it is a new tensor like `now`.
+    The result is `now`, the saved object's present tensor, if shape and dtype fit. Otherwise it is a new whole tensor.
+    If other tensors are read into the memory of `now`, or elements of `now` share memory, it is a new tensor like
+    `now`.
     `used` has the memory of all other places.
     """
     shape, dtype = stored.tensor(slot.name)

@@ -16,7 +16,9 @@ def place_of(cluster: str, mesh: str | None) -> Cluster | ClusterMesh:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Return the cluster `NODE_TYPE:NODESxDEVICES`, one whole node for `NODE_TYPE`, or the cluster of a .toml file.
+    """Return the cluster that a text describes.
+
+    The text is `NODE_TYPE:NODESxDEVICES`, `NODE_TYPE` for one whole node, or the path of a .toml file.
 
     Raises:
         MeshError: the text is not of this form.

@@ -84,7 +84,7 @@ def commands(
         processes: processes of each host. Default: the hostfile's slots; without a hostfile, one for each GPU, or one.
         min_hosts: the run starts with this number of hosts, and goes on with them if others are lost. Default: all.
         max_restarts: how often `torchrun` starts all processes again after a failure.
-        port: see `hosts`.
+        port: port of the meeting point.
 
     Raises:
         AutoshardError: there is no such script, a line of the hostfile is wrong, or `min_hosts` exceeds the hosts.
@@ -127,8 +127,8 @@ def start(hosts: Sequence[HostCommand], *, needed: int) -> int:
 
     If fewer than `needed` hosts can succeed, the other commands are ended too. A SIGINT of this process goes on to all
     commands. A SIGTERM goes on to the commands of this machine, or to all commands if none is of this machine. The
-    ranks of this machine then tell all ranks to save (`autoshard.run`), whereas ssh would end at once, and its ranks
-    with it. After either signal, all other commands are ended as soon as one ends with an error status.
+    ranks of this machine then tell all ranks to save (`autoshard.run`). An ssh with a SIGTERM would end at once, and
+    end its ranks. After either signal, all other commands are ended as soon as one ends with an error status.
 
     Returns:
         0 if at least `needed` commands ended with 0, and otherwise the first other exit status.

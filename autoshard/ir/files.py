@@ -1,4 +1,4 @@
-"""Reads and writes text files, such as plans, with errors that name the path. Waits for the disk."""
+"""Reads and writes text files, such as plans, with errors that name the path. `sync` waits for the disk."""
 
 from __future__ import annotations
 

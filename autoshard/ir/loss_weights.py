@@ -134,7 +134,7 @@ def full_parts(copies: Sequence[int]) -> float:
 def added(addends: Sequence[torch.Tensor], copies: Sequence[int]) -> torch.Tensor:
     """Return the sum over micro-batches of `addends`, in which each sample of the batch counts once.
 
-    Each micro-batch's addend is divided by its number of copies; it does not count if the number is 0.
+    The addend of a micro-batch is divided by the micro-batch's number of copies. It is left out if this number is 0.
     """
     # Copies add equal addends, so an integer is divided without a rest.
     once = [_divided(addend, each) for addend, each in zip(addends, copies, strict=True) if each]

@@ -130,7 +130,10 @@ class PipelineOrder:
 
     @classmethod
     def of_plan(cls, data: Any, stages: int) -> PipelineOrder | None:
-        """Read the order of a plan with `stages` stages: None without stages. Raises `PlanMismatchError`."""
+        """Read the order of a plan with `stages` stages, from the data of `to_json`; None without stages.
+
+        Raises `PlanMismatchError` if the data is wrong, or has another number of stages.
+        """
         found = None if data is None else cls.from_json(data)
         ordered = 0 if found is None else len(found.stage_ranks)
         if ordered != stages:

@@ -229,13 +229,13 @@ def is_several(size: int | None) -> bool:
 def named_schedule(recipe: Recipe) -> str:
     """Return the name of the recipe's pipeline schedule.
 
-    For `schedule=None`, it is the usual schedule with the recipe's `virtual_stages`.
+    For `schedule=None`, the result is the usual schedule with the recipe's `virtual_stages`.
     """
     return recipe.schedule or usual_schedule(recipe.virtual_stages or 1)
 
 
 def least_stages(recipe: Recipe) -> int:
-    """Return the stages on each pipeline rank: `virtual_stages`, or the schedule's minimum if this is None."""
+    """Return the stages on each pipeline rank: `virtual_stages`, or the schedule's minimum for `virtual_stages=None`."""
     return recipe.virtual_stages or SCHEDULES[named_schedule(recipe)].least_stages
 
 
@@ -291,7 +291,7 @@ def _stage_layers(given: object) -> tuple[object, ...]:
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    """Raise `RecipeError` for a value outside `choices`, which are texts, numbers and None. True and 1.0 are not 1."""
+    """Raise `RecipeError` for a value outside `choices` (texts, numbers and None). True and 1.0 do not count as 1."""
     if not isinstance(value, str | int | None) or isinstance(value, bool) or value not in choices:
         raise RecipeError(f"{name}={value!r} is unknown; use one of {', '.join(map(str, choices))}.")
 

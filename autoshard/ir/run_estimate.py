@@ -104,7 +104,7 @@ def steps_of(predicted: Prediction, tokens: float | None, steps: int | None) -> 
 def bytes_of_checkpoint(
     parameters: Mapping[str, ParameterPlan], mesh: Mesh, given: int | None, *, updates: bool
 ) -> int:
-    """Return `given`, or if it is None, the bytes of all parameters and optimizer states, each counted once.
+    """Return `given`. If `given` is None, return the bytes of all parameters and optimizer states, each counted once.
 
     Each tensor of state counts as much as its parameter. `updates` tells whether the plan has an optimizer. Raises
     `NotAvailableError` if `given` is None and the plan has no optimizer.

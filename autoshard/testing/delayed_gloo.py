@@ -93,9 +93,9 @@ class Transfer:
         axes: the mesh axes whose links the transfer occupied; ("box",) inside a box.
         sent_bytes: the bytes that this rank sent; for a received message, the bytes that its sender sent.
         issued_s: the time when the operation was issued; for a received message, by its sender.
-        done_s: the time when the links had finished it.
-        duration_s: the seconds that it takes on idle links.
-        waited_s: the seconds that this rank waited for it, which computation did not hide.
+        done_s: the time when the links had finished the transfer.
+        duration_s: the seconds that the transfer takes on idle links.
+        waited_s: the seconds that this rank waited for the transfer, which computation did not hide.
     """
 
     operation: str
@@ -218,7 +218,7 @@ class DelayedGloo(dist.ProcessGroup):
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], *options: Any) -> dist.Work:
         """Reduce-scatter from lists of tensors.
 
-        A rank sends all of its input but the part that it receives the sum of.
+        A rank sends all of its input except the part whose sum the rank receives.
         """
         sent = sum(self._others(_bytes_of(tensors)) for tensors in inputs)
         return self._delayed("reduce_scatter", sent, self._gloo.reduce_scatter(outputs, inputs, *options))
@@ -258,7 +258,7 @@ class DelayedGloo(dist.ProcessGroup):
         return self._delayed("alltoall", sent, self._gloo.alltoall(outputs, inputs, *options))
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> dist.Work:
-        """Send a tensor to one rank. A second message carries the times at which it was issued and arrives."""
+        """Send a tensor to one rank. A second message carries the time of this call, and of the tensor's arrival."""
         sent, latency_s = self._issued("send", _bytes_of(tensors)), self.links.latency_s(self._axes)
         times = torch.tensor([sent.issued_s, sent.done_s + latency_s], dtype=torch.float64)
         works = [self._gloo.send(tensors, to, tag), self._gloo.send([times], to, tag | _TIMES_TAG)]

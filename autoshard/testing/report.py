@@ -31,7 +31,7 @@ ROUNDING_FACTOR = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One value of a checked run, on the simulated mesh and on one device. `Plan.compare` returns a class of its own.
+    """One value of a checked run, on the simulated mesh and on one device.
 
     Args:
         name: for example "output:0", "gradient layers.0.weight" or "parameter layers.0.weight".

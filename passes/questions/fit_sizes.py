@@ -80,7 +80,7 @@ class Observation:
 
 
 def check_dims(dims: object) -> None:
-    """Raise `FormulaError` for an argument `dims` of a formula that has not the type `InputDims`; None is allowed."""
+    """Raise `FormulaError` unless `dims`, an argument of a formula, is None or has the type `InputDims`."""
     if dims is not None and not isinstance(dims, Mapping):
         raise FormulaError(f"dims={dims!r} is a {type(dims).__name__}; pass a dict of symbols to dims, {{'batch': 0}}.")
     for name, given in (dims or {}).items():

@@ -75,7 +75,7 @@ class Counts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlanFormulas:
-    """Finds the formulas of a plan. They need the plan's model, so a pickled plan has no formulas."""
+    """Finds the formulas of a plan. Formulas need the plan's model, so a pickled plan has none."""
 
     counts: Counts
 

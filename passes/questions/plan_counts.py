@@ -182,7 +182,8 @@ class PlanCounts:
         """Return an expression for each dim of a part.
 
         `seen` has the dims of the part in lowered programs, by the index of the program. If the part has a spec that
-        agrees with `seen`, the result is its shape on a rank. Otherwise each dim is matched alone (`_dim`).
+        agrees with `seen`, the result is the shape of the site's value on a rank. Otherwise each dim is matched alone
+        (`_dim`).
         """
         if part.spec is not None:
             shape = self._local(self.fitted.shapes[site][0], part.spec)
@@ -206,8 +207,8 @@ class PlanCounts:
     def _dim(self, site: str, sizes: Mapping[int, int], label: str) -> Size:
         """Return an expression for one dim of a part.
 
-        It is a global dim, divided by sizes of mesh axes: if possible a dim of the site's own values. `sizes` has the
-        dim in lowered programs, by the index of the program.
+        The expression is a global dim, divided by sizes of mesh axes. If possible, it is a dim of the site's own
+        values. `sizes` has the dim in lowered programs, by the index of the program.
 
         Raises:
             FormulaError: no global dim and no share of one has these sizes.

@@ -178,7 +178,7 @@ def _least_bytes(planning: PlanningProblem, allowed: Mapping) -> float:
 
 
 def _with_links(cluster: autoshard.Cluster, speed: float) -> autoshard.Cluster:
-    """Return `cluster` with `speed` times the bandwidth of its links, and 1 / `speed` of their latencies."""
+    """Return `cluster` with links in its nodes that are `speed` times as fast in bandwidth and latency."""
     link = cluster.node.intra
     measured = tuple(
         replace(

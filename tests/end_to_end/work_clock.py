@@ -164,7 +164,10 @@ def products_s(phased: PhasedProgram, rig: Rig) -> float:
 
 
 def share_hidden(plain: PhasedProgram, sent: Sequence[Any], rig: Rig) -> float:
-    """Return the hidden part of the hideable seconds; `sent` has the transfers of a program or of processes."""
+    """Return the hidden seconds of communication, divided by the hideable seconds of the program `plain`.
+
+    `sent` has the transfers of a program or of processes. If nothing is hideable, the result is 1.
+    """
     could_s = hideable_s(plain, rig)
     total_s = sum(item.duration_s for item in walk(plain, rig))
     exposed_s = sum(item.waited_s for item in sent)

@@ -139,7 +139,7 @@ def test_norms_with_running_statistics_keep_their_parameters() -> None:
 
 
 def test_a_norm_in_float64_is_refused_by_name() -> None:
-    """A batch norm in float64 is refused by name under a precision, and traced without."""
+    """Under a precision, a batch norm in float64 is refused by its name; without a precision it is traced."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
     x = torch.randn(4, 4, dtype=torch.float64)
     with pytest.raises(TraceError, match=r"precision=bfloat16: norm '1' \(BatchNorm1d\) has float64"):
@@ -241,7 +241,7 @@ class Scaling(nn.Module):
 
 
 def test_a_parameter_changed_in_place_is_refused() -> None:
-    """A parameter that forward changes in place is refused by name under a precision."""
+    """Under a precision, a parameter that forward changes in place is refused, and the error names the parameter."""
     with pytest.raises(TraceError, match=r"changes parameter 'weight' in place in forward, which under a precision"):
         trace(Scaling(in_place=True), (torch.ones(3),), compute_dtype=BF16)
 
