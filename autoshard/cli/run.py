@@ -127,8 +127,8 @@ def start(hosts: Sequence[HostCommand], *, needed: int) -> int:
 
     If fewer than `needed` hosts can succeed, the other commands are ended too. A SIGINT of this process goes on to all
     commands. A SIGTERM goes on to the commands of this machine, or to all commands if none is of this machine. The
-    ranks of this machine then tell all ranks to save (`autoshard.run`). An ssh with a SIGTERM would end at once, and
-    end its ranks. After either signal, all other commands are ended as soon as one ends with an error status.
+    ranks of this machine then tell all ranks to save (`autoshard.run`). If ssh got the SIGTERM, the ranks of its host
+    would end at once. After either signal, all other commands are ended as soon as one ends with an error status.
 
     Returns:
         0 if at least `needed` commands ended with 0, and otherwise the first other exit status.

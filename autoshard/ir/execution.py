@@ -126,4 +126,4 @@ class Execution(Recipe):
 
 
 _PLAIN = {item.name: item.default for item in fields(Execution) if item.name in _OF_RECIPES}
-"""From the name of a field of `Recipe` to the plain value that replaces None."""
+"""Name of a field of `Recipe` → the plain value that replaces None."""

@@ -24,7 +24,7 @@ _SPELLINGS: Mapping[str, str] = MappingProxyType(
     | {"fp16": "f16", "half": "f16", "fp32": "f32", "float": "f32", "16": "f16", "32": "f32"}
     | {"16-mixed": "f16", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-true": "f16", "32-true": "f32"}
 )
-"""Name of a precision in other libraries, without "torch." and in lower case, to its name in `PRECISIONS`."""
+"""Name of a precision in other libraries, without "torch." and in lower case → its name in `PRECISIONS`."""
 
 
 def is_wider(tensor: Tensor, dtype: torch.dtype) -> bool:

@@ -104,7 +104,7 @@ OWNERS: Mapping[OutputKind, InputKind] = MappingProxyType(
         OutputKind.STATE_UPDATE: InputKind.STATE,
     }
 )
-"""From the kind of a result to the kind of the input with the same name and spec.
+"""Kind of a result → the kind of the input with the same name and spec.
 
 For example, a gradient has its parameter's name and spec. Outputs of the model have no such input.
 """

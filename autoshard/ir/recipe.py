@@ -235,7 +235,7 @@ def named_schedule(recipe: Recipe) -> str:
 
 
 def least_stages(recipe: Recipe) -> int:
-    """Return the stages on each pipeline rank: `virtual_stages`, or the schedule's minimum for `virtual_stages=None`."""
+    """Return the stages on each pipeline rank: `virtual_stages`, or the schedule's minimum for None."""
     return recipe.virtual_stages or SCHEDULES[named_schedule(recipe)].least_stages
 
 

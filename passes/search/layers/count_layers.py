@@ -93,7 +93,7 @@ class LayerKernel:
         arguments: positional arguments of the call, with None for tensors, as `cost_models.operators.work` takes them.
         has_weight: whether an operand is a parameter, or a view of one.
         makes_gradient: whether a result is a parameter's gradient.
-        is_core: whether all its calls belong to attention's core, between its first and its last product.
+        is_core: whether all calls of the kernel belong to attention's core, between its first and its last product.
     """
 
     operator: str

@@ -37,8 +37,8 @@ class FoldedProgram:
     Args:
         single: the canonical program of one sequence.
         twin: for the name of each node of `single`, the same node in the program of two sequences.
-        layer_of: for the name of each node, its layer class: "before", "after" or "list:kind". It is "" in a block that
-            another block stands for.
+        layer_of: for the name of each node, its layer class: "before", "after" or "list:kind". The class is "" in a
+            block that another block stands for.
         blocks: the layer class of every block of the whole model, in order.
         parameters: layer class → the names of the placeholders of its parameters.
         lists: the model's lists of blocks.
@@ -165,7 +165,7 @@ def _kind_of(item: BlockList, index: int) -> tuple[int, bool]:
 def _places(lists: Sequence[BlockList]) -> dict[str, str]:
     """Return the layer class of each block, by the block's path.
 
-    It is "" if the block is not the last of its kind, because the last block stands for it.
+    The class is "" if the block is not the last of its kind, because the last block stands for it.
     """
     places: dict[str, str] = {}
     for item in lists:

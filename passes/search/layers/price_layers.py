@@ -252,10 +252,10 @@ class _Parts(NamedTuple):
     """A layer class prepared for pricing.
 
     Args:
-        groups: phase → its kernels, in groups.
-        held: its values.
-        axes: the axes on whose sizes its price depends.
-        is_block: whether it is a kind of block.
+        groups: phase → the kernels of the phase, in groups.
+        held: the values of the class.
+        axes: the axes on whose sizes the price of the class depends.
+        is_block: whether the class is a kind of block.
     """
 
     groups: Mapping[str, list[_KernelGroup]]

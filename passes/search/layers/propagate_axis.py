@@ -99,7 +99,7 @@ class Policy:
         splits_parameters: whether parameters that are not fixed may be split.
         parameters: the specs of fixed parameters, by placeholder.
         sequence: the layout of the context axis, or None. Partial results are scattered, and whole results sliced,
-            along the dims that it splits. With None, activations outside of split products stay whole.
+            along the dims that this axis splits. With None, activations outside of split products stay whole.
         exchanges: whether each rank has its own tokens, as on the expert axis. Then "whole" means all values of the
             rank's own tokens, and each move between whole and split activations is an all-to-all.
         routed: the only strategy of some calls, by the call's name (`route_tokens`).
@@ -149,7 +149,7 @@ def propagate_axis(space: SearchSpace, policy: Policy) -> AxisLayout:
 
 
 class _SplitInVainError(Exception):
-    """An activation would have to be gathered in the forward if `parameters` were split: they must stay whole."""
+    """If `parameters` were split, the forward would have to gather an activation. These parameters must stay whole."""
 
     def __init__(self, parameters: frozenset[str]) -> None:
         super().__init__(*parameters)
@@ -205,7 +205,7 @@ class _Propagation:
                 self._place(name)
 
     def _place(self, name: str) -> None:
-        """Set the spec of a placeholder. It is None for a parameter whose spec the first reader decides."""
+        """Set the spec of a placeholder. The spec is None for a parameter whose spec the first reader decides."""
         key = (name, 0)
         self.base[key] = key
         if name in self.parameters:

@@ -129,7 +129,7 @@ def _along_tokens(node: fx.Node, twins: Mapping[str, fx.Node], axis: str) -> tup
 def _growing(one: Sequence[int], two: Sequence[int], axis: str) -> PartitionSpec:
     """Return the spec in which `axis` splits the first dim that differs between the shapes `one` and `two`.
 
-    They are the shapes of one value for one sequence and for two sequences.
+    `one` is the shape of a value for one sequence, and `two` its shape for two sequences.
     """
     grows = [before != after for before, after in zip(one, two, strict=True)]
     return PartitionSpec(*(None,) * grows.index(True), axis) if any(grows) else PartitionSpec()
