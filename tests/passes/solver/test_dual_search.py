@@ -9,6 +9,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoshard.tracing.replaced import replaced
+from passes.solver import merge_choices
 from passes.solver.assignment import Assignment, Edge, MemoryRow
 from passes.solver.dual_search import DualSearch
 from passes.solver.dual_state import Usage
@@ -42,6 +44,19 @@ def check_search(problem: Assignment, usage: Usage, rows: Sequence[MemoryRow]) -
     assert found.lower_bound <= best.cost * (1 + 1e-9) + 1e-15
     assert best.cost * (1 - 1e-9) - 1e-15 <= found.cost <= best.cost / (1 - search.tolerance) + 1e-15
     assert problem.fits(found.choice)
+
+
+@given(assignments())
+def test_large_problems_combine_seen_choices(problem: Assignment) -> None:
+    """If only options of seen choices are combined, the bound holds, and a found choice fits."""
+    best = solve_exhaustive(problem)
+    with replaced({(merge_choices, "_SMALL"): -1}):
+        found = DualSearch(max_rounds=12)(problem, usage_of(problem), lambda point: problem.rows[point])
+    if found is not None:
+        assert best is not None
+        assert found.lower_bound <= best.cost * (1 + 1e-9) + 1e-15
+        assert best.cost <= found.cost * (1 + 1e-9) + 1e-15
+        assert problem.fits(found.choice)
 
 
 @given(assignments())
