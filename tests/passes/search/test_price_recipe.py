@@ -116,7 +116,7 @@ def test_gradients_are_summed_only_over_several_micro_batches() -> None:
     assert accumulation_bytes(price, Execution(global_batch=2)) == 10 * price.parameters
 
 
-def test_selective_recomputation_repeats_attentions_core_only() -> None:
+def test_selective_recomputation_repeats_nothing_of_fused_attention() -> None:
     """With fused attention, which keeps no scores, selective recomputation recomputes nothing."""
     recipe = Execution(recompute="selective")
     cluster = _cluster(recipe)

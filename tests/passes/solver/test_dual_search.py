@@ -89,7 +89,7 @@ def test_messages_never_bound_from_above(problem: Assignment) -> None:
 
 
 @given(assignments())
-def test_the_frugal_choice_is_allowed_and_no_better_than_the_best(problem: Assignment) -> None:
+def test_the_choice_of_the_smallest_peak_is_allowed(problem: Assignment) -> None:
     """The choice of the smallest peak has a finite cost, if it is found."""
     choice = choice_of_smallest_peak(problem, usage_of(problem), lambda point: _row(problem, point))
     if choice:

@@ -168,7 +168,7 @@ def bug_9_add_on_all_ranks(graph: fx.Graph) -> None:
     insert(graph, node, aten.add.Tensor, 2.0)
 
 
-def bug_10_wrong_gradients_accumulated(graph: fx.Graph) -> None:
+def bug_10_addend_left_out_on_one_rank(graph: fx.Graph) -> None:
     """Leave an addend of a gradient out, only on the ranks with index 0 along "model"."""
     node = first(graph, lambda node: calls(aten.add.Tensor, "backward")(node) and alike(*node.args))
     left, right = node.args
@@ -230,7 +230,7 @@ def _last_addition(node: Any) -> tuple[fx.Node, fx.Node] | None:
 BUGS: tuple[Bug, ...] = (
     bug_1_missing_allreduce, bug_2_missing_allreduce_and_dataflow, bug_3_allreduce_replaced_by_allgather,
     bug_4_allgather_replaced_by_allreduce, bug_5_missing_reduction_in_backward, bug_6_wrong_ranks,
-    bug_7_add_on_one_rank, bug_8_pow_on_one_rank, bug_9_add_on_all_ranks, bug_10_wrong_gradients_accumulated,
+    bug_7_add_on_one_rank, bug_8_pow_on_one_rank, bug_9_add_on_all_ranks, bug_10_addend_left_out_on_one_rank,
     bug_11_rotary_gradients_exchanged, bug_12_scaling_on_one_rank, bug_13_scaling_on_all_ranks,
     bug_14_reduced_before_the_last_operator,
 )  # fmt: skip
