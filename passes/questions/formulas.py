@@ -178,6 +178,7 @@ class CountsOfPlan:
             counts = self._counts_of(plan, number, sizes, {ONLY_AXIS: 1, **axes})
             found = list(self._of_stage(stage, counts, name))
             yield from found
+            yield from counts.blocks()
             if plan.stages and name in (COMMUNICATION, f"{COMMUNICATION}_{PIPELINE_AXIS}"):
                 yield from counts.crossing_bytes(self._sends(plan, number))
             if found and name == "tokens":  # only the stage that reads the model's first input counts tokens

@@ -169,8 +169,11 @@ def _saved(phased: PhasedProgram, axes: Mapping[str, Size]) -> Parts:
 
 
 def _gradients(phased: PhasedProgram, axes: Mapping[str, Size]) -> Parts:
-    """Yield the bytes of the gradients that the program returns, or that the backward passes to the update."""
-    yield from _owned(phased, phased.carried)
+    """Yield the bytes of the gradients that the program returns, or that the backward passes to the update.
+
+    A pipeline stage may pass on a gradient that it gets from a later stage.
+    """
+    yield from _owned(phased, phased.carried, with_tangents=True)
     yield from (_slot(phased, item) for item in phased.lowered.outputs if item.slot.kind is OutputKind.GRADIENT)
 
 
@@ -204,17 +207,26 @@ def _slot(phased: PhasedProgram, item: LocalSlot, times: int = 1) -> tuple[str, 
     return item.slot.node, replace(_bytes(item.slot.name, shape, times * item.dtype.itemsize), spec=item.spec)
 
 
-def _owned(phased: PhasedProgram, names: Sequence[str]) -> Parts:
-    """Yield the bytes of the values with these names, without inputs. Views of one value count once together."""
-    nodes = {node.name: node for node in phased.lowered.graph_module.graph.nodes}
+def _owned(phased: PhasedProgram, names: Sequence[str], *, with_tangents: bool = False) -> Parts:
+    """Yield the bytes of the values with these names. Views of one value count once together.
+
+    Inputs do not count, except tangents if `with_tangents` is set.
+    """
+    graph = phased.lowered.graph_module.graph
+    nodes = {node.name: node for node in graph.nodes}
+    inputs = zip(graph.find_nodes(op="placeholder"), phased.lowered.inputs, strict=True)
+    tangents = {node: item for node, item in inputs if with_tangents and item.slot.kind is InputKind.TANGENT}
     owners: dict[fx.Node, None] = {}
     for name in names:
         node = nodes[name]
         while _is_alias(node):
             node = node.all_input_nodes[0]
-        if node.op == "call_function":
+        if node.op == "call_function" or node in tangents:
             owners[node] = None
     for node in owners:
+        if node in tangents:
+            yield _slot(phased, tangents[node])
+            continue
         value = node.meta["val"]
         shape = tuple(value.shape)
         if node.target is _GATHER:  # consecutive pieces

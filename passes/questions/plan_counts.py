@@ -64,6 +64,11 @@ class PlanCounts:
     _shares: dict[Shape, list[Size]] = field(default_factory=dict)
     _evaluated: dict[Size, Sequence[int]] = field(default_factory=dict)
 
+    def blocks(self) -> Iterator[Counted]:
+        """Yield a count of zero for each block, because a sum over blocks must see blocks without other counts."""
+        for place in dict.fromkeys(self.fitted.places.values()):
+            yield place, 0
+
     def step_flops(self) -> Iterator[Counted]:
         """Yield the FLOPs of each matrix product and attention call, on global shapes.
 

@@ -57,7 +57,8 @@ def block_symbols(lists: Sequence[BlockList]) -> dict[tuple[str, int], str]:
 def total(counts: Iterable[Counted], symbols: Mapping[tuple[str, int], str], fixed: Collection[str] = ()) -> Size:
     """Return the sum of counts as an expression, linear in the number of blocks of each kind.
 
-    `symbols` is the result of `block_symbols`. Symbols whose names are in `fixed` are replaced by the model's own
+    `counts` has at least one count for each block of the program, which may be zero. `symbols` is the result of
+    `block_symbols`. Symbols whose names are in `fixed` are replaced by the model's own
     numbers.
 
     Raises:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import sympy
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import autoshard
@@ -87,6 +88,29 @@ def test_formulas_are_sums_over_stages() -> None:
     assert sympy.simplify(2 * piped.formula("parameter_bytes") - flat.formula("parameter_bytes")) == 0
     sent = piped.formula("communication_bytes_pipeline")
     assert sent == 16 * 4 * sympy.Symbol("batch") * sympy.Symbol("sequence"), "an activation, or its gradient"
+
+
+class _AddsLast(nn.Module):
+    """Layers that add a parameter last. The parameter's gradient is that of the layer's result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(4, 4) for _ in range(3))
+        self.added = nn.ParameterList(torch.randn(1, 8, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight, added in zip(self.weights, self.added, strict=True):
+            x = x.relu() @ weight + added
+        return x.square().sum()
+
+
+def test_gradients_that_a_stage_gets_from_the_next_count() -> None:
+    """A gradient that a later stage has computed counts in `gradient_bytes`, as in the memory of the rank."""
+    given = {"optimizer": "adamw", "precision": None, "recipe": Recipe(micro_batch=1)}
+    plan = autoshard.plan(_AddsLast(), Mesh({"pipeline": 3}), example_inputs=(torch.randn(3, 8, 4),), **given)
+    sizes = ("batch", "sequence")
+    found, parameters = (plan.formula(name, fixed=sizes) for name in ("gradient_bytes", "parameter_bytes"))
+    assert found == parameters == plan.predicted.memory_breakdown["gradients"]
 
 
 def test_either_a_gap_is_shown_or_none() -> None:

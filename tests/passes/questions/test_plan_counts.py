@@ -244,3 +244,23 @@ def test_what_is_recomputed_counts_once_in_a_step_and_again_on_ranks() -> None:
     plan, sizes = replace(plan, formulas=_own_formulas()), {"batch": 4, "sequence": 8, **dict(MESH.axes)}
     assert _value(plan, "step_flops", sizes) == numeric_counts.flops(_program().graph)
     assert _value(plan, "rank_flops", sizes) == numeric_counts.flops(phased.lowered.graph_module.graph)
+
+
+class _Stack(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def test_blocks_without_a_count_are_blocks_too() -> None:
+    """If only the last block communicates, the bytes do not grow with the number of blocks."""
+    constraints = {f"layers.{n}.weight": P("model", None) if n == 3 else P() for n in range(4)}
+    given = {"example_inputs": (torch.zeros(8, 8),), "constraints": constraints, "precision": None}
+    plan = autoshard.plan(_Stack(), Mesh({"model": 2}), **given)
+    formula = plan.formula("communication_bytes")
+    assert formula == plan.formula("communication_bytes", fixed=("layers",)) != 0
