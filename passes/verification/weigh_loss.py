@@ -34,6 +34,7 @@ from autoshard.ir.spec import Reduction
 from autoshard.kernels.checks import checked
 from autoshard.rules.notation import BoundRule
 from passes.strategies.enumerate_strategies import operands_of, resolve, rule_of
+from passes.verification.batch_addends import adds_constant
 from passes.verification.batch_factor import BatchFactor, batch_factor
 from passes.verification.batch_states import BatchIndices, Mixed, OfInputs, Same, SlicedDim, State, Sum
 from passes.verification.combine_branches import combine_branches
@@ -274,6 +275,8 @@ class _LossWalk:
             return [Mixed(node, "mixes samples across the batch")] * count
         if knows_places(node, rule, factor.name):
             return [Mixed(node, _OF_PLACE)] * count
+        if argument(node, "scale_grad_by_freq"):  # only the backward counts ids
+            return [Mixed(node, "scales gradients by how often ids occur in the batch")] * count
         exponent = self._exponent(node, rule, given)
         if exponent is None:
             return [Mixed(node, "is not linear in a value that depends on the size of the batch")] * count
@@ -298,7 +301,7 @@ class _LossWalk:
             return Mixed(node, _USE_CROSS_ENTROPY) if is_counted else Sum(frozenset({(None, exponent + 1)}))
         is_sum = rule.is_reduced(factor.name, index) and rule.reduce[factor.name] is Reduction.SUM
         if is_sum and (rule.local is None or node.target in _SUMS):
-            return Sum(frozenset({(None, exponent)}))
+            return Sum(frozenset({(None, exponent)}), adds_constant(node, rule))
         return Mixed(node, "is computed over the whole batch")
 
     def _exponent(self, node: fx.Node, rule: BoundRule, given: Sequence[State]) -> int | None:

@@ -115,6 +115,17 @@ OWN_SAMPLES: dict[str, Loss] = {
     ),
     "instance norm": lambda m, z, x, y: F.instance_norm(z[:, :4].view(-1, 2, 2) * x[:, :4].view(-1, 2, 2)).tanh().sum(),
     "frozen batch norm": frozen,
+    "sums of classes": lambda m, z, x, y: (z.new_zeros(CLASSES, CLASSES).index_add(0, y, z) * m.weights).sum(),
+    "bags of columns": lambda m, z, x, y: (
+        F.embedding_bag(
+            (x[:, :3] > 0).long() + y[:, None].clamp(max=3), m.layer.weight.T[:CLASSES], mode="mean", padding_idx=1
+        )
+        .tanh()
+        .mean()
+    ),
+    "an affine grid": lambda m, z, x, y: (
+        F.affine_grid(torch.cat([z, x[:, :1]], 1).view(-1, 2, 3), [len(x), 1, 3, 2], align_corners=False).tanh().sum()
+    ),
     "new tensors": lambda m, z, x, y: (z * z.new_ones(len(x), 1) + x.new_full((1,), 0.5)).square().sum(),
     "rows of times": lambda m, z, x, y: F.cross_entropy(
         m.layer(F.layer_norm(x.view(-1, 1, WIDTH).expand(-1, 2, -1).transpose(0, 1), (WIDTH,))).reshape(-1, CLASSES),
@@ -222,6 +233,15 @@ REFUSED: dict[str, tuple[Loss, str]] = {
     "penalty over a count": (lambda m, z, x, y: (z.square().sum() + 1) / y.sum(), "div.*a term independent"),
     "a count of rows": (lambda m, z, x, y: z.sum() / ((y.sum() + 1) * len(x)), "div.*depends on the size of the batch"),
     "counts of columns": (lambda m, z, x, y: (z.sum() / x.abs().sum(0)).mean(), "div.*several values"),
+    "frequencies of ids": (
+        lambda m, z, x, y: F.embedding(y, m.layer.weight, scale_grad_by_freq=True).square().mean(),
+        "embedding.*how often ids occur",
+    ),
+    "a bias added to a sum": (lambda m, z, x, y: torch.addmv(m.layer.bias, z.T, x[:, 0]).sum(), "count once for each"),
+    "rows added to a table": (
+        lambda m, z, x, y: m.weights[:, None].expand(-1, CLASSES).index_add(0, y, z).sum(),
+        "count once for each",
+    ),
     "triangle": (lambda m, z, x, y: z.tril().sum(), "tril.*place of a sample"),
     "halves of rows": (lambda m, z, x, y: z.view(2, -1, CLASSES).sum(1).mean(), "view.*mixes samples"),
     "largest": (lambda m, z, x, y: z.max(), "max"),
