@@ -47,6 +47,7 @@ from passes.verification.places import (
     knows_places,
     read_at_places,
 )
+from passes.verification.written_buffers import refuse_statistics, written_values
 
 aten = torch.ops.aten
 _WAY_OUT = "Return a sum or a mean over samples, each of which is computed for itself, or leave micro_batches out."
@@ -60,7 +61,8 @@ def weigh_loss(part: Program, pair: Program) -> LossWeights:
     """
     loss, twin = loss_of(part), loss_of(pair)
     assert loss is not None, "a step has a loss"
-    nodes, theirs = _ancestors([loss]), [] if twin is None else _ancestors([twin])
+    nodes = _ancestors([loss, *written_values(part)])
+    theirs = [] if twin is None else _ancestors([twin, *written_values(pair)])
     made, twins = ([node for node in found if not _is_copy(node)] for found in (nodes, theirs))
     if list(map(_kind, made)) != list(map(_kind, twins)):
         pairs = zip_longest(made, twins)
@@ -71,7 +73,9 @@ def weigh_loss(part: Program, pair: Program) -> LossWeights:
         )
     walk = _LossWalk(part, dict(zip(made, twins, strict=True)))
     walk.run(nodes)
-    return replace(walk.result(loss), branches=_branches(part, pair))
+    found = walk.result(loss)
+    refusal = found.refusal or refuse_statistics(part, walk.twins, walk.states)
+    return replace(found, refusal=refusal, branches=_branches(part, pair))
 
 
 def _branches(part: Program, pair: Program) -> Branches | None:

@@ -218,7 +218,44 @@ def test_a_branch_that_no_part_takes_is_refused(name: str) -> None:
         step(*inputs())
 
 
+def writing(change: Callable[[Model, Tensor, Tensor], Any]) -> Loss:
+    """Return a loss of a model that changes its buffer."""
+    return lambda m, z, x, y: (change(m, x, y), z.square().mean())[1]
+
+
+WRITES: dict[str, Loss] = {
+    "sums": writing(lambda m, x, y: m.weights.add_(F.one_hot(y, CLASSES).sum(0))),
+    "sums by index": writing(lambda m, x, y: m.weights.index_add_(0, y, x[:, 0])),
+    "numbers of rows": writing(lambda m, x, y: m.weights.add_(len(x))),
+    "values without samples": writing(lambda m, x, y: m.weights.copy_(m.layer.bias.detach())),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_sums_over_samples_are_written_to_buffers(name: str) -> None:
+    """After a step of micro-batches, a buffer to which `forward` adds a sum equals one device's."""
+    model = Model(WRITES[name])
+    alone = copy.deepcopy(model)
+    alone(*inputs())
+    autoshard.compile(model, MESH, optimizer=OPTIMIZERS["sgd"](model.parameters()), micro_batches=PARTS)(*inputs())
+    torch.testing.assert_close(model.weights, alone.weights)
+
+
 REFUSED: dict[str, tuple[Loss, str]] = {
+    "running statistics": (
+        lambda m, z, x, y: (
+            F.instance_norm(
+                x.view(-1, WIDTH, 1).expand(-1, -1, 2) * z[:, :1, None], m.norm.running_mean, m.norm.running_var
+            )
+            .square()
+            .mean()
+        ),
+        "writes buffer 'norm.running_mean' from the samples",
+    ),
+    "a moving average": (
+        writing(lambda m, x, y: m.weights.mul_(0.9).add_(x.mean(0)[:CLASSES], alpha=0.1)),
+        "writes buffer 'weights' from the samples",
+    ),
     "batch norm": (normed, r"batch_norm.*mixes samples|batch_norm.*computed over the whole batch"),
     "contrastive": (
         lambda m, z, x, y: F.cross_entropy(z @ z.T, torch.arange(len(x))),
