@@ -19,5 +19,7 @@ def adds_constant(node: fx.Node, rule: BoundRule) -> bool:
     """
     if not rule.added:
         return False
-    operands, ranges = operands_of(node), find_ranges(node.graph.owning_module)
+    module = node.graph.owning_module
+    assert module is not None, "a traced graph has a module"
+    operands, ranges = operands_of(node), find_ranges(module)
     return any(ranges[operands[index]] != _ZERO for index in rule.added)
