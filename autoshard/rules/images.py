@@ -1,4 +1,4 @@
-"""Rules of resampling, `im2col`, `pixel_shuffle` and `grid_sampler`.
+"""Rules of resampling, `im2col`, `pixel_shuffle`, `grid_sampler` and affine grids.
 
 Ranks may split batch and channels. Each rank needs whole spatial dims of its operand. Every backward is linear in the
 gradient. Interpolation is also linear in its operand.
@@ -102,6 +102,18 @@ def _shuffled(x: torch.Tensor) -> tuple[Dims, Dims]:
 
 def _pixels(factor: int) -> dict[str, int]:
     return {"p": factor, "q": factor}
+
+
+@sharding_rule(aten.affine_grid_generator.default)
+def affine_grid(theta: torch.Tensor, size: Sequence[int], *_: Any) -> Rule:
+    """Return a rule that may split the batch. `size` is the shape [N, C, ...] of the images."""
+    result = (("n",), *all_blocked(len(size) - 1))
+    return Rule((((("n",), BLOCKED, BLOCKED),), (result,)), linear=_LINEAR, local=_local_affine_grid, padding={})
+
+
+def _local_affine_grid(context: LocalContext, theta: Any, size: Sequence[int], *rest: Any) -> Any:
+    """Emit the grid of the rank's images, because `size` includes the batch."""
+    return context.default(theta, [context.output_shape()[0], *size[1:]], *rest)
 
 
 def _grid_dims(space: int) -> tuple[Dims, Dims, Dims]:

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoshard.errors import TraceError
+from autoshard.tracing.bags import BAGS
 from autoshard.tracing.counted import COUNTED, is_counted
 from autoshard.tracing.dense import sparse_coo_tensor
 from autoshard.tracing.masked import ASSIGNMENTS
@@ -211,4 +212,5 @@ _REWRITTEN: Mapping[Any, Callable[..., Any]] = {
     Tensor.resize_: _resize,
     torch.sparse_coo_tensor: sparse_coo_tensor,
     **ASSIGNMENTS,
+    **BAGS,
 }

@@ -34,6 +34,7 @@ from autoshard.ir.spec import Reduction
 from autoshard.kernels.checks import checked
 from autoshard.rules.notation import BoundRule
 from passes.strategies.enumerate_strategies import operands_of, resolve, rule_of
+from passes.verification.batch_addends import adds_constant
 from passes.verification.batch_factor import BatchFactor, batch_factor
 from passes.verification.batch_states import BatchIndices, Mixed, OfInputs, Same, SlicedDim, State, Sum
 from passes.verification.combine_branches import combine_branches
@@ -46,6 +47,7 @@ from passes.verification.places import (
     knows_places,
     read_at_places,
 )
+from passes.verification.written_buffers import refuse_statistics, written_values
 
 aten = torch.ops.aten
 _WAY_OUT = "Return a sum or a mean over samples, each of which is computed for itself, or leave micro_batches out."
@@ -59,7 +61,8 @@ def weigh_loss(part: Program, pair: Program) -> LossWeights:
     """
     loss, twin = loss_of(part), loss_of(pair)
     assert loss is not None, "a step has a loss"
-    nodes, theirs = _ancestors([loss]), [] if twin is None else _ancestors([twin])
+    nodes = _ancestors([loss, *written_values(part)])
+    theirs = [] if twin is None else _ancestors([twin, *written_values(pair)])
     made, twins = ([node for node in found if not _is_copy(node)] for found in (nodes, theirs))
     if list(map(_kind, made)) != list(map(_kind, twins)):
         pairs = zip_longest(made, twins)
@@ -70,7 +73,9 @@ def weigh_loss(part: Program, pair: Program) -> LossWeights:
         )
     walk = _LossWalk(part, dict(zip(made, twins, strict=True)))
     walk.run(nodes)
-    return replace(walk.result(loss), branches=_branches(part, pair))
+    found = walk.result(loss)
+    refusal = found.refusal or refuse_statistics(part, walk.twins, walk.states)
+    return replace(found, refusal=refusal, branches=_branches(part, pair))
 
 
 def _branches(part: Program, pair: Program) -> Branches | None:
@@ -274,6 +279,8 @@ class _LossWalk:
             return [Mixed(node, "mixes samples across the batch")] * count
         if knows_places(node, rule, factor.name):
             return [Mixed(node, _OF_PLACE)] * count
+        if argument(node, "scale_grad_by_freq"):  # only the backward counts ids
+            return [Mixed(node, "scales gradients by how often ids occur in the batch")] * count
         exponent = self._exponent(node, rule, given)
         if exponent is None:
             return [Mixed(node, "is not linear in a value that depends on the size of the batch")] * count
@@ -298,7 +305,7 @@ class _LossWalk:
             return Mixed(node, _USE_CROSS_ENTROPY) if is_counted else Sum(frozenset({(None, exponent + 1)}))
         is_sum = rule.is_reduced(factor.name, index) and rule.reduce[factor.name] is Reduction.SUM
         if is_sum and (rule.local is None or node.target in _SUMS):
-            return Sum(frozenset({(None, exponent)}))
+            return Sum(frozenset({(None, exponent)}), adds_constant(node, rule))
         return Mixed(node, "is computed over the whole batch")
 
     def _exponent(self, node: fx.Node, rule: BoundRule, given: Sequence[State]) -> int | None:

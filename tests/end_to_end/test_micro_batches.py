@@ -115,6 +115,17 @@ OWN_SAMPLES: dict[str, Loss] = {
     ),
     "instance norm": lambda m, z, x, y: F.instance_norm(z[:, :4].view(-1, 2, 2) * x[:, :4].view(-1, 2, 2)).tanh().sum(),
     "frozen batch norm": frozen,
+    "sums of classes": lambda m, z, x, y: (z.new_zeros(CLASSES, CLASSES).index_add(0, y, z) * m.weights).sum(),
+    "bags of columns": lambda m, z, x, y: (
+        F.embedding_bag(
+            (x[:, :3] > 0).long() + y[:, None].clamp(max=3), m.layer.weight.T[:CLASSES], mode="mean", padding_idx=1
+        )
+        .tanh()
+        .mean()
+    ),
+    "an affine grid": lambda m, z, x, y: (
+        F.affine_grid(torch.cat([z, x[:, :1]], 1).view(-1, 2, 3), [len(x), 1, 3, 2], align_corners=False).tanh().sum()
+    ),
     "new tensors": lambda m, z, x, y: (z * z.new_ones(len(x), 1) + x.new_full((1,), 0.5)).square().sum(),
     "rows of times": lambda m, z, x, y: F.cross_entropy(
         m.layer(F.layer_norm(x.view(-1, 1, WIDTH).expand(-1, 2, -1).transpose(0, 1), (WIDTH,))).reshape(-1, CLASSES),
@@ -207,7 +218,44 @@ def test_a_branch_that_no_part_takes_is_refused(name: str) -> None:
         step(*inputs())
 
 
+def writing(change: Callable[[Model, Tensor, Tensor], Any]) -> Loss:
+    """Return a loss of a model that changes its buffer."""
+    return lambda m, z, x, y: (change(m, x, y), z.square().mean())[1]
+
+
+WRITES: dict[str, Loss] = {
+    "sums": writing(lambda m, x, y: m.weights.add_(F.one_hot(y, CLASSES).sum(0))),
+    "sums by index": writing(lambda m, x, y: m.weights.index_add_(0, y, x[:, 0])),
+    "numbers of rows": writing(lambda m, x, y: m.weights.add_(len(x))),
+    "values without samples": writing(lambda m, x, y: m.weights.copy_(m.layer.bias.detach())),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_sums_over_samples_are_written_to_buffers(name: str) -> None:
+    """After a step of micro-batches, a buffer to which `forward` adds a sum equals one device's."""
+    model = Model(WRITES[name])
+    alone = copy.deepcopy(model)
+    alone(*inputs())
+    autoshard.compile(model, MESH, optimizer=OPTIMIZERS["sgd"](model.parameters()), micro_batches=PARTS)(*inputs())
+    torch.testing.assert_close(model.weights, alone.weights)
+
+
 REFUSED: dict[str, tuple[Loss, str]] = {
+    "running statistics": (
+        lambda m, z, x, y: (
+            F.instance_norm(
+                x.view(-1, WIDTH, 1).expand(-1, -1, 2) * z[:, :1, None], m.norm.running_mean, m.norm.running_var
+            )
+            .square()
+            .mean()
+        ),
+        "writes buffer 'norm.running_mean' from the samples",
+    ),
+    "a moving average": (
+        writing(lambda m, x, y: m.weights.mul_(0.9).add_(x.mean(0)[:CLASSES], alpha=0.1)),
+        "writes buffer 'weights' from the samples",
+    ),
     "batch norm": (normed, r"batch_norm.*mixes samples|batch_norm.*computed over the whole batch"),
     "contrastive": (
         lambda m, z, x, y: F.cross_entropy(z @ z.T, torch.arange(len(x))),
@@ -222,6 +270,15 @@ REFUSED: dict[str, tuple[Loss, str]] = {
     "penalty over a count": (lambda m, z, x, y: (z.square().sum() + 1) / y.sum(), "div.*a term independent"),
     "a count of rows": (lambda m, z, x, y: z.sum() / ((y.sum() + 1) * len(x)), "div.*depends on the size of the batch"),
     "counts of columns": (lambda m, z, x, y: (z.sum() / x.abs().sum(0)).mean(), "div.*several values"),
+    "frequencies of ids": (
+        lambda m, z, x, y: F.embedding(y, m.layer.weight, scale_grad_by_freq=True).square().mean(),
+        "embedding.*how often ids occur",
+    ),
+    "a bias added to a sum": (lambda m, z, x, y: torch.addmv(m.layer.bias, z.T, x[:, 0]).sum(), "count once for each"),
+    "rows added to a table": (
+        lambda m, z, x, y: m.weights[:, None].expand(-1, CLASSES).index_add(0, y, z).sum(),
+        "count once for each",
+    ),
     "triangle": (lambda m, z, x, y: z.tril().sum(), "tril.*place of a sample"),
     "halves of rows": (lambda m, z, x, y: z.view(2, -1, CLASSES).sum(1).mean(), "view.*mixes samples"),
     "largest": (lambda m, z, x, y: z.max(), "max"),

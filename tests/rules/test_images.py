@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -46,3 +47,11 @@ def test_planes(function: Callable[[torch.Tensor], torch.Tensor], space: int) ->
     """Under every strategy, the results and gradients of an image operator equal one device's."""
     x = torch.randn(2, 8, *[4] * space, dtype=torch.float64, requires_grad=True)
     assert check_recorded(lambda: function(x))
+
+
+@pytest.mark.parametrize("size", [[5, 3, 4, 2], [5, 1, 2, 3, 4]])
+def test_affine_grids(size: list[int]) -> None:
+    """On four ranks, affine grids of five images and their gradients equal one device's under every strategy."""
+    theta = torch.randn(5, len(size) - 2, len(size) - 1, dtype=torch.float64, requires_grad=True)
+    function = partial(F.affine_grid, theta, size, align_corners=False)
+    assert "aten.affine_grid_generator.default" in check_recorded(function, meshes=(Mesh({"a": 4}),))
