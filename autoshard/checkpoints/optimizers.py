@@ -14,6 +14,7 @@ from autoshard.checkpoints.values import Slot, StepCount
 from autoshard.errors import CheckpointError
 from autoshard.ir.lowered import LocalSlot
 from autoshard.ir.program import InputKind
+from autoshard.joined_optimizer import parts_of_optimizer
 from autoshard.runtime.sharded_module import ShardedModule
 
 _HOW = ("foreach", "fused", "capturable", "differentiable", "param_names")
@@ -60,8 +61,9 @@ class NamedOptimizer:
     def state(self) -> dict[str, Any]:
         """Return the state to save, with the names of parameters in place of torch's numbers.
 
-        The result has four keys. "kind" is the name of the optimizer's class. "groups" has the parameter groups.
-        "state" has the state of each parameter. "other" has the part of the state that belongs to no parameter.
+        The result has five keys. "kind" is the name of the optimizer's class, and "kinds" those of a joined optimizer
+        (`_kinds`). "groups" has the parameter groups. "state" has the state of each parameter. "other" has the part of
+        the state that belongs to no parameter.
         """
         found, names = self.optimizer.state_dict(), list(self.parameters)
         if not found.keys() >= {"state", "param_groups"}:
@@ -73,10 +75,20 @@ class NamedOptimizer:
         state = {names[number]: dict(found["state"][number]) for number in sorted(of_parameters)}
         other = {key: held for key, held in found["state"].items() if key not in of_parameters}
         groups = [{**group, "params": [names[number] for number in group["params"]]} for group in found["param_groups"]]
-        return {"kind": type(self.optimizer).__name__, "groups": groups, "state": _counted(state), "other": other}
+        kind, kinds = type(self.optimizer).__name__, self._kinds()
+        return {"kind": kind, "kinds": kinds, "groups": groups, "state": _counted(state), "other": other}
+
+    def _kinds(self) -> dict[str, str]:
+        """Return the class of each optimizer in a `JoinedOptimizer`, by the parameters that it updates.
+
+        For any other optimizer, the dict is empty.
+        """
+        parts = parts_of_optimizer(self.optimizer)
+        groups = [(part, group) for part in parts for group in part.param_groups if part is not self.optimizer]
+        return {name: type(part).__name__ for part, group in groups for name in self._names_in(group)}
 
     def check(self, saved: Mapping[str, Any], keyword: str) -> None:
-        """Raise `CheckpointError` unless `saved`, a result of `state`, is of the same class, over the same parameters.
+        """Raise `CheckpointError` unless `saved`, a result of `state`, has the same classes over the same parameters.
 
         Each parameter group must also get one set of options. Tensors in `saved` may be placeholders (`Slot`).
         `keyword` is the name under which the user passed this optimizer.
@@ -92,6 +104,13 @@ class NamedOptimizer:
                 f"{keyword!r} has other parameters than the checkpoint: "
                 f"{missing[:4]} are not in the checkpoint, and {strange[:4]} are not in this optimizer."
             )
+        kinds = saved.get("kinds", {})  # older checkpoints have none
+        for name, part in self._kinds().items():
+            if kinds.get(name, part) != part:
+                raise CheckpointError(
+                    f"{keyword!r} updates {name!r} by {part}, and the checkpoint has its state of {kinds[name]}. Join "
+                    "the optimizers that were saved."
+                )
         for group in self.optimizer.param_groups:
             self._options_for(group, saved["groups"])
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.errors import NonFiniteError, NotAvailableError
+from autoshard.errors import NotAvailableError
 from autoshard.ir.files import check_can_write
 from autoshard.ir.loss_weights import LossWeights
 from autoshard.ir.mesh import Mesh
@@ -404,20 +404,24 @@ class TrainStep(HasWeights):
         return reason is not None
 
     def _run(self, batch: MicroBatches) -> torch.Tensor:
-        """Run a step by autograd and the optimizer's own `step`; return the loss of the batch."""
+        """Run a step by autograd and the optimizer's own `step`; return the loss of the batch.
+
+        All gradients of the model are freed, also if the step fails.
+        """
         weights, shares = self._weights(batch), list[torch.Tensor]()
         scale = 1.0 if self._loss_scale is None else self._loss_scale.value
-        self._multiply_gradients(scale)
         try:
+            self._multiply_gradients(scale)
             for part, weight in zip(batch.parts, weights, strict=True):
                 share = share_of(self.sharded.run_for_loss(*part), weight)
                 if share.requires_grad:  # not a micro-batch of weight zero
                     (share * scale).backward()
                 shares.append(share.detach())
-        finally:
             self._multiply_gradients(1 / scale)
-        loss = sum_of(shares)
-        self._update(loss)
+            loss = sum_of(shares)
+            self._update(loss)
+        finally:
+            self.sharded.zero_grad(set_to_none=True)  # a later step would add its own gradients to them
         return loss
 
     def _weights(self, batch: MicroBatches) -> list[float]:
@@ -435,22 +439,14 @@ class TrainStep(HasWeights):
         return self.sharded.find_step(*part, None, self.sharded.members(), runs=False)
 
     def _update(self, loss: torch.Tensor) -> None:
-        """Check loss and gradients. If they pass, clip the gradients, and take the optimizer's own step.
-
-        The gradients are freed in any case.
-        """
+        """Check loss and gradients. If they pass, clip the gradients, and take the optimizer's own step."""
         norm = self._norm_of_gradients() if self.has_grad_norm else None
-        try:
-            passes = self._check.passes(loss, norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        except NonFiniteError:
-            self.optimizer.zero_grad(set_to_none=True)
-            raise
-        if passes:
-            if self.max_grad_norm is not None and norm is not None:
-                nn.utils.clip_grads_with_norm_(self.sharded.parameters(), self.max_grad_norm, norm)
-            lay_out_loaded_state(self.optimizer, self.sharded.engine.lay_out_like)
-            self._step_optimizer()
-        self.optimizer.zero_grad(set_to_none=True)
+        if not self._check.passes(loss, norm.full_tensor() if isinstance(norm, DTensor) else norm):
+            return
+        if self.max_grad_norm is not None and norm is not None:
+            nn.utils.clip_grads_with_norm_(self.sharded.parameters(), self.max_grad_norm, norm)
+        lay_out_loaded_state(self.optimizer, self.sharded.engine.lay_out_like)
+        self._step_optimizer()
 
     @torch.no_grad()
     def _multiply_gradients(self, factor: float) -> None:

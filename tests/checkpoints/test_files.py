@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autoshard import CheckpointError, Checkpoints
+from autoshard import CheckpointError, Checkpoints, JoinedOptimizer
 from autoshard.checkpoints import manifest
 from tests.runtime.processes import report, run_checks
 
@@ -139,6 +139,26 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
         checkpoints.load(fresh, optimizer=torch.optim.AdamW(fresh[0].parameters()))
     with pytest.raises(CheckpointError, match="nothing saved as schedule="):
         checkpoints.load(fresh, schedule=torch.optim.AdamW(fresh.parameters()))
+
+
+def test_other_joined_optimizers_are_refused(tmp_path: Path) -> None:
+    """Joined optimizers load in another order, and are refused if a parameter has an optimizer of another class."""
+    first = nn.Linear(4, 4)
+    muon, adamw = torch.optim.Muon([first.weight]), torch.optim.AdamW([first.bias])
+    joined = JoinedOptimizer(muon, adamw)
+    first(torch.ones(2, 4)).sum().backward()
+    joined.step()
+    Checkpoints(tmp_path, asynchronous=False).save(first, at=1, optimizer=joined)
+    second = nn.Linear(4, 4)
+    muon, adamw, sgd = (
+        torch.optim.Muon([second.weight]),
+        torch.optim.AdamW([second.bias]),
+        torch.optim.SGD([second.bias]),
+    )
+    assert Checkpoints(tmp_path).load(second, optimizer=(turned := JoinedOptimizer(adamw, muon))) == 1
+    assert "exp_avg" in turned.state[second.bias]
+    with pytest.raises(CheckpointError, match=r"'optimizer' updates 'bias' by SGD, and the checkpoint .* of AdamW"):
+        Checkpoints(tmp_path).load(second, optimizer=JoinedOptimizer(muon, sgd))
 
 
 def test_groups_may_be_others(tmp_path: Path) -> None:

@@ -260,6 +260,25 @@ def test_an_optimizer_that_is_not_traced_takes_its_own_step(caplog: pytest.LogCa
         autoshard.compile(model, LINE, optimizer=optimizer, strict=True)
 
 
+def test_no_gradients_are_left_for_the_next_step() -> None:
+    """After a step that failed, and with parameters that the optimizer lacks, norms and values are those of one
+    device."""
+    model, plain = small(), small()
+    optimizer, reference = (torch.optim.RMSprop(item[2].parameters(), lr=0.01) for item in (model, plain))
+    step = autoshard.compile(model, LINE, optimizer=optimizer, loss_fn=F.mse_loss, max_grad_norm=0.1)
+    with mock.patch.object(optimizer, "step", side_effect=OSError("a full disk")), pytest.raises(OSError, match="full"):
+        step(*batch(0))
+    for number in (1, 2):
+        step(*batch(number))
+        plain.zero_grad()
+        x, y = batch(number)
+        F.mse_loss(plain(x), y).backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        reference.step()
+        torch.testing.assert_close(step.last_grad_norm, norm)
+    assert_same(step, plain, reference, 2e-5)
+
+
 def test_nothing_to_train_is_said() -> None:
     """A loss that depends on no parameter raises an error that says so."""
     model = small()

@@ -11,7 +11,12 @@ import lightning
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from torch.utils.data import DataLoader
 
 import autoshard
@@ -114,6 +119,35 @@ def test_a_fit_does_not_take_the_optimizer_state_of_an_earlier_one(tmp_path: Pat
     found.fit_loop.max_epochs = 2
     found.fit(Classifier(), DataLoader(rows(), batch_size=6), DataLoader(rows(8), batch_size=4))
     assert {int(state["step"]) for state in found.optimizers[0].state.values()} == {1}
+
+
+def test_a_search_within_a_fit_leaves_no_optimizer_state(tmp_path: Path) -> None:
+    """After a search of the learning rate, the steps of the fit and its checkpoint are those of one device."""
+    results = []
+    for strategy in ("auto", Strategy(PAIR)):
+        finder = LearningRateFinder(num_training_steps=2, update_attr=False)
+        found, seen = fit(tmp_path, strategy, callbacks=[finder], max_epochs=1, limit_train_batches=2)
+        found.save_checkpoint(tmp_path / "searched.ckpt")
+        (saved,) = torch.load(tmp_path / "searched.ckpt", weights_only=False)["optimizer_states"]
+        results.append([seen.steps, saved["state"]])
+    assert_near(*reversed(results))
+
+
+def test_options_of_a_checkpoint_are_there_before_the_first_batch(plain: Any, tmp_path: Path) -> None:
+    """A resumed fit begins with the saved learning rate, which a callback may change before the first batch."""
+
+    class Decays(lightning.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            (group,) = trainer.optimizers[0].param_groups
+            rates.append(group["lr"])
+            group["weight_decay"] = 1.0
+
+    results, rates = [], list[float]()
+    for strategy in ("auto", Strategy(PAIR)):
+        _, seen = fit(tmp_path, strategy, resume=plain[2], callbacks=[Decays()], limit_train_batches=2)
+        results.append(seen.steps)
+    assert rates[0] == rates[1] < 1e-2
+    assert_near(*reversed(results))
 
 
 def test_precision_is_that_of_the_step(tmp_path: Path) -> None:

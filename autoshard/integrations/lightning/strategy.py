@@ -187,8 +187,7 @@ class MeshStrategy(Strategy):
         traced.is_cut, self._rows = step.micro_batches > 1, rows_in(batch) or 0
         step.compile_for(batch)
         if self._unloaded is not None:
-            step.optimizer.load_state_dict(dict(self._unloaded))
-            step.load_loss_scale(self._unloaded)
+            self._load_optimizer(step, self._with_present_options(self._unloaded))
             self._unloaded = None
         return step
 
@@ -233,7 +232,7 @@ class MeshStrategy(Strategy):
         `load_optimizer_state_dict`, and is not loaded yet, is returned itself.
         """
         if self._unloaded is not None:
-            return dict(self._unloaded)
+            return self._with_present_options(self._unloaded)
         scale = {} if self._step is None else self._step.loss_scale_state()
         return self._whole(super().optimizer_state(optimizer)) | scale
 
@@ -253,8 +252,27 @@ class MeshStrategy(Strategy):
             self._sharded.load_state_dict(state, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Keep the optimizer's state of a checkpoint. It is loaded when the step is compiled, at the first batch."""
-        (self._unloaded,) = checkpoint["optimizer_states"]
+        """Load the optimizer's options of a checkpoint, and its state, if the step is compiled.
+
+        Otherwise the state is kept, and loaded when the step is compiled, at the first batch.
+        """
+        (saved,) = checkpoint["optimizer_states"]
+        if self._step is not None:
+            self._load_optimizer(self._step, saved)
+            return
+        (optimizer,) = self.optimizers
+        state = optimizer.state
+        optimizer.load_state_dict({**saved, "state": {}})
+        optimizer.state = state  # `compile` refuses the state of an optimizer that has taken steps
+        self._unloaded = saved
+
+    def _with_present_options(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a saved state with the present options of the optimizer, which callbacks may have changed."""
+        return {**saved, "param_groups": self.optimizers[0].state_dict()["param_groups"]}
+
+    def _load_optimizer(self, step: TrainStep, saved: Mapping[str, Any]) -> None:
+        step.optimizer.load_state_dict(dict(saved))
+        step.load_loss_scale(saved)
 
     def reduce(self, tensor: Any, *args: Any, **options: Any) -> Any:
         """Return `tensor` unchanged, because every rank computes the value of the whole batch."""
