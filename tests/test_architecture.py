@@ -75,7 +75,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *(*_LEAVES, *_PASSES, "autoshard.runtime", "autoshard.arguments", "autoshard.call", "autoshard.cluster"),
     ),
     "autoshard.calibration": (*_IR, "autoshard.cluster", "autoshard.kernels", "autoshard.runtime", "cost_models"),
-    "autoshard.checkpoints": (*_IR, "autoshard.runtime"),
+    "autoshard.checkpoints": (*_IR, "autoshard.joined_optimizer", "autoshard.runtime"),
     "autoshard.restarts": (*_IR, "autoshard.checkpoints", "autoshard.runtime"),
     "autoshard.arguments": (*_IR, "autoshard.joined_optimizer", "cost_models"),
     "autoshard.call": (*_IR, "autoshard.arguments", "autoshard.runtime", "cost_models"),
