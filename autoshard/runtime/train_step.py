@@ -406,10 +406,11 @@ class TrainStep(HasWeights):
     def _run(self, batch: MicroBatches) -> torch.Tensor:
         """Run a step by autograd and the optimizer's own `step`; return the loss of the batch.
 
-        All gradients of the model are freed, also if the step fails.
+        All gradients are freed at the end. If forward or backward fails, gradients from before the step stay.
         """
         weights, shares = self._weights(batch), list[torch.Tensor]()
         scale = 1.0 if self._loss_scale is None else self._loss_scale.value
+        kept = {item: item.grad.clone() for item in self.sharded.parameters() if item.grad is not None}
         try:
             self._multiply_gradients(scale)
             for part, weight in zip(batch.parts, weights, strict=True):
@@ -419,9 +420,11 @@ class TrainStep(HasWeights):
                 shares.append(share.detach())
             self._multiply_gradients(1 / scale)
             loss = sum_of(shares)
+            kept.clear()
             self._update(loss)
         finally:
-            self.sharded.zero_grad(set_to_none=True)  # a later step would add its own gradients to them
+            for parameter in self.sharded.parameters():
+                parameter.grad = kept.get(parameter)
         return loss
 
     def _weights(self, batch: MicroBatches) -> list[float]:
