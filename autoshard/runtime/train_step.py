@@ -156,6 +156,11 @@ class TrainStep(HasWeights):
             )
         super().__setattr__(name, value)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise `AttributeError`, which says if the model has the attribute. Python calls this for missing ones."""
+        there = f" The model has: step.sharded.{name}." if hasattr(ShardedModule, name) else ""
+        raise AttributeError(f"A compiled step has no attribute {name!r}.{there}")
+
     @property
     def max_grad_norm(self) -> float | None:
         """The norm to which gradients are clipped; None: no clipping.

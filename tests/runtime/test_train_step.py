@@ -66,6 +66,19 @@ def last_first(micro_batches: int) -> PipelineOrder:
     return order_of(*((work, number) for number in reversed(range(micro_batches)) for work in (FORWARD, BACKWARD)))
 
 
+@pytest.mark.parametrize(
+    ("name", "words"), [("eval", "The model has: step.sharded.eval."), ("evaluate", "'evaluate'.")]
+)
+def test_a_missing_attribute_names_that_of_the_model(name: str, words: str) -> None:
+    """A step lacks the model's methods, and its error says where they are."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    step = autoshard.compile(model, autoshard.Mesh({"data": 2}), optimizer=optimizer, loss_fn=nn.functional.mse_loss)
+    with pytest.raises(AttributeError, match=rf"A compiled step has no attribute '{name}'.*") as caught:
+        getattr(step, name)
+    assert str(caught.value).endswith(words)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
 def test_a_norm_may_be_a_number_of_numpy(kind: Callable[..., torch.optim.Optimizer]) -> None:
     """A NumPy number as `max_grad_norm` clips as the equal Python number, traced or not."""
