@@ -240,8 +240,7 @@ def _place(stored: Stored, slot: Slot, now: torch.Tensor | None, used: Set[int] 
 
     The result is `now`, the saved object's present tensor, if shape and dtype fit. Otherwise it is a new whole tensor.
     If other tensors are read into the memory of `now`, or elements of `now` share memory, it is a new tensor like
-    `now`.
-    `used` has the memory of all other places.
+    `now`. `used` has the memory of all other places.
     """
     shape, dtype = stored.tensor(slot.name)
     if now is None or now.is_meta or now.shape != shape or now.dtype != dtype:

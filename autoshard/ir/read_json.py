@@ -1,8 +1,8 @@
 """Reads JSON data into the dataclasses that wrote the data.
 
 A wrong value raises an error that names its place in the file, the value, and the expected type. Duplicate keys,
-numbers that are not finite or exceed 64 bits, and endless nesting raise too. The JSON standard does not rule
-on these cases.
+numbers that are not finite or exceed 64 bits, and endless nesting raise too. The JSON standard does not rule on these
+cases.
 """
 
 from __future__ import annotations

@@ -181,8 +181,8 @@ def _may_be_imported(name: str) -> bool:
 def _first(count: int, holds: Callable[[int], bool]) -> int:
     """Return by bisection the smallest number below `count` for which `holds` is true.
 
-    If `holds` is true for a number, it must be true for all larger ones. For the last number, `holds` is
-    assumed to be true.
+    If `holds` is true for a number, it must be true for all larger ones. For the last number, `holds` is assumed to be
+    true.
     """
     low, high = 0, count - 1
     while low < high:

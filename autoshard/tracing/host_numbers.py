@@ -51,7 +51,7 @@ def refuse_host_numbers(
     Args:
         model: the traced model.
         before: the result of `host_generators` before the trace.
-        own: the generators that are attributes of the model's modules. It noted their draws during the trace.
+        own: the generators of the model's own. It noted their draws during the trace (`OwnGenerators.watching`).
         program: the traced program.
         trace_again: traces the same call, and returns its program.
     """

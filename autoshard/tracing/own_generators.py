@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CellType, FunctionType
 from typing import Any
@@ -21,14 +21,17 @@ from autoshard.ir.python_values import content_text
 from autoshard.tracing.provenance import user_line
 
 _Random = random.Random
-_KINDS = (np.random.Generator, np.random.RandomState, _Random)
-_MAKERS = (np.random.default_rng, np.random.RandomState, _Random)
-"""The function or class that makes a generator of each of `_KINDS`."""
+_KIND_OF: Mapping[Any, type] = {
+    np.random.default_rng: np.random.Generator,
+    np.random.RandomState: np.random.RandomState,
+    _Random: _Random,
+}
+"""Function or class that makes generators → the class of these generators."""
 
 
 @dataclass(frozen=True, slots=True)
 class _DrawPlace:
-    """A variable that holds a generator or one of `_MAKERS`: an attribute of an object, or a closure's cell."""
+    """A variable that holds a generator or a key of `_KIND_OF`: an attribute of an object, or a closure's cell."""
 
     holder: Any
     name: str
@@ -36,7 +39,7 @@ class _DrawPlace:
 
     @property
     def is_generator(self) -> bool:
-        return type(self.value) in _KINDS
+        return type(self.value) in _KIND_OF.values()
 
     def put(self, value: Any) -> None:
         if isinstance(self.holder, CellType):
@@ -64,9 +67,9 @@ class OwnGenerators:
     def watching(self) -> Iterator[None]:
         """Within the context, a draw from a generator of the model's own sets `have_drawn`."""
 
-        def make(kind: type, *args: Any, **kwargs: Any) -> Any:
+        def make(maker: Any, *args: Any, **kwargs: Any) -> Any:
             self.have_drawn |= _is_unseeded(args, kwargs)
-            return _made(kind, args, kwargs)
+            return maker(*args, **kwargs)
 
         before = self._states()
         with self._replaced(lambda place: place.value if place.is_generator else _maker(place.value, make)):
@@ -80,11 +83,11 @@ class OwnGenerators:
         The user's lines that make a generator are added to `lines`.
         """
 
-        def make(kind: type, *args: Any, **kwargs: Any) -> Any:
+        def make(maker: Any, *args: Any, **kwargs: Any) -> Any:
             if not _is_unseeded(args, kwargs):
-                return _made(kind, args, kwargs)
+                return maker(*args, **kwargs)
             lines.append(user_line(sys._getframe(2)))
-            return _twister(kind, words)
+            return _twister(_KIND_OF[maker], words)
 
         def replacement(place: _DrawPlace) -> Any:
             return _twister(type(place.value), words) if place.is_generator else _maker(place.value, make)
@@ -111,7 +114,7 @@ def _places(model: nn.Module, functions: Sequence[Any]) -> Iterator[_DrawPlace]:
     kinds = {type(module) for module in modules}
     files = {kind.__module__ for kind in kinds} | {getattr(function, "__module__", None) for function in functions}
     known = [sys.modules[name] for name in files if name in sys.modules and not name.startswith("torch.")]
-    for maker in _MAKERS:
+    for maker in _KIND_OF:
         yield _DrawPlace(random if maker is _Random else np.random, maker.__name__, maker)
     for holder in (*known, *modules):
         yield from (_DrawPlace(holder, name, value) for name, value in vars(holder).items() if _is_of_interest(value))
@@ -124,23 +127,19 @@ def _places(model: nn.Module, functions: Sequence[Any]) -> Iterator[_DrawPlace]:
 
 
 def _is_of_interest(value: Any) -> bool:
-    return type(value) in _KINDS or any(value is maker for maker in _MAKERS)
+    return type(value) in _KIND_OF.values() or any(value is maker for maker in _KIND_OF)
 
 
 def _maker(maker: Any, make: Callable[..., Any]) -> Any:
-    """Return a stand-in for one of `_MAKERS`. It returns `make(kind, ...)` for the kind of its generators."""
+    """Return a stand-in for a key of `_KIND_OF`, a function or a class. A call returns `make(maker, ...)`."""
     if not isinstance(maker, type):
-        return lambda *args, **kwargs: make(np.random.Generator, *args, **kwargs)
+        return lambda *args, **kwargs: make(maker, *args, **kwargs)
 
     class Maker(maker):
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             return make(maker, *args, **kwargs) if cls is Maker else super().__new__(cls, *args, **kwargs)
 
     return Maker
-
-
-def _made(kind: type, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return _MAKERS[_KINDS.index(kind)](*args, **kwargs)
 
 
 def _is_unseeded(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -58,8 +58,7 @@ def total(counts: Iterable[Counted], symbols: Mapping[tuple[str, int], str], fix
     """Return the sum of counts as an expression, linear in the number of blocks of each kind.
 
     `counts` has at least one count for each block of the program, which may be zero. `symbols` is the result of
-    `block_symbols`. Symbols whose names are in `fixed` are replaced by the model's own
-    numbers.
+    `block_symbols`. Symbols whose names are in `fixed` are replaced by the model's own numbers.
 
     Raises:
         FormulaError: blocks of one kind have different counts.

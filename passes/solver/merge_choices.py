@@ -27,7 +27,10 @@ from passes.solver.dual_state import DualState
 from passes.solver.quiet_highs import QuietHighs
 
 _SMALL = 10_000
-"""The most pairs of options, over all edges, of a small problem."""
+"""The most pairs of options, over all edges, of a small problem.
+
+Chains of this size, of 400 variables with 5 options to 12 with 30, took 0.2 to 0.9 CPU s (2026-12-01).
+"""
 
 _WORK = 1e5
 """The most work of one solve: columns of the program, times nodes of the branch-and-bound tree.
@@ -59,10 +62,10 @@ def merge(state: DualState, tolerance: float) -> None:
         state: a search after rounds of message passing; its best choice may be None.
         tolerance: relative gap at which the search ends. The combination is solved to half this gap.
     """
-    problem, solved = state.problem, set[tuple[int, ...]]()
     allowed = _allowed(state)
-    if not allowed or not all(map(len, allowed)):
+    if state.control.is_over() or not allowed or not all(map(len, allowed)):
         return
+    solved = set[tuple[int, ...]]()
     program = _MergeProgram(state, allowed, 0.5 * tolerance)
     for row in state.rows.values():
         program.limit(row)
@@ -71,7 +74,7 @@ def merge(state: DualState, tolerance: float) -> None:
         if choice is None or choice in solved:  # again: it exceeds a row by less than the solver's tolerance
             return
         solved.add(choice)
-        over = _highest_over(state.usage(choice), problem.limit)
+        over = _highest_over(state.usage(choice), state.problem.limit)
         if not over:
             state.offer(choice)
             return

@@ -260,13 +260,13 @@ class EnumerateStrategies:
 
     def _strategies(self, node: fx.Node, rule: BoundRule | None) -> tuple[Strategy, ...]:
         counts = (len(operands_of(node)), len(_values(node)))
-        key = counts if rule is None else _structure(rule, self.mesh)
-        key = (key, reduces := not self.sums_gradients and is_gradient_fan_out(node))
+        is_reduced = not self.sums_gradients and is_gradient_fan_out(node)
+        key = (counts if rule is None else _structure(rule, self.mesh), is_reduced)
         if key not in self._cache:
-            found = [replicated(*counts, self.mesh)]
-            if rule is not None:
-                found = enumerate_strategies(rule, self.mesh, self.groups)
-            self._cache[key] = tuple(each for each in found if not (reduces and each.outputs[0].partial))
+            found = (
+                [replicated(*counts, self.mesh)] if rule is None else enumerate_strategies(rule, self.mesh, self.groups)
+            )
+            self._cache[key] = tuple(each for each in found if not (is_reduced and each.outputs[0].partial))
         return self._cache[key]
 
     def _result(
